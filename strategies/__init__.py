@@ -1,0 +1,18 @@
+"""The strategies that come with the package, by the name that chooses each.
+
+Nothing in the package imports this folder: the manager asks it for a name. A strategy of yours
+needs no place here; give the object itself to `tensorsManager.strategy`.
+"""
+
+from __future__ import annotations
+
+from ..strategy import Strategy
+from .genoa import Genoa
+from .lru import LeastRecentlyUsed
+
+#: Name -> class; called without arguments.
+AVAILABLE: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (Genoa, LeastRecentlyUsed)
+}
+
+__all__ = ["AVAILABLE", "Genoa", "LeastRecentlyUsed"]

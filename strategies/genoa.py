@@ -1,0 +1,30 @@
+"""Hold nothing: what an operator used goes back as soon as the operator is done.
+
+The device then holds one operator's operands and results at a time. It is slow, and it is simple:
+the first thing to try when a result is in doubt, and the smallest budget that can work at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..strategy import BlockSnapshot, DeviceSnapshot, Strategy
+from .lru import by_age, until_freed
+
+
+class Genoa(Strategy):
+    """Give everything back at once."""
+
+    name = "genoa"
+
+    def victims(
+        self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
+    ) -> Iterable[int]:
+        """Return the least recently used blocks: what an interrupted operator left behind."""
+        return list(until_freed(by_age(candidates), need_nbytes))
+
+    def after_operator(
+        self, device: DeviceSnapshot, used: Sequence[BlockSnapshot]
+    ) -> Iterable[int]:
+        """Return all that the operator used or made."""
+        return [block.block_id for block in used]
