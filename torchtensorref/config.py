@@ -1,0 +1,394 @@
+"""Every option of the library, in one table, with the variable that sets it.
+
+The table is the class `Settings`: one field, one row. `docs/environment.md` is made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError, did_you_mean, nearest
+from .units import parse_nbytes, parse_share
+
+__all__ = [
+    "OPTIONS",
+    "Option",
+    "Settings",
+    "did_you_mean",
+    "nearest",
+    "options",
+    "parse_budget",
+    "parse_faults",
+    "read",
+    "settings",
+]
+
+PREFIX = "TTR_"
+
+#: What `TTR_FAULTS` can make fail.
+FAULT_KINDS = ("alloc", "copy")
+
+
+class _BadValueError(Exception):
+    """Says why a text is no value for an option; turned into a ConfigError by `Option.parse`."""
+
+
+def _level(highest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.strip() not in {str(level) for level in range(highest + 1)}:
+            raise _BadValueError(f"use a number from 0 to {highest}")
+        return int(text)
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if text.strip() not in ("0", "1"):
+        raise _BadValueError("use 0 or 1")
+    return text.strip() == "1"
+
+
+def _name(text: str) -> str:
+    return text.strip()
+
+
+def _prefixes(text: str) -> tuple[str, ...]:
+    prefixes = tuple(part.strip() for part in text.split(",") if part.strip())
+    for prefix in prefixes:
+        if not all(part.isidentifier() for part in prefix.split(".")):
+            raise _BadValueError(
+                f"{prefix!r} is not the name of a module; use names such as 'transformers', "
+                "separated by commas"
+            )
+    return prefixes
+
+
+def _amount(text: str) -> str:
+    """Give `text` back if it is a size or a share."""
+    parse = parse_share if text.endswith("%") else parse_nbytes
+    parse(text)
+    return text
+
+
+def parse_budget(text: str) -> str | dict[str, str]:
+    """Check the text of a budget, and take it apart if it speaks of several devices.
+
+    Parameters
+    ----------
+    text : str
+        A size (``6GiB``), a share (``25%``), or one of them per device, separated by
+        commas (``cuda:0=6GiB,cpu=50%``).
+
+    Returns
+    -------
+    str or dict of str to str
+        What `tensorsManager.budget` takes: the amount, or the amounts by device name.
+
+    Raises
+    ------
+    ConfigError
+        If an amount is not understood.
+    """
+    if "=" not in text:
+        return _amount(text.strip())
+    budgets = {}
+    for part in text.split(","):
+        device, equals, amount = (piece.strip() for piece in part.partition("="))
+        if not device or not equals:
+            raise ConfigError(
+                f"{part.strip()!r} in the budget {text!r} names no device and amount. "
+                "Write it as 'cuda:0=6GiB,cpu=24GiB'.",
+                name=text,
+            )
+        budgets[device] = _amount(amount)
+    return budgets
+
+
+def parse_faults(text: str) -> tuple[tuple[str, int], ...]:
+    """Read a fault plan: which allocation or copy of a simulated device is to fail.
+
+    Parameters
+    ----------
+    text : str
+        Pairs of a kind and a number counted from 1, separated by commas: ``copy:17,alloc:3``.
+
+    Returns
+    -------
+    tuple of (str, int)
+        The pairs, in the order given.
+
+    Raises
+    ------
+    ConfigError
+        If a pair is not understood; the message names the nearest kind.
+    """
+    plan = []
+    for part in text.split(","):
+        kind, _, number = (piece.strip() for piece in part.partition(":"))
+        if kind not in FAULT_KINDS:
+            raise ConfigError(
+                f"{part.strip()!r} in the fault plan {text!r} names no kind of fault. "
+                + did_you_mean(kind, FAULT_KINDS),
+                name=kind,
+                known=FAULT_KINDS,
+                nearest=nearest(kind, FAULT_KINDS),
+            )
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"{part.strip()!r} in the fault plan {text!r} has no number from 1 upward. "
+                "Write it as 'copy:17,alloc:3'.",
+                name=part.strip(),
+            )
+        plan.append((kind, int(number)))
+    return tuple(plan)
+
+
+def _faults(text: str) -> str:
+    """Give `text` back if it is a fault plan: each simulated device takes it apart itself."""
+    parse_faults(text)
+    return text
+
+
+def _row(default: object, parse: Callable[[str], Any], values: str, effect: str, cost: str) -> Any:
+    """One row of the table, as the field of a dataclass."""
+    metadata = {"parse": parse, "values": values, "effect": effect, "cost": cost}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(slots=True)
+class Settings:
+    """What every option is set to; the hot path reads these attributes and nothing else."""
+
+    disable: bool = _row(False, _switch, "0, 1", "no hook, no patch: is it us at all?", "none")
+    trace: int = _row(
+        0,
+        _level(3),
+        "0 to 3",
+        "0 off; 1 totals at exit; 2 each fetch, eviction, write-back; 3 each operator",
+        "none; low; medium; high",
+    )
+    trace_file: str | None = _row(
+        None, _name, "path", "write the trace there, as JSON lines", "a write per event"
+    )
+    check: int = _row(
+        0,
+        _level(2),
+        "0 to 2",
+        "`tensorsManager.check()` never; after each public call; after each operator",
+        "none; medium; very high",
+    )
+    sync: bool = _row(
+        False, _switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
+    )
+    poison: bool = _row(
+        False,
+        _switch,
+        "0, 1",
+        "fill freed and stale replicas with a pattern: is it a stale read?",
+        "a fill per drop",
+    )
+    shadow: bool = _row(
+        False,
+        _switch,
+        "0, 1",
+        "run each operator also on plain CPU tensors and compare",
+        "very slow",
+    )
+    strategy: str | None = _row(None, _name, "name", "choose the strategy", "none")
+    device: str | None = _row(
+        None, _name, "`cuda:0`, `mps`, `sim`, ...", "choose the accelerator", "none"
+    )
+    budget: str | dict[str, str] | None = _row(  # noqa: RUF009 (it makes a field)
+        None,
+        parse_budget,
+        "`6GiB`, `25%`, `cuda:0=6GiB,cpu=24GiB`",
+        "the most bytes that may be used on a device",
+        "none",
+    )
+    faults: str | None = _row(
+        None,
+        _faults,
+        "`copy:17,alloc:3`",
+        "fail the 17th copy and the 3rd allocation (simulated devices only)",
+        "none",
+    )
+    inject_to: tuple[str, ...] = _row(
+        (),
+        _prefixes,
+        "`transformers,diffusers`",
+        "packages whose names taken from torch are rebound, as `injectTo.append` does",
+        "none",
+    )
+    exclude: tuple[str, ...] = _row(
+        (),
+        _prefixes,
+        "`package.module`",
+        "modules that keep plain tensors, as `injectTo.exclude` does",
+        "none",
+    )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table, for those who read it: parsers, documents, `env`."""
+
+    name: str  # as in `options(trace=2)`
+    variable: str  # as in the environment
+    values: str
+    default: object
+    effect: str
+    cost: str
+    _parse: Callable[[str], Any]
+
+    def parse(self, text: str) -> Any:
+        """Read a value from text.
+
+        Parameters
+        ----------
+        text : str
+            As it stands in the environment.
+
+        Returns
+        -------
+        Any
+            The value, of the type that the field of `Settings` has.
+
+        Raises
+        ------
+        ConfigError
+            If it is no such value; the message names the variable and what it takes.
+        """
+        try:
+            return self._parse(text)
+        except _BadValueError as why:
+            raise ConfigError(
+                f"{self.variable}={text!r} is not understood: {why}.", name=self.variable
+            ) from None
+        except ConfigError as error:
+            message = f"{self.variable}={text!r} is not understood: {error}"
+            raise ConfigError(message, **error.__dict__) from None
+
+
+#: Every option by its name, in the order of the documents.
+OPTIONS: dict[str, Option] = {
+    field.name: Option(
+        name=field.name,
+        variable=PREFIX + field.name.upper(),
+        values=field.metadata["values"],
+        default=field.default,
+        effect=field.metadata["effect"],
+        cost=field.metadata["cost"],
+        _parse=field.metadata["parse"],
+    )
+    for field in dataclasses.fields(Settings)
+}
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Read the settings from environment variables.
+
+    Parameters
+    ----------
+    environ : Mapping of str to str
+        All variables; those that do not begin with ``TTR_`` are not looked at, and an
+        empty one counts as not set.
+
+    Returns
+    -------
+    Settings
+        A new object; what is not set has its default.
+
+    Raises
+    ------
+    ConfigError
+        For a ``TTR_`` variable that does not exist, naming the nearest one that does, and
+        for a value that is not understood. A mistyped switch that does nothing costs a day.
+    """
+    by_variable = {option.variable: option for option in OPTIONS.values()}
+    values = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        option = by_variable.get(variable)
+        if option is None:
+            raise ConfigError(
+                f"The environment variable {variable} is not one of ours. "
+                + did_you_mean(variable, by_variable),
+                name=variable,
+                known=tuple(by_variable),
+                nearest=nearest(variable, by_variable),
+            )
+        if text.strip():
+            values[option.name] = option.parse(text)
+    return Settings(**values)
+
+
+#: What holds now, in the whole process. Always this object: its attributes change.
+settings = read(os.environ)
+
+
+def _checked(changes: Mapping[str, object]) -> dict[str, object]:
+    """`changes` with every value read, if it was text; ConfigError before any is applied."""
+    checked = {}
+    for name, value in changes.items():
+        option = OPTIONS.get(name)
+        if option is None:
+            raise ConfigError(
+                f"There is no option {name!r}. " + did_you_mean(name, OPTIONS),
+                name=name,
+                known=tuple(OPTIONS),
+                nearest=nearest(name, OPTIONS),
+            )
+        if isinstance(value, (bool, int)):
+            value = option.parse(str(int(value)))
+        elif isinstance(value, str):
+            value = option.parse(value)
+        checked[name] = value
+    return checked
+
+
+@contextmanager
+def options(**changes: object) -> Iterator[Settings]:
+    """Set options for a scope, and set them back at its end.
+
+    Parameters
+    ----------
+    **changes : object
+        Options by name, as values or as the text that the environment would hold.
+
+    Yields
+    ------
+    Settings
+        What holds inside.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown option, naming the nearest, or a value that is not understood.
+        Nothing is changed then.
+
+    Notes
+    -----
+    Holds for the whole process, in all threads: a switch is read by whichever thread runs
+    an operator. Scopes nest; they must end in the reverse order.
+
+    Examples
+    --------
+    >>> with options(trace=2) as inside:
+    ...     inside.trace
+    2
+    """
+    checked = _checked(changes)
+    before = {name: getattr(settings, name) for name in checked}
+    for name, value in checked.items():
+        setattr(settings, name, value)
+    try:
+        yield settings
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)

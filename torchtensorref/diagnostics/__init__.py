@@ -1,0 +1,1 @@
+"""What a person asks for: the environment report, the self-test, tables and documents."""

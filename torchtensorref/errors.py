@@ -1,0 +1,200 @@
+"""The tree of errors, and the words that help a reader out of one.
+
+Errors that must also be an error of torch live beside what raises them
+(`OutOfBudgetError` in `budget.py`), because this module never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "ConfigError",
+    "ExposedError",
+    "InvariantError",
+    "StrategyError",
+    "TensorRefError",
+    "TransferError",
+    "UnsupportedOpError",
+    "did_you_mean",
+    "nearest",
+]
+
+
+def _rebuild(
+    kind: type[TensorRefError], args: tuple[object, ...], facts: dict[str, object]
+) -> TensorRefError:
+    """Make an error again from its pickle, whatever its constructor asks for."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
+
+class TensorRefError(Exception):
+    """Anything this library raises on purpose.
+
+    Cause: see the class that was raised. Catch this one to catch them all; what torch
+    itself raises for a wrong program (shapes, dtypes) is not wrapped and passes as it is.
+
+    Cure: read the message. It says what happened, with numbers, and what to do next.
+    The same facts are attributes of the error.
+
+    Parameters
+    ----------
+    message : str
+        What happened, how much, and what to do.
+    **facts : object
+        What a program may want to read; each becomes an attribute.
+
+    Notes
+    -----
+    Survives pickling with its facts, also in subclasses with another constructor.
+    """
+
+    def __init__(self, message: str = "", **facts: object) -> None:
+        super().__init__(message)
+        self.__dict__.update(facts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+class ConfigError(TensorRefError, ValueError):
+    """A setting has a name or a value that we do not know.
+
+    Cause: a misspelt device, strategy, option or `TTR_` variable, a budget such as
+    `"6 gigs"`, or a device that this build of torch cannot use.
+
+    Cure: take the spelling that the message suggests. It is raised before anything is
+    changed, so the old setting still holds.
+    """
+
+    name: str = ""  # what was given
+    known: tuple[str, ...] = ()  # what would have been understood
+    nearest: str | None = None  # the known name that looks most like it
+
+
+class StrategyError(TensorRefError):
+    """A strategy does not keep its contract.
+
+    Cause: a method is missing or takes other arguments, its name is taken, or it answered
+    with something that is not a decision, such as a block that does not exist.
+
+    Cure: the message names the strategy, its file and the point. Run the conformance
+    suite in `tests/conformance` over it. Meanwhile `tensorsManager.strategy = "lru"` works.
+    """
+
+    strategy: str = ""  # its name
+    where: str = ""  # the file that defines it
+
+
+class UnsupportedOpError(TensorRefError, NotImplementedError):
+    """An operator cannot be run on managed tensors anywhere, not even on the host.
+
+    Cause: no kernel exists for these dtypes and devices, or the operator needs raw memory
+    that cannot be handed out.
+
+    Cure: release the operands first (`tensorsManager.release`), or run that part of the
+    program inside `torchTensorRef.disabled()`. If plain torch runs it, it is our bug.
+    """
+
+    op: str = ""  # the operator, as torch names it
+    device: str = ""  # where it was tried last
+
+
+class TransferError(TensorRefError, RuntimeError):
+    """A copy between two devices failed.
+
+    Cause: the device was lost, its driver refused the copy, or the copy was made to fail
+    with `TTR_FAULTS`.
+
+    Cure: nothing is lost. The replica copied from is untouched and remains the valid one,
+    so the operation may be tried again. If it repeats, `python -m torchTensorRef check`
+    tells which device is at fault.
+    """
+
+    source: str = ""  # the device copied from
+    destination: str = ""  # the device copied to
+    nbytes: int = 0  # how much was asked for
+
+
+class ExposedError(TensorRefError, RuntimeError):
+    """Something was asked that cannot be done while a raw pointer is out.
+
+    Cause: the tensor gave away its address (`numpy()`, `data_ptr()`, DLPack, shared
+    memory), so its bytes have to stay where they are as long as that object lives.
+
+    Cure: delete the exported array first, or work on a `clone()`.
+    """
+
+    block: str = ""  # its short name, as in stories
+    device: str = ""  # where its bytes are held
+
+
+class InvariantError(TensorRefError):
+    """The books are wrong: this is a bug in torchTensorRef, not in your program.
+
+    Cause: `tensorsManager.check()`, an illegal change of state, or the simulated device
+    found two facts that contradict each other.
+
+    Cure: please report it with the whole text, which holds the story of the block.
+    `TTR_CHECK=2` finds the first operator after which it is true; `TTR_DISABLE=1` lets the
+    program run without us.
+    """
+
+    violations: tuple[str, ...] = ()  # each broken rule as a sentence
+    story: tuple[str, ...] = ()  # what happened to the block before
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Find the known name that looks most like a given one.
+
+    Parameters
+    ----------
+    name : str
+        What was written; compared without regard to case.
+    known : Iterable[str]
+        The names that exist.
+
+    Returns
+    -------
+    str or None
+        One of `known`, or None if nothing is close enough to be worth suggesting.
+
+    Examples
+    --------
+    >>> nearest("LRUU", ["genoa", "lru", "flow"])
+    'lru'
+    """
+    import difflib  # only when something went wrong: importing us has to stay cheap
+
+    by_fold = {candidate.casefold(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.casefold(), by_fold, n=1, cutoff=0.5)
+    return by_fold[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Say what is known, and which of it was probably meant.
+
+    Parameters
+    ----------
+    name : str
+        What was written.
+    known : Iterable[str]
+        The names that exist.
+
+    Returns
+    -------
+    str
+        One or two sentences, without a space around them, for the end of a message.
+
+    Examples
+    --------
+    >>> did_you_mean("flwo", ["genoa", "lru", "flow"])
+    "Did you mean 'flow'? Known: flow, genoa, lru."
+    """
+    names: Sequence[str] = sorted(known)
+    listed = f"Known: {', '.join(names)}." if names else "None is known."
+    close = nearest(name, names)
+    return listed if close is None else f"Did you mean {close!r}? {listed}"
