@@ -1,0 +1,52 @@
+# `make demo` and `make test` do all the set-up in a fresh clone; they need python3 with venv and pip.
+# Say `make PYTHON=python3.12 test` for another interpreter, `make test PYTEST_ARGS="-k units"` for a part.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?= --budget 24MiB
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# What the set-up depends on. Editing the sources needs no new set-up: the install is editable.
+NEEDS := setup.cfg pyproject.toml constraints.txt
+# Without a clean folder setuptools would put deleted modules into the wheel again.
+LINT_DIR := .cache/lint
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/demo.stamp
+	@echo "==> demos/embed_sentences.py $(DEMO_ARGS)"
+	@$(BIN)/python demos/embed_sentences.py $(DEMO_ARGS)
+
+test: $(VENV)/test.stamp
+	@echo "==> pytest $(PYTEST_ARGS)"
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# mypy finds only packages that are really there, which an editable install is not, so it gets a
+# plain one in a folder of its own. The tests must not see it: they run against the edited files.
+lint: $(VENV)/test.stamp
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@echo "==> mypy"
+	@rm -rf $(LINT_DIR) build
+	@$(PIP) install --no-deps --target $(LINT_DIR) .
+	@rm -rf build
+	@cd $(LINT_DIR) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/setup.cfg
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@echo "==> $(PYTHON) -m venv $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo "This needs Python with venv and pip (on Debian and Ubuntu: apt install python3-venv)."; \
+	    rm -rf $(VENV); exit 1; }
+
+$(VENV)/%.stamp: $(NEEDS) | $(BIN)/pip
+	@echo "==> installing torchTensorRef[$*] into $(VENV) (the first time takes some minutes)"
+	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@touch $@
