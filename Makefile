@@ -7,7 +7,8 @@ DEMO_ARGS ?= --budget 24MiB
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Errors only: without a progress bar its warnings would drown what matters.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # What the set-up depends on. Editing the sources needs no new set-up: the install is editable.
 NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
