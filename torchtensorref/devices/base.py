@@ -1,0 +1,237 @@
+"""What a device can do: hold bytes, copy them, and say when its work is done."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["DONE", "Device", "DoneEvent", "Event", "bytes_of", "empty_bytes", "storage_nbytes"]
+
+
+class Event(Protocol):
+    """A point in a device's work; it *fires* when the work before it is finished.
+
+    Attributes
+    ----------
+    end_ns : int
+        When it fires, on the device's clock; 0 where that is not known.
+    """
+
+    @property
+    def end_ns(self) -> int:
+        """When it fires, on the device's clock; 0 where that is not known."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether it has fired. Never blocks."""
+        ...
+
+    def wait(self) -> None:
+        """Make the device's compute engine wait for it: operators issued later see the bytes."""
+        ...
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+        ...
+
+
+class DoneEvent:
+    """An event that fired before it was made."""
+
+    end_ns = 0
+
+    def is_done(self) -> bool:
+        """Whether it has fired: always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+#: The event of work that was finished at once.
+DONE = DoneEvent()
+
+
+class Device(ABC):
+    """A place that can hold replicas.
+
+    Attributes
+    ----------
+    name : str
+        Unique among devices: ``"cpu"``, ``"sim:0"``, ``"cuda:0"``.
+    kind : str
+        ``"cpu"``, ``"sim"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
+    index : int
+        Which one of its kind.
+    torch_device : torch.device
+        Where the plain tensors that live here say they are (``cpu`` for a simulated device).
+    capacity_nbytes : int
+        The most bytes it can hold.
+    stall_ns : int
+        How long compute stood idle for no other reason than a copy it waited for.
+
+    Notes
+    -----
+    A *base* is a plain tensor that owns the storage of one replica. The storage object lives as
+    long as the base: `empty` takes its bytes away and `refill` gives bytes back, so that plain
+    views made of it stay valid objects. Every method may be called from any thread.
+    """
+
+    is_host: bool = False
+    is_simulated: bool = False
+
+    name: str
+    kind: str
+    index: int
+    capacity_nbytes: int
+    torch_device: torch.device
+    stall_ns: int = 0
+
+    # memory -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Tensor:
+        """Make a base of `nbytes` uninitialised bytes: one-dimensional, uint8.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            It does not fit; nothing has changed.
+        """
+
+    @abstractmethod
+    def refill(self, base: Tensor, nbytes: int) -> None:
+        """Give bytes again to a base that was emptied; the storage object is the same.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            They do not fit; the base is still empty.
+        """
+
+    @abstractmethod
+    def empty(self, base: Tensor) -> None:
+        """Free the bytes of a base and keep its storage object."""
+
+    @abstractmethod
+    def account(self, base: Tensor) -> None:
+        """Count the storage of a kernel's fresh result from now on.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            It does not fit; it is not counted.
+        """
+
+    @abstractmethod
+    def free_nbytes(self) -> int:
+        """How many bytes more it could hold now."""
+
+    @property
+    @abstractmethod
+    def resident_nbytes(self) -> int:
+        """The bytes it holds now."""
+
+    @property
+    @abstractmethod
+    def peak_nbytes(self) -> int:
+        """The most bytes it has held since the last `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start `peak_nbytes` again from what is resident now."""
+
+    # copies -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:
+        """Issue a copy of host bytes into all of `base`; return the event of its arrival.
+
+        Parameters
+        ----------
+        source : Tensor
+            Plain host tensor, uint8, one-dimensional, as many bytes as `base` has. It must keep
+            its bytes until the event fires.
+        base : Tensor
+            The replica that receives them.
+        after : Event, optional
+            The copy starts no earlier; at least `available` of the base.
+        """
+
+    @abstractmethod
+    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:
+        """Issue a copy of all bytes of `base` into host memory; return the event of its arrival."""
+
+    @abstractmethod
+    def available(self, base: Tensor) -> Event | None:
+        """The event after which a copy engine may write `base`; None if it may at once."""
+
+    # operators ----------------------------------------------------------------------------
+
+    def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Refuse an operator that may not touch these bases now. Real devices cannot tell."""
+
+    def after_operator(
+        self,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        *,
+        flops: int,
+        nbytes: int,
+        dtype_name: str,
+    ) -> None:
+        """Note that an operator was issued: the clock of a simulated device advances."""
+
+    def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:
+        """Advance the clock as `after_operator` does, and note no use of any base."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """An event at the end of what compute has been given so far."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Make the host wait for all that was issued."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """The host's clock as this device sees it."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+def storage_nbytes(base: Tensor) -> int:
+    """The bytes under a base now (0 when it was emptied)."""
+    return base.untyped_storage().nbytes()
+
+
+def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Uninitialised bytes as a plain tensor, whatever has been patched or set as a default."""
+    import torch
+
+    # Not `torch.empty`: injection replaces that name, and we need a plain tensor.
+    with torch._C.DisableTorchFunction():
+        plain: Tensor = torch._C._VariableFunctions.empty(
+            (nbytes,), dtype=torch.uint8, device=device
+        )
+    return plain
+
+
+def bytes_of(base: Tensor) -> Tensor:
+    """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
+    import torch
+
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        storage = base.untyped_storage()
+        view = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=base.device)
+        plain: Tensor = view.set_(storage, 0, (storage.nbytes(),), (1,))
+    return plain

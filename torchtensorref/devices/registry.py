@@ -1,0 +1,174 @@
+"""Names to devices. Nothing is opened before it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ..config import settings
+from ..errors import ConfigError, did_you_mean, nearest
+from .base import Device
+from .faults import FaultPlan
+from .host import HostDevice
+from .sim import SimDevice
+from .sim_machine import Machine
+from .sim_spec import DEFAULT_SPEC_NAME, SPECS, DeviceSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["default_name", "known_devices", "reset", "resolve"]
+
+#: Kinds that torch's device-generic interface serves. "hip" is what its users call it.
+REAL_KINDS = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mps": "mps"}
+
+_lock = threading.RLock()
+_devices: dict[str, Device] = {}
+#: One virtual host for all simulated devices whose specs describe the same host.
+_machines: dict[tuple[float, float], Machine] = {}
+#: Specs that users gave, by the first part of their device's name.
+_given: dict[str, DeviceSpec] = {}
+
+
+def resolve(what: str | torch.device | DeviceSpec | Device) -> Device:
+    """Find a device, or make it; the same name gives the same object.
+
+    Parameters
+    ----------
+    what : str, torch.device, DeviceSpec or Device
+        ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, ``"sim"``, ``"sim:1"``,
+        ``"sim:rx6600xt"``, ``"sim:rx6600xt:1"``; a torch device; a spec of a device to be
+        simulated (one device per spec); a device, which is given back.
+
+    Returns
+    -------
+    Device
+        The one device of that name.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such device; the message names the nearest one, or says what this
+        torch lacks and what to do.
+    """
+    if isinstance(what, Device):
+        return what
+    with _lock:
+        if isinstance(what, DeviceSpec):
+            return _simulated_from(what)
+        name = str(what).strip().lower()
+        found = _devices.get(name)
+        if found is None:
+            found = _devices[name] = _open(name)
+        return found
+
+
+def default_name() -> str:
+    """The name of the accelerator that torch finds, else ``"sim"``."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in REAL_KINDS:
+        return "sim"
+    return accelerator.type
+
+
+def known_devices() -> list[Device]:
+    """Every device that has been asked for, each once."""
+    with _lock:
+        return list({id(device): device for device in _devices.values()}.values())
+
+
+def reset() -> None:
+    """Forget every device, so that the next `resolve` makes new ones (for tests)."""
+    with _lock:
+        _devices.clear()
+        _machines.clear()
+        _given.clear()
+
+
+def _open(name: str) -> Device:
+    kind, _, rest = name.partition(":")
+    if kind == "cpu" and rest in ("", "0"):
+        return _same_as("cpu", name) or HostDevice()
+    if kind == "sim":
+        return _open_simulated(name, rest)
+    if kind in REAL_KINDS and (not rest or rest.isdecimal()):
+        return _open_real(name, REAL_KINDS[kind], int(rest or 0))
+    known = ["cpu", *REAL_KINDS, "sim", *(f"sim:{spec}" for spec in (*SPECS, *_given))]
+    raise ConfigError(
+        f"There is no device {name!r}. {did_you_mean(name, known)}",
+        name=name,
+        known=tuple(known),
+        nearest=nearest(name, known),
+    )
+
+
+def _same_as(canonical: str, asked: str) -> Device | None:
+    """The device that has the canonical name already."""
+    return None if canonical == asked else resolve(canonical)
+
+
+def _open_simulated(name: str, rest: str) -> Device:
+    """Read ``[spec][:index]``; plain "sim" is the default spec's first device."""
+    spec_name, colon, index = rest.rpartition(":") if ":" in rest else (rest, "", "")
+    if not colon and rest.isdecimal():
+        spec_name, index = "", rest
+    if index and not index.isdecimal():
+        raise ConfigError(f"{name!r} has no number after the last colon. Write 'sim:h200:1'.")
+    specs = {**SPECS, **_given}
+    spec = specs.get(spec_name or DEFAULT_SPEC_NAME)
+    if spec is None:
+        raise ConfigError(
+            f"There is no simulated device {spec_name!r}. {did_you_mean(spec_name, specs)} "
+            "Or give a DeviceSpec of your own.",
+            name=spec_name,
+            known=tuple(specs),
+            nearest=nearest(spec_name, specs),
+        )
+    prefix = f"sim:{spec_name}" if spec_name else "sim"
+    canonical = f"{prefix}:{int(index or 0)}"
+    return _same_as(canonical, name) or _simulate(spec, int(index or 0), canonical)
+
+
+def _simulated_from(spec: DeviceSpec) -> Device:
+    """The device of a spec that a user gave; equal specs are one device."""
+    key = spec.name.lower()
+    known = {**SPECS, **_given}.get(key)
+    number = 2
+    while known is not None and known != spec:
+        key = f"{spec.name.lower()}-{number}"
+        known, number = _given.get(key), number + 1
+    if known is None:
+        _given[key] = spec
+    return resolve(f"sim:{key}")
+
+
+def _simulate(spec: DeviceSpec, index: int, name: str) -> Device:
+    host_figures = (spec.host_memory_bytes_per_s, spec.host_flops_per_s)
+    machine = _machines.get(host_figures)
+    if machine is None:
+        machine = _machines[host_figures] = Machine(
+            memory_bytes_per_s=spec.host_memory_bytes_per_s, flops_per_s=spec.host_flops_per_s
+        )
+        host = resolve("cpu")
+        assert isinstance(host, HostDevice)
+        host.machines.append(machine)
+    return SimDevice(
+        spec,
+        index,
+        machine=machine,
+        name=name,
+        poison=settings.poison,
+        faults=FaultPlan.parse(settings.faults),
+    )
+
+
+def _open_real(name: str, kind: str, index: int) -> Device:
+    canonical = f"{kind}:{index}"
+    same = _same_as(canonical, name)
+    if same is not None:
+        return same
+    from .accelerator import AcceleratorDevice
+
+    return AcceleratorDevice(kind, index)

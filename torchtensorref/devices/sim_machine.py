@@ -1,0 +1,104 @@
+"""The virtual host that simulated devices are plugged into: its clock and its memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+__all__ = ["Machine", "SharedMemory"]
+
+
+class SharedMemory:
+    """Host memory as a bandwidth that several users share, in virtual time.
+
+    Notes
+    -----
+    The model is deterministic and simple: *first come, first served*. A copy reserves, from its
+    start, what its link can take of the bandwidth that earlier copies left over, and keeps it
+    until it ends. An operator on the host takes what all copies issued before it leave over:
+    ``min(b_host, b_dram - b_link)`` of THEORY.md, 3.2. As the host issues nothing while it
+    computes, no copy issued later can overlap it, and the model is exact for one thread.
+    """
+
+    def __init__(self) -> None:
+        #: (start, end, bytes per ns) of the copies that may still be running
+        self._reserved: list[tuple[float, float, float]] = []
+
+    def forget_before(self, now_ns: float) -> None:
+        """Drop the reservations that ended: nobody can start before `now_ns` any more."""
+        self._reserved = [entry for entry in self._reserved if entry[1] > now_ns]
+
+    def finish(
+        self, start_ns: float, nbytes: int, *, rate: float, total_rate: float, reserve: bool
+    ) -> float:
+        """Say when `nbytes` have passed, starting at `start_ns` with at most `rate` bytes per ns.
+
+        Parameters
+        ----------
+        start_ns : float
+            When the transfer starts.
+        nbytes : int
+            How much passes.
+        rate : float
+            The most this user can take, bytes per ns.
+        total_rate : float
+            What the memory gives to all users together, bytes per ns.
+        reserve : bool
+            Whether later users find this bandwidth taken.
+        """
+        pieces = []
+        left, at = float(nbytes), float(start_ns)
+        for until in self._changes_after(start_ns):
+            free = min(rate, total_rate - self._taken_at(at))
+            if free > 0:
+                done_at = at + left / free
+                pieces.append((at, min(done_at, until), free))
+                if done_at <= until:
+                    at = done_at
+                    break
+                left -= free * (until - at)
+            at = until
+        if reserve:
+            self._reserved += pieces
+        return at
+
+    def _changes_after(self, start_ns: float) -> list[float]:
+        """The moments after `start_ns` when a reservation begins or ends, and for ever."""
+        moments = {moment for entry in self._reserved for moment in entry[:2] if moment > start_ns}
+        return [*sorted(moments), math.inf]
+
+    def _taken_at(self, at_ns: float) -> float:
+        return sum(rate for start, end, rate in self._reserved if start <= at_ns < end)
+
+
+class Machine:
+    """One virtual host: a clock, memory, and the lock of all devices plugged into it.
+
+    Attributes
+    ----------
+    now_ns : int
+        The host's clock. The host issues work in program order and runs ahead of the devices;
+        only waiting for an event or computing by itself holds it up.
+    """
+
+    def __init__(self, *, memory_bytes_per_s: float, flops_per_s: float) -> None:
+        self.lock = threading.RLock()
+        self.now_ns = 0
+        self.memory = SharedMemory()
+        self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
+        self.flops_per_ns = flops_per_s / 1e9
+
+    def compute(self, flops: int, nbytes: int) -> None:
+        """Let the host run one operator itself; its clock advances by the time it takes."""
+        with self.lock:
+            now = self.now_ns
+            self.memory.forget_before(now)
+            rate = self.memory_bytes_per_ns
+            moved_at = self.memory.finish(now, nbytes, rate=rate, total_rate=rate, reserve=False)
+            self.now_ns = math.ceil(max(moved_at, now + flops / self.flops_per_ns))
+
+    def wait_until(self, end_ns: int) -> None:
+        """Let the host stand still until a moment."""
+        with self.lock:
+            if end_ns > self.now_ns:
+                self.now_ns = end_ns
