@@ -78,8 +78,8 @@ class ConfigError(TensorRefError, ValueError):
 class StrategyError(TensorRefError):
     """A strategy does not keep its contract.
 
-    Cause: a method is missing or takes other arguments, its name is taken, or it answered
-    with something that is not a decision, such as a block that does not exist.
+    Cause: a method is missing or takes other arguments, its name is taken, or what it
+    answered is not of the kind that was asked for.
 
     Cure: the message names the strategy, its file and the point. Run the conformance
     suite in `tests/conformance` over it. Meanwhile `tensorsManager.strategy = "lru"` works.

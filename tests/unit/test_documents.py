@@ -1,6 +1,8 @@
 """The documents: what is made from the code is up to date, and what they point at exists."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,21 @@ def test_links_lead_somewhere(path):
 def test_switches_that_are_named_exist(path):
     named = set(re.findall(r"\bTTR_[A-Z_]*[A-Z]\b", path.read_text()))
     assert named <= {option.variable for option in OPTIONS.values()}
+
+
+def blocks(path: Path) -> str:
+    """The Python blocks of a text, one after the other: a program."""
+    return "\n".join(
+        re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    )
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/strategies.md"])
+def test_examples_run(name, tmp_path):
+    """In a process of their own, because they begin with the imports."""
+    program = tmp_path / "example.py"
+    program.write_text(blocks(ROOT / name))
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
