@@ -71,8 +71,10 @@ def environment_page() -> str:
 
 
 def _option_row(option: Option) -> str:
-    default = {False: "0", None: "not set", (): "not set"}.get(option.default, option.default)
-    cells = (f"`{option.variable}`", option.values, str(default), option.effect, option.cost)
+    default = "not set"
+    if isinstance(option.default, int):
+        default = f"{option.default:d}"  # a switch that is off is 0
+    cells = (f"`{option.variable}`", option.values, default, option.effect, option.cost)
     return f"| {' | '.join(cells)} |"
 
 
@@ -85,8 +87,11 @@ def errors_page() -> str:
     """
     from .. import budget  # noqa: F401 (defines an error, and nothing here may need torch before)
 
-    kinds = sorted(_own_subclasses(TensorRefError), key=lambda kind: kind.__name__)
-    sections = [_error_section(kind) for kind in (TensorRefError, *kinds)]
+    kinds = {kind.__name__: kind for kind in _own_subclasses(TensorRefError)}
+    sections = [
+        _error_section(TensorRefError),
+        *(_error_section(kinds[name]) for name in sorted(kinds)),
+    ]
     return "\n".join((GENERATED, ERRORS_HEAD, *sections))
 
 
