@@ -7,12 +7,13 @@ needs no place here; give the object itself to `tensorsManager.strategy`.
 from __future__ import annotations
 
 from ..strategy import Strategy
+from .flow import Flow
 from .genoa import Genoa
 from .lru import LeastRecentlyUsed
 
 #: Name -> class; called without arguments.
 AVAILABLE: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (Genoa, LeastRecentlyUsed)
+    strategy.name: strategy for strategy in (Genoa, LeastRecentlyUsed, Flow)
 }
 
-__all__ = ["AVAILABLE", "Genoa", "LeastRecentlyUsed"]
+__all__ = ["AVAILABLE", "Flow", "Genoa", "LeastRecentlyUsed"]

@@ -1,0 +1,307 @@
+"""Learn the order in which the program uses its blocks; keep what pays, fetch the rest in time.
+
+Evicted is the block with the largest `distance / cost per byte`: the farthest forecast use, less
+readily if giving it back takes a copy. Prefetched are the blocks missing, in the order of their
+next use, as long as none is given up for one that is used later ("do no harm"). Where the forecast
+is not worth following, which two ghost caches and its own record of hits tell, it does as LRU does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from ..history import NEVER, History
+from ..strategy import Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
+from ._gate import LatestStart
+from ._ghost import Referee
+from ._room import PassingRoom
+from .lru import by_age, until_freed
+
+MIB = 2**20
+
+#: Copies queued ahead of need: the first always may, others while they are small.
+QUEUE_COUNT = 4
+QUEUE_NBYTES = 256 * MIB
+QUEUE_SHARE = 1 / 64
+#: A block is small below both; small ones that recur are kept, up to a share of the budget.
+SMALL_NBYTES = MIB
+SMALL_SHARE = 1 / 512
+SMALL_TOTAL_SHARE = 1 / 16
+#: The next victims, as a share of the budget, are copied home early.
+WRITE_BACK_SHARE = 1 / 8
+#: Forecasts are followed above the first, and fetched ahead of above the second.
+VICTIM_CONFIDENCE = 0.5
+PREFETCH_CONFIDENCE = 0.9
+
+#: Above any distance: blocks that the forecast does not contain go first.
+_UNFORESEEN = 1e15
+
+
+class Forecaster(Protocol):
+    """What Flow asks of a forecast. `History` is the one; tests plug in worse ones."""
+
+    start: int
+    end: int
+    cursor: int
+    leap_count: int
+
+    def access(
+        self, block_id: int, nbytes: int, struct: int, *, is_persistent: bool = True
+    ) -> None:
+        """Note that the program uses a block."""
+
+    def birth(self, block_id: int, nbytes: int) -> None:
+        """Note that an operator has made a block."""
+
+    def death(self, block_id: int) -> None:
+        """Note that a block is gone."""
+
+    def next_use(self, block_id: int) -> float:
+        """Return after how many accesses a block is used."""
+
+    def upcoming(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield (distance, block) of the accesses to come."""
+
+    def nbytes(self, block_id: int) -> int:
+        """Return the size of a living block."""
+
+    @property
+    def distinct_count(self) -> int:
+        """How many identities are known."""
+
+    @property
+    def period(self) -> int:
+        """How many accesses the forecast reaches ahead before it repeats itself."""
+
+    @property
+    def confidence(self) -> float:
+        """How often it has been right of late."""
+
+
+class _Wanted(NamedTuple):
+    """A block that is missing and will be used."""
+
+    distance: int
+    block_id: int
+    nbytes: int
+
+
+class Flow(Strategy):
+    """Follow the program's recorded flow; as good as LRU where there is none.
+
+    Parameters
+    ----------
+    forecaster : Forecaster, optional
+        What foretells the accesses; a fresh `History` by default.
+    queue_count : int
+        The most copies in flight that it asks for ahead of need.
+    """
+
+    name = "flow"
+    watches_accesses = True
+
+    def __init__(
+        self, forecaster: Forecaster | None = None, *, queue_count: int = QUEUE_COUNT
+    ) -> None:
+        self.history: Forecaster = History() if forecaster is None else forecaster
+        self.queue_count = queue_count
+        self.referee = Referee(self.history.next_use)
+        self._room = PassingRoom()
+        self._gate = LatestStart()
+        self._limit_nbytes = 0
+        self._leap_count = 0
+        self._present_until = 0  # up to this position all that comes is known to be there
+        self._wait_until_ns = 0  # on the compute clock: nothing is urgent before
+
+    # -- what happens ------------------------------------------------------------------------
+
+    def on_access(self, access: Access) -> None:
+        """Record it; hold what was fetched against what LRU would have fetched."""
+        block_id, nbytes = access.block_id, access.nbytes
+        history = self.history
+        history.access(block_id, nbytes, access.struct, is_persistent=access.is_persistent)
+        if access.is_persistent:
+            self._room.advance(history.start, history.end)
+        if not access.was_resident or history.leap_count != self._leap_count:
+            self._leap_count = history.leap_count
+            self._look_again()
+        if self._limit_nbytes:
+            fetched_nbytes = 0 if access.was_resident else nbytes
+            self.referee.access(block_id, nbytes, fetched_nbytes, self._limit_nbytes)
+
+    def on_birth(self, block_id: int, nbytes: int, struct: int) -> None:
+        """Record where an operator made a block."""
+        self.history.birth(block_id, nbytes)
+        self._room.birth(block_id, nbytes, self.history.end)
+        if self._limit_nbytes:
+            self.referee.birth(block_id, nbytes, self._limit_nbytes)
+
+    def on_death(self, block_id: int) -> None:
+        """Forget a block."""
+        self.history.death(block_id)
+        self._room.death(block_id)
+        self.referee.death(block_id)
+
+    # -- what to do about it -----------------------------------------------------------------
+
+    def victims(
+        self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
+    ) -> Iterable[int]:
+        """Return the blocks whose next use is farthest, dirty ones later than clean ones."""
+        self._limit_nbytes = device.limit_nbytes
+        self._look_again()
+        if not self._follows(VICTIM_CONFIDENCE):
+            return list(until_freed(by_age(candidates), need_nbytes))
+        return list(until_freed(self._by_score(device, candidates), need_nbytes))
+
+    def prefetch(
+        self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
+    ) -> Iterable[Prefetch]:
+        """Return the next blocks missing, each with victims that are used later than it is."""
+        self._limit_nbytes = device.limit_nbytes
+        history = self.history
+        self._gate.advance(device, history.start, history.end)
+        if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
+            return ()
+        if self._present_until >= history.end + self._horizon():
+            return ()
+        held = {block.block_id: block for block in resident}
+        wanted = self._missing(held, self.queue_count)
+        if not wanted or self._can_wait(device, held):
+            return ()
+        return self._issue(device, held, wanted)
+
+    def write_back(
+        self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
+    ) -> Iterable[int]:
+        """Return the dirty blocks among those that are evicted next, if it will come to that."""
+        if not any(block.is_dirty and block.is_persistent for block in resident):
+            return ()
+        near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
+        if device.free_nbytes > near_nbytes or not self._follows(VICTIM_CONFIDENCE):
+            return ()
+        dirty = {block.block_id for block in resident if block.is_dirty and block.is_persistent}
+        ordered = self._by_score(device, resident)
+        return [block for block in until_freed(ordered, near_nbytes) if block in dirty]
+
+    # -- how it is decided -------------------------------------------------------------------
+
+    def _follows(self, least_confidence: float) -> bool:
+        return self.referee.is_followed and self.history.confidence >= least_confidence
+
+    def _look_again(self) -> None:
+        self._present_until = 0
+        self._wait_until_ns = 0
+
+    def _horizon(self) -> int:
+        """How far to look for missing blocks: long enough to meet each that recurs."""
+        return min(self.history.period, 2 * self.history.distinct_count + 32)
+
+    def _by_score(
+        self, device: DeviceSnapshot, blocks: Sequence[BlockSnapshot]
+    ) -> list[BlockSnapshot]:
+        """Sort blocks: first to be given back first."""
+        dirty_cost = 1 + device.h2d_bytes_per_s / max(device.d2h_bytes_per_s, 1.0)
+        newest = max((block.last_use for block in blocks), default=0)
+        is_lost = self.history.cursor < 0
+
+        def score(block: BlockSnapshot) -> float:
+            distance = self.history.next_use(block.block_id)
+            if distance == NEVER:
+                if is_lost or block.is_persistent:
+                    return _UNFORESEEN - block.last_use
+                # Nothing is known of a fresh temporary: give it as long as it has waited.
+                distance = 2 * (newest - block.last_use)
+            return distance / dirty_cost if block.is_dirty else distance
+
+        ordered = sorted(blocks, key=lambda block: (-score(block), block.last_use))
+        return self._small_ones_last(device, ordered)
+
+    def _small_ones_last(
+        self, device: DeviceSnapshot, ordered: list[BlockSnapshot]
+    ) -> list[BlockSnapshot]:
+        """Put small blocks that recur behind all others: they cost more copies than bytes."""
+        small_nbytes = min(SMALL_NBYTES, int(device.limit_nbytes * SMALL_SHARE))
+        left_nbytes = int(device.limit_nbytes * SMALL_TOTAL_SHARE)
+        kept = []
+        for block in reversed(ordered):
+            if block.nbytes <= small_nbytes and self.history.next_use(block.block_id) != NEVER:
+                left_nbytes -= block.nbytes
+                if left_nbytes < 0:
+                    break
+                kept.append(block)
+        if not kept:
+            return ordered
+        kept_ids = {block.block_id for block in kept}
+        return [block for block in ordered if block.block_id not in kept_ids] + kept[::-1]
+
+    def _may_queue(self, device: DeviceSnapshot) -> bool:
+        limit_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
+        return device.in_flight_count == 0 or (
+            device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
+        )
+
+    def _missing(self, held: dict[int, BlockSnapshot], most: int | None) -> list[_Wanted]:
+        """Return the blocks that will be used and are not there, in the order of use.
+
+        Notes
+        -----
+        Where nothing is missing is remembered, so that a long run of hits is gone through once.
+        """
+        history = self.history
+        horizon = self._horizon()
+        known = max(0, self._present_until - history.end)
+        wanted: dict[int, _Wanted] = {}
+        for distance, block_id in history.upcoming(horizon):
+            if distance < known or block_id in held or block_id in wanted:
+                continue
+            wanted[block_id] = _Wanted(distance, block_id, history.nbytes(block_id))
+            if most is not None and len(wanted) >= most:
+                break
+        first = next(iter(wanted.values())).distance if wanted else horizon
+        self._present_until = history.end + first
+        return list(wanted.values())
+
+    def _can_wait(self, device: DeviceSnapshot, held: dict[int, BlockSnapshot]) -> bool:
+        """Say whether compute is so far behind the link that no copy has to start yet."""
+        if not device.compute_ns:
+            return False
+        if device.compute_ns < self._wait_until_ns:
+            return True
+        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(held, None))
+        slack_ns = self._gate.slack_ns(device, self.history.cursor, queue)
+        self._wait_until_ns = device.compute_ns + int(slack_ns)
+        return slack_ns > 0
+
+    def _issue(
+        self, device: DeviceSnapshot, held: dict[int, BlockSnapshot], wanted: list[_Wanted]
+    ) -> list[Prefetch]:
+        """Choose copies and their victims until the queue is full or the next would do harm."""
+        history = self.history
+        room_nbytes = device.free_nbytes
+        queue_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
+        queue_nbytes -= device.in_flight_nbytes
+        queue_count = self.queue_count - device.in_flight_count
+        order: Iterator[BlockSnapshot] | None = None
+        issued: list[Prefetch] = []
+        for distance, block_id, nbytes in wanted:
+            is_first = not issued and device.in_flight_count == 0
+            if len(issued) >= queue_count or (not is_first and nbytes > queue_nbytes):
+                break
+            reserve_nbytes = self._room.reserve_nbytes(history.cursor, distance)
+            reserve_nbytes = min(reserve_nbytes, device.limit_nbytes // 2)
+            victims: list[int] = []
+            while room_nbytes < nbytes + reserve_nbytes:
+                if order is None:
+                    order = iter(self._by_score(device, list(held.values())))
+                victim = next(order, None)
+                if victim is None or history.next_use(victim.block_id) <= distance:
+                    return issued
+                victims.append(victim.block_id)
+                room_nbytes += victim.nbytes
+            room_nbytes -= nbytes
+            queue_nbytes -= nbytes
+            self.referee.prefetched(nbytes, device.limit_nbytes)
+            issued.append(Prefetch(block_id, tuple(victims)))
+        return issued
