@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -10,7 +11,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DONE", "Device", "DoneEvent", "Event", "bytes_of", "empty_bytes", "storage_nbytes"]
+__all__ = [
+    "DONE",
+    "Device",
+    "DoneEvent",
+    "Event",
+    "bytes_of",
+    "empty_bytes",
+    "fill_bytes",
+    "move_bytes",
+    "storage_nbytes",
+]
 
 
 class Event(Protocol):
@@ -92,8 +103,14 @@ class Device(ABC):
     kind: str
     index: int
     capacity_nbytes: int
-    torch_device: torch.device
     stall_ns: int = 0
+
+    @functools.cached_property
+    def torch_device(self) -> torch.device:
+        """Where the plain tensors that live here say they are."""
+        import torch
+
+        return torch.device("cpu")
 
     # memory -------------------------------------------------------------------------------
 
@@ -228,10 +245,43 @@ def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 
 def bytes_of(base: Tensor) -> Tensor:
     """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
+    storage = base.untyped_storage()
+    return _alias(base, 0, storage.nbytes())
+
+
+def _alias(tensor: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
+    """Some bytes of a tensor's storage under a fresh tensor.
+
+    A fresh one, because a tensor that was made in inference mode refuses in-place writes
+    outside of it, and one that is a leaf of autograd refuses them always.
+    """
     import torch
 
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        storage = base.untyped_storage()
-        view = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=base.device)
-        plain: Tensor = view.set_(storage, 0, (storage.nbytes(),), (1,))
+    with torch._C.DisableTorchFunction():
+        fresh = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=tensor.device)
+        plain: Tensor = fresh.set_(tensor.untyped_storage(), offset_nbytes, (nbytes,), (1,))
     return plain
+
+
+def _bytes_in(tensor: Tensor) -> Tensor:
+    """The bytes that a dense tensor covers, under a fresh tensor."""
+    width, start = tensor.element_size(), int(tensor.storage_offset())
+    return _alias(tensor, start * width, tensor.numel() * width)
+
+
+def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy the bytes of one dense tensor over those of another, equally large one."""
+    import torch
+
+    target, origin = _bytes_in(destination), _bytes_in(source)
+    with torch._C.DisableTorchFunction():
+        target.copy_(origin, non_blocking=non_blocking)
+
+
+def fill_bytes(tensor: Tensor, value: int) -> None:
+    """Set each byte of a dense tensor."""
+    import torch
+
+    target = _bytes_in(tensor)
+    with torch._C.DisableTorchFunction():
+        target.fill_(value)

@@ -7,11 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .base import DONE, Device, Event, bytes_of, empty_bytes
+from .base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
 from .residents import Residents
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from .sim_machine import Machine
@@ -46,13 +45,6 @@ class HostDevice(Device):
         self._lock = threading.RLock()
         self._residents = Residents()
         self._alloc_count = 0
-
-    @property
-    def torch_device(self) -> torch.device:  # type: ignore[override]
-        """The host, as torch names it."""
-        import torch
-
-        return torch.device("cpu")
 
     # memory -------------------------------------------------------------------------------
 
@@ -131,7 +123,7 @@ class HostDevice(Device):
     def _copy(self, source: Tensor, destination: Tensor, after: Event | None) -> Event:
         if after is not None:
             after.synchronize()
-        destination.copy_(source)
+        move_bytes(source, destination)
         self.charge(0, 2 * source.numel() * source.element_size(), "uint8")
         return DONE
 
@@ -140,6 +132,13 @@ class HostDevice(Device):
         return None
 
     # operators ----------------------------------------------------------------------------
+
+    def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Refuse an operator on bytes that a simulated device has not finished copying here."""
+        for machine in self.machines:
+            if machine.landing:
+                machine.check_landed(reads, "reads")
+                machine.check_landed(writes, "writes")
 
     def after_operator(  # noqa: D102
         self,

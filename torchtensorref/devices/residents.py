@@ -47,10 +47,11 @@ class Residents:
         self.nbytes = 0
         self.peak_nbytes = 0
         self.dead: deque[Resident] = deque()
+        self.on_death = self.dead.append
 
     def enter(self, base: Tensor, nbytes: int, number: int) -> Resident:
         """Count a base from now on. The dead must have been settled before."""
-        resident = Resident(base, self.dead.append)
+        resident = Resident(base, self.on_death)
         resident.key = key = id(base)
         resident.nbytes = nbytes
         resident.number = number

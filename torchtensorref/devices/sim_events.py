@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from .base import bytes_of
+from .base import bytes_of, move_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ class Copy(SimEvent):
             base = self.resident()
             target = None if base is None else bytes_of(base)
         if source is not None and target is not None:
-            target.copy_(source)
+            move_bytes(source, target)
         self.cancel()
 
     def keep_source(self) -> None:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..errors import InvariantError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .sim_events import Copy
 
 __all__ = ["Machine", "SharedMemory"]
 
@@ -87,6 +96,19 @@ class Machine:
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
         self.flops_per_ns = flops_per_s / 1e9
+        #: copies to the host that it has not waited for, by the address they write
+        self.landing: dict[int, Copy] = {}
+
+    def check_landed(self, bases: Iterable[Tensor], verb: str) -> None:
+        """Refuse host tensors whose bytes are still on their way."""
+        for base in bases:
+            copy = self.landing.get(base.data_ptr())
+            if copy is not None:
+                raise InvariantError(
+                    f"cpu: an operator that {verb} a host replica is illegal at {self.now_ns:,} "
+                    f"ns: its bytes arrive by {copy}, and the host has not waited for it.",
+                    violations=(f"host {verb} before {copy} was waited for",),
+                )
 
     def compute(self, flops: int, nbytes: int) -> None:
         """Let the host run one operator itself; its clock advances by the time it takes."""
