@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, TransferError
@@ -26,7 +28,7 @@ class AcceleratorEvent:
     -----
     A copy on a side stream uses memory that the allocator believes to be used by the compute
     stream only. Holding both ends of the copy here, until it is seen to have fired, takes the
-    place of `record_stream`, which would delay every reuse.
+    place of `record_stream`, which would delay every reuse. The device keeps the event as long.
     """
 
     end_ns = 0
@@ -92,10 +94,12 @@ class AcceleratorDevice(Device):
         self._has_streams = self._has_streams and hasattr(self._module, "current_stream")
         self._in_stream: Any = None  # made when first needed: a device may never copy
         self._out_stream: Any = None
+        #: copies that may still run, with the bases they touch; see `_retire`
+        self._in_flight: deque[tuple[int, AcceleratorEvent]] = deque()
         self.capacity_nbytes = self._total_nbytes()
 
-    @property
-    def torch_device(self) -> torch.device:  # type: ignore[override]
+    @functools.cached_property
+    def torch_device(self) -> torch.device:
         """The device, as torch names it."""
         import torch
 
@@ -122,6 +126,11 @@ class AcceleratorDevice(Device):
             resident = self._residents.present.get(id(base))
             if resident is not None:
                 self._residents.leave(resident)
+            self._retire()
+            for key, event in self._in_flight:
+                if key == id(base):
+                    # The allocator gives this room out again in the order of the compute stream.
+                    event.wait()
         base.untyped_storage().resize_(0)
 
     def account(self, base: Tensor) -> None:  # noqa: D102
@@ -190,7 +199,8 @@ class AcceleratorDevice(Device):
             return self._copy_in_order(source, target, after)
         if self._in_stream is None:
             self._in_stream = self._module.Stream(device=self.torch_device)
-        return self._copy_aside(source, target, after, self._in_stream, asynchronous)
+        event = self._copy_aside(source, target, after, self._in_stream, asynchronous)
+        return self._keep(base, event)
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
         source = bytes_of(base)
@@ -202,7 +212,8 @@ class AcceleratorDevice(Device):
             self._out_stream = self._module.Stream(device=self.torch_device)
         # Without an order of the caller's, what compute was given so far may write these bytes.
         after = self.record() if after is None else after
-        return self._copy_aside(source, destination, after, self._out_stream, asynchronous)
+        event = self._copy_aside(source, destination, after, self._out_stream, asynchronous)
+        return self._keep(base, event)
 
     def _copy_aside(
         self,
@@ -211,7 +222,7 @@ class AcceleratorDevice(Device):
         after: Event | None,
         stream: Any,
         asynchronous: bool,
-    ) -> Event:
+    ) -> AcceleratorEvent:
         """Copy on a side stream; the event holds both ends until it is seen to have fired."""
         module = self._module
         if isinstance(after, AcceleratorEvent):
@@ -223,6 +234,21 @@ class AcceleratorDevice(Device):
             event = module.Event()
             event.record(stream)
         return AcceleratorEvent(event, self, (source, destination))
+
+    def _keep(self, base: Tensor, event: AcceleratorEvent) -> Event:
+        """Hold a copy's ends until it has fired, even if the caller forgets its event."""
+        with self._lock:
+            self._retire()
+            self._in_flight.append((id(base), event))
+        return event
+
+    def _retire(self) -> None:
+        """Let go of the copies that have fired."""
+        in_flight = self._in_flight
+        for _ in range(len(in_flight)):
+            entry = in_flight.popleft()
+            if not entry[1].is_done():
+                in_flight.append(entry)
 
     def _copy_in_order(self, source: Tensor, destination: Tensor, after: Event | None) -> Event:
         if after is not None:

@@ -80,12 +80,10 @@ class Residents:
         """Forget one base that died; return it if its bytes had still counted."""
         while self.dead:
             resident = self.dead.popleft()
-            if self.present.get(resident.key) is resident:
-                del self.present[resident.key]
+            if self.present.pop(resident.key, None) is not None:
                 self.nbytes -= resident.nbytes
                 return resident
-            if self.emptied.get(resident.key) is resident:
-                del self.emptied[resident.key]
+            del self.emptied[resident.key]
         return None
 
     def settle(self) -> None:

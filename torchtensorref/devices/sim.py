@@ -4,8 +4,8 @@ It holds its bytes in host tensors and runs the host's kernels. Each of its engi
 one copy engine per direction) has a clock; the host that feeds them has another, shared by all
 devices of one `Machine`. The rules of time:
 
-* The host issues operators and copies in program order and never waits unless it is told to. Its
-  clock advances by `dispatch_ns` per operator.
+* The host issues operators and copies in program order. Its clock advances by `dispatch_ns` per
+  operator, and waits only when it is told to, or when `queue_depth` operators are unfinished.
 * An operator starts when compute is free, the host has issued it and the events compute waits
   for have fired. It takes ``launch_ns + max(flops / F, nbytes / bandwidth)``.
 * A copy starts when its engine is free, the host has issued it and `after` has fired. It takes
@@ -84,6 +84,9 @@ class SimDevice(SimEngines):
         self._ns_per_byte = 1e9 / spec.memory_bytes_per_s
         self._ns_per_flop = {name: 1e9 / rate for name, rate in spec.flops_per_s.items()}
         self._ns_per_other_flop = 1e9 / spec.default_flops_per_s
+        #: when the last operators end; the oldest one is overwritten next
+        self._queue = [0] * spec.queue_depth
+        self._queue_next = 0
 
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator whose bases are not here, still arriving, or still being copied."""
@@ -127,8 +130,11 @@ class SimDevice(SimEngines):
 
     def _run(self, flops: int, nbytes: int, dtype_name: str) -> int:
         """Give one operator to compute; return when it ends. The caller holds the lock."""
-        machine = self.machine
-        machine.now_ns = start_ns = machine.now_ns + self._dispatch_ns
+        machine, queue, place = self.machine, self._queue, self._queue_next
+        start_ns = machine.now_ns + self._dispatch_ns
+        if queue[place] > start_ns:
+            start_ns = queue[place]
+        machine.now_ns = start_ns
         if self._compute_ns > start_ns:
             start_ns = self._compute_ns
         if self._awaited_ns > start_ns:
@@ -137,7 +143,8 @@ class SimDevice(SimEngines):
         work_ns = flops * self._ns_per_flop.get(dtype_name, self._ns_per_other_flop)
         move_ns = nbytes * self._ns_per_byte
         end_ns = start_ns + self._launch_ns + int(work_ns if work_ns > move_ns else move_ns)
-        self._compute_ns = end_ns
+        self._compute_ns = queue[place] = end_ns
+        self._queue_next = place + 1 if place + 1 < len(queue) else 0
         return end_ns
 
     def _refuse_operand(self, verb: str, base: Tensor) -> NoReturn:

@@ -194,12 +194,15 @@ class SimMemory(Device):
             self.alloc_count = number = self.alloc_count + 1
             if number >= self._alloc_fault:
                 self._fail_alloc_if_planned()
+            key = id(base)
+            if key in self._present:
+                self._refuse("account", base, "is counted already")
             residents = self._residents
             total = residents.nbytes + nbytes
             if total + self._room.busy_nbytes > self.capacity_nbytes:
                 self._account_in_busy_room(nbytes)
             resident = Resident(base, residents.on_death)
-            resident.key = key = id(base)
+            resident.key = key
             resident.nbytes = nbytes
             resident.number = number
             resident.used_ns = resident.written_ns = self._compute_ns

@@ -46,6 +46,8 @@ class DeviceSpec:
     launch_ns: int = 5_000
     #: time the host needs to issue one operator
     dispatch_ns: int = 2_000
+    #: how many operators the host may have issued and the device not finished (CUDA: 1024)
+    queue_depth: int = 1024
     #: of host memory; copies and host operators share it
     host_memory_bytes_per_s: float = 40e9
     host_flops_per_s: float = 0.5e12
@@ -69,6 +71,8 @@ class DeviceSpec:
             if not rate > 0:
                 raise ConfigError(f"{self.name}: {what} is {rate}; it must be above 0")
         times = (self.copy_latency_ns, self.launch_ns, self.dispatch_ns)
+        if self.queue_depth < 1:
+            raise ConfigError(f"{self.name}: queue_depth is {self.queue_depth}; 1 is the least")
         if self.capacity_nbytes < 0 or min(times) < 0:
             raise ConfigError(f"{self.name}: a size or a time is negative")
 
