@@ -31,7 +31,7 @@ SMALL_TOTAL_SHARE = 1 / 16
 #: The next victims, as a share of the budget, are copied home early.
 WRITE_BACK_SHARE = 1 / 8
 #: Forecasts are followed above the first, and fetched ahead of above the second.
-VICTIM_CONFIDENCE = 0.5
+VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.9
 
 #: Above any distance: blocks that the forecast does not contain go first.
@@ -45,6 +45,7 @@ class Forecaster(Protocol):
     end: int
     cursor: int
     leap_count: int
+    living_nbytes: int
 
     def access(
         self, block_id: int, nbytes: int, struct: int, *, is_persistent: bool = True
@@ -294,7 +295,7 @@ class Flow(Strategy):
             victims: list[int] = []
             while room_nbytes < nbytes + reserve_nbytes:
                 if order is None:
-                    order = iter(self._by_score(device, list(held.values())))
+                    order = iter(self._by_score(device, self._at_rest(device, held)))
                 victim = next(order, None)
                 if victim is None or history.next_use(victim.block_id) <= distance:
                     return issued
@@ -305,3 +306,23 @@ class Flow(Strategy):
             self.referee.prefetched(nbytes, device.limit_nbytes)
             issued.append(Prefetch(block_id, tuple(victims)))
         return issued
+
+    def _at_rest(
+        self, device: DeviceSnapshot, held: dict[int, BlockSnapshot]
+    ) -> list[BlockSnapshot]:
+        """Leave out what the last operator uses, if a copy in its place had to wait too long.
+
+        The block used last is the one that is used again last: the best victim, once the operator
+        is through. Meanwhile the link idles. To spare the block costs a block's bytes per period.
+        """
+        blocks = list(held.values())
+        newest = max((block.last_use for block in blocks), default=0)
+        idle_ns = device.compute_free_ns - max(device.link_free_ns, device.now_ns)
+        idle_nbytes = max(0, idle_ns) * device.h2d_bytes_per_s / 1e9
+        excess_nbytes = self.history.living_nbytes - device.limit_nbytes
+        spared_nbytes = max(
+            (block.nbytes for block in blocks if block.last_use == newest), default=0
+        )
+        if device.compute_free_ns and idle_nbytes * excess_nbytes < spared_nbytes**2:
+            return blocks
+        return [block for block in blocks if block.last_use != newest]

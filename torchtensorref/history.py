@@ -68,6 +68,8 @@ class History:
         self.cursor = -1
         #: Grows whenever the cursor leaps: positions worked out before it are void.
         self.leap_count = 0
+        #: Bytes of the blocks that the record has seen and that are not gone.
+        self.living_nbytes = 0
         self._symbols: list[int] = []
         self._structs = array("q")
         self._uses: dict[int, array[int]] = {}
@@ -81,8 +83,8 @@ class History:
         self._symbol_of: dict[int, int] = {}  # block -> symbol, where they differ
         self._bearer_of: dict[int, int] = {}  # symbol -> block, where they differ
         self._nbytes: dict[int, int] = {}  # living blocks
-        self._foreseen_nbytes = 1.0
-        self._judged_nbytes = 1.0
+        self._foreseen_nbytes = 0.0
+        self._judged_nbytes = 0.0
 
     # -- recording ---------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class History:
         symbol = self._symbol_of.get(block_id, block_id)
         if self._bearer_of.get(symbol, block_id) != block_id:
             symbol = self._separate(block_id)
-        self._nbytes[block_id] = nbytes
+        self._set_nbytes(block_id, nbytes)
         if not is_persistent:
             self._note_temporary_use(symbol)
             return
@@ -113,7 +115,7 @@ class History:
 
     def birth(self, block_id: int, nbytes: int) -> None:
         """Note that an operator has made a block: give it the identity of its birth place."""
-        self._nbytes[block_id] = nbytes
+        self._set_nbytes(block_id, nbytes)
         born = self._births.setdefault(self.end, [])
         if len(born) >= BIRTHS_PER_SLOT:
             return
@@ -130,7 +132,7 @@ class History:
 
     def death(self, block_id: int) -> None:
         """Note that the program has let go of a block: it is forecast no more."""
-        self._nbytes.pop(block_id, None)
+        self.living_nbytes -= self._nbytes.pop(block_id, 0)
         symbol = self._symbol_of.pop(block_id, block_id)
         if self._bearer_of.get(symbol) == block_id:
             del self._bearer_of[symbol]
@@ -152,6 +154,12 @@ class History:
             self.leap_count += 1
         self._index()
 
+    def _set_nbytes(self, block_id: int, nbytes: int) -> None:
+        known_nbytes = self._nbytes.get(block_id, 0)
+        if nbytes != known_nbytes:
+            self._nbytes[block_id] = nbytes
+            self.living_nbytes += nbytes - known_nbytes
+
     def _append(self, symbol: int, struct: int) -> None:
         self._symbols.append(symbol)
         self._structs.append(struct)
@@ -162,6 +170,8 @@ class History:
         self.end += 1
 
     def _judge(self, nbytes: int, foreseen_nbytes: int) -> None:
+        if not self._judged_nbytes:  # begin with some trust: the first mistake says little
+            self._judged_nbytes = self._foreseen_nbytes = float(24 * nbytes)
         self._judged_nbytes = self._judged_nbytes * CONFIDENCE_DECAY + nbytes
         self._foreseen_nbytes = self._foreseen_nbytes * CONFIDENCE_DECAY + foreseen_nbytes
 
@@ -245,7 +255,7 @@ class History:
     @property
     def confidence(self) -> float:
         """Share of the recently accessed bytes whose access had been foreseen exactly."""
-        return self._foreseen_nbytes / self._judged_nbytes
+        return self._foreseen_nbytes / self._judged_nbytes if self._judged_nbytes else 1.0
 
     def nbytes(self, block_id: int) -> int:
         """Return the size of a living block as last seen; 0 for any other."""
