@@ -125,7 +125,7 @@ class SimEngines(SimMemory):
                 resident.nbytes,
                 rate=self._link_rate[engine],
                 total_rate=spec.host_memory_bytes_per_s / 1e9,
-                reserve=True,
+                lane=(self.name, id(self), engine),
             )
         )
         for busy in (engine,) if spec.duplex else (Engine.H2D, Engine.D2H):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -30,15 +31,18 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        #: (start, end, bytes per ns) of the copies that may still be running
-        self._reserved: list[tuple[float, float, float]] = []
+        #: (start, end, bytes per ns) of the copies that may still be running, in the order of time,
+        #: by who makes them: the copies of one engine never overlap
+        self._reserved: dict[object, deque[tuple[float, float, float]]] = {}
 
     def forget_before(self, now_ns: float) -> None:
         """Drop the reservations that ended: nobody can start before `now_ns` any more."""
-        self._reserved = [entry for entry in self._reserved if entry[1] > now_ns]
+        for lane in self._reserved.values():
+            while lane and lane[0][1] <= now_ns:
+                lane.popleft()
 
     def finish(
-        self, start_ns: float, nbytes: int, *, rate: float, total_rate: float, reserve: bool
+        self, start_ns: float, nbytes: int, *, rate: float, total_rate: float, lane: object = None
     ) -> float:
         """Say when `nbytes` have passed, starting at `start_ns` with at most `rate` bytes per ns.
 
@@ -52,14 +56,18 @@ class SharedMemory:
             The most this user can take, bytes per ns.
         total_rate : float
             What the memory gives to all users together, bytes per ns.
-        reserve : bool
-            Whether later users find this bandwidth taken.
+        lane : object, optional
+            Who makes the copy: later users find this bandwidth taken. None reserves nothing.
         """
+        others = self._running_after(start_ns)
+        changes = sorted({edge for entry in others for edge in entry[:2] if edge > start_ns})
         pieces = []
         left, at = float(nbytes), float(start_ns)
-        for until in self._changes_after(start_ns):
-            free = min(rate, total_rate - self._taken_at(at))
-            if free > 0:
+        for until in (*changes, math.inf):
+            taken = sum(entry[2] for entry in others if entry[0] <= at < entry[1])
+            free = min(rate, total_rate - taken)
+            # Rates are sums of floats: a share this small is a rounding error.
+            if free > 1e-9 * total_rate:
                 done_at = at + left / free
                 pieces.append((at, min(done_at, until), free))
                 if done_at <= until:
@@ -67,17 +75,19 @@ class SharedMemory:
                     break
                 left -= free * (until - at)
             at = until
-        if reserve:
-            self._reserved += pieces
+        if lane is not None:
+            self._reserved.setdefault(lane, deque()).extend(pieces)
         return at
 
-    def _changes_after(self, start_ns: float) -> list[float]:
-        """The moments after `start_ns` when a reservation begins or ends, and for ever."""
-        moments = {moment for entry in self._reserved for moment in entry[:2] if moment > start_ns}
-        return [*sorted(moments), math.inf]
-
-    def _taken_at(self, at_ns: float) -> float:
-        return sum(rate for start, end, rate in self._reserved if start <= at_ns < end)
+    def _running_after(self, start_ns: float) -> list[tuple[float, float, float]]:
+        """The reservations that have not ended at `start_ns`, looked for from the latest."""
+        found = []
+        for lane in self._reserved.values():
+            for entry in reversed(lane):
+                if entry[1] <= start_ns:
+                    break
+                found.append(entry)
+        return found
 
 
 class Machine:
@@ -116,7 +126,7 @@ class Machine:
             now = self.now_ns
             self.memory.forget_before(now)
             rate = self.memory_bytes_per_ns
-            moved_at = self.memory.finish(now, nbytes, rate=rate, total_rate=rate, reserve=False)
+            moved_at = self.memory.finish(now, nbytes, rate=rate, total_rate=rate)
             self.now_ns = math.ceil(max(moved_at, now + flops / self.flops_per_ns))
 
     def wait_until(self, end_ns: int) -> None:

@@ -1,0 +1,56 @@
+"""From a plain storage to the block that stands for it."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .block import Block
+
+
+class Table:
+    """Weak map from storage objects to blocks, by the range of bytes a block covers.
+
+    A block usually covers a whole storage. Tensors that are parts of one mapped file are blocks of
+    their own, each over its part, or a shard of weights would be one block. The lifetime of a block
+    belongs to the program; an entry dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[tuple[int, int, weakref.ref[Block]]]] = {}
+
+    def add(self, storage: torch.UntypedStorage, start: int, stop: int, block: Block) -> None:
+        """Note that `block` stands for the bytes from `start` to `stop` of a storage."""
+        key = storage._cdata
+        rows = [row for row in self._blocks.get(key, ()) if row[2]() is not None]
+        rows.append((start, stop, weakref.ref(block)))
+        self._blocks[key] = rows
+        weakref.finalize(block, self._forget, key).atexit = False
+
+    def find(self, storage: torch.UntypedStorage, start: int, stop: int) -> tuple[Block, int] | None:
+        """Return the block that covers the range, and the byte of the storage where it begins."""
+        for row_start, row_stop, reference in self._blocks.get(storage._cdata, ()):
+            block = reference()
+            if block is not None and row_start <= start and stop <= row_stop:
+                return block, row_start
+        return None
+
+    def overlaps(self, storage: torch.UntypedStorage, start: int, stop: int) -> bool:
+        """Whether a block covers part of the range."""
+        return any(
+            reference() is not None and row_start < stop and start < row_stop
+            for row_start, row_stop, reference in self._blocks.get(storage._cdata, ())
+        )
+
+    def __len__(self) -> int:
+        return sum(
+            reference() is not None for rows in self._blocks.values() for _, _, reference in rows
+        )
+
+    def _forget(self, key: int) -> None:
+        rows = [row for row in self._blocks.get(key, ()) if row[2]() is not None]
+        if rows:
+            self._blocks[key] = rows
+        else:
+            self._blocks.pop(key, None)

@@ -1,0 +1,91 @@
+"""What an operator is expected to cost: floating point operations and bytes moved.
+
+Prior by roofline (THEORY: `t0 + max(flops / F, bytes / b)`). The counts come from torch's own
+`flop_counter` registry; rows for operators that only reach us whole under inference mode are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from .schema import OpPlan
+
+aten = torch.ops.aten
+
+FlopRule = Callable[[Sequence[Any], torch.Tensor], int]
+
+
+def _contract(args: Sequence[Any], out: torch.Tensor) -> int:
+    """Each element of the result is a sum over the last dimension of the first operand."""
+    return 2 * out.numel() * (args[0].shape[-1] if args[0].dim() else 1)
+
+
+def _convolve(args: Sequence[Any], out: torch.Tensor) -> int:
+    return 2 * out.numel() * prod(args[1].shape[1:])
+
+
+def _attend(args: Sequence[Any], out: torch.Tensor) -> int:
+    query, key = args[0], args[1]
+    return 4 * query.numel() * key.shape[-2]
+
+
+#: Composite operators, whole under inference mode, that torch's registry does not know.
+COMPOSITE_FLOPS: dict[Any, FlopRule] = {
+    aten.linear: _contract,
+    aten.matmul: _contract,
+    aten.conv1d: _convolve,
+    aten.conv2d: _convolve,
+    aten.conv3d: _convolve,
+    aten.scaled_dot_product_attention: _attend,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attend,
+}
+
+_UNKNOWN = object()
+
+
+def flop_rule(plan: OpPlan) -> Callable[[Sequence[Any], dict[str, Any], Any], int]:
+    """Return the function that counts the floating point operations of a call; cached in the plan."""
+    if plan.flops is not None:
+        rule: Callable[[Sequence[Any], dict[str, Any], Any], int] = plan.flops
+        return rule
+    packet = plan.op.overloadpacket
+    composite = COMPOSITE_FLOPS.get(packet)
+    if composite is not None:
+        plan.flops = lambda args, kwargs, out: composite(args, out)
+    else:
+        from torch.utils.flop_counter import flop_registry
+
+        counted = flop_registry.get(packet)
+        if counted is None:
+            plan.flops = _no_flops
+        else:
+            plan.flops = lambda args, kwargs, out: int(counted(*args, **kwargs, out_val=out))
+    return plan.flops  # type: ignore[no-any-return]
+
+
+def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Bound by memory: its bytes tell its time."""
+    return 0
+
+
+def touched_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes an operator moves for one operand; repeated (expanded) elements count once."""
+    nbytes = tensor.element_size()
+    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
+        if stride:
+            nbytes *= size
+    return nbytes
+
+
+#: Operators that touch only the rows they are asked for, and the position of their table.
+GATHERS = {
+    aten.embedding.default: 0,
+    aten.index_select.default: 0,
+    aten.gather.default: 0,
+    aten.index.Tensor: 0,
+    aten.take.default: 0,
+}

@@ -1,0 +1,157 @@
+"""Operators that need their own treatment: a table, each row with its reason.
+
+A handler receives the call before it is analysed and returns its result, or NotImplemented to let
+the six phases go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .blocks.block import Block
+from .dispatch import OpCall
+from .manager import tensorsManager
+from .schema import plan_of
+from .views import make_ref, replace_metadata
+
+aten = torch.ops.aten
+
+#: Smaller blocks are copied at once: that is cheaper than to ask at each use who shares them.
+SHARE_FROM_NBYTES = 1 << 16
+
+
+def _share(call: OpCall) -> Any:
+    """`clone` and `_to_copy` that change nothing: share the bytes until one of the two is written."""
+    source = call.args[0]
+    memory_format = call.kwargs.get("memory_format", torch.preserve_format)
+    if type(source) is not call.ref_type or not _keeps_everything(source, call, memory_format):
+        return NotImplemented
+    label = torch.device(call.kwargs.get("device") or source.device)
+    return tensorsManager.copy_of(source, None, label=label)
+
+
+def _keeps_everything(source: Any, call: OpCall, memory_format: Any) -> bool:
+    """Whether the copy has the same dtype and strides and covers the whole block."""
+    kwargs = call.kwargs
+    if kwargs.get("dtype") not in (None, source.dtype) or kwargs.get("layout") not in (
+        None,
+        torch.strided,
+    ):
+        return False
+    if memory_format not in (None, torch.preserve_format):
+        if not source.is_contiguous(memory_format=memory_format):
+            return False
+    block: Block = source._b
+    return (
+        source.storage_offset() == 0
+        and source.numel() * source.element_size() == block.nbytes
+        and source._bits is None
+        and block.nbytes >= SHARE_FROM_NBYTES
+        and (block.exposure is None or not block.exposure.alive)
+        and _non_overlapping(source.size(), source.stride())
+    )
+
+
+def _non_overlapping(sizes: Any, strides: Any) -> bool:
+    """Whether the elements fill their range without gaps or repetition, in some order."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _resize_at_home(call: OpCall) -> Any:
+    """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
+    ref = call.args[0]
+    if type(ref) is not call.ref_type:
+        return NotImplemented
+    residency = tensorsManager.residency
+    residency.unshare(ref._b)
+    plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
+    kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
+    tensorsManager.forget_accelerators(ref._b)
+    plain = plain_args[0]
+    before = plain.untyped_storage()
+    call.plan.op(*plain_args, **kwargs)
+    if plain.untyped_storage()._cdata != before._cdata:
+        other = tensorsManager.block_of_storage(plain, call.args[1:])
+        replace_metadata(ref, other)
+        return ref
+    block: Block = ref._b
+    block.nbytes = before.nbytes()
+    for replica in block.replicas.values():
+        replica.nbytes = block.nbytes
+    ref._h = None
+    replace_metadata(ref, make_ref(call.ref_type, plain, block, residency.host, ref.device))
+    return ref
+
+
+def _choose_attention(call: OpCall) -> Any:
+    """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
+
+    def stand_in(value: Any) -> Any:
+        if type(value) is not call.ref_type:
+            return value
+        with torch._C.DisableTorchFunction():
+            return torch._C._VariableFunctions.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="cpu"
+            )
+
+    args = [stand_in(arg) for arg in call.args]
+    return call.plan.op(*args, **{name: stand_in(arg) for name, arg in call.kwargs.items()})
+
+
+def _false(call: OpCall) -> Any:
+    """The program's tensors are never page-locked as far as it can tell."""
+    return False
+
+
+def _same(call: OpCall) -> Any:
+    """Page-locking is the runtime's business: the tensor itself is as good."""
+    return call.args[0]
+
+
+def _has_same_storage(call: OpCall) -> Any:
+    """`is_set_to`: the same block, read with the same metadata."""
+    a, b = call.args[:2]
+    if type(a) is not call.ref_type or type(b) is not call.ref_type:
+        return NotImplemented
+    return (
+        a._b is b._b
+        and a.size() == b.size()
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+#: Operator, treatment, reason.
+TABLE: tuple[tuple[Any, Callable[[OpCall], Any], str], ...] = (
+    (aten.clone.default, _share, "a copy costs nothing until it is written"),
+    (aten._to_copy.default, _share, "`.to(device)` of 14 GB of weights must not copy them"),
+    (aten.resize_.default, _resize_at_home, "changes the size of the storage itself"),
+    (aten.resize_as_.default, _resize_at_home, "changes the size of the storage itself"),
+    (aten.set_.default, _resize_at_home, "exchanges the storage"),
+    (aten.set_.source_Storage, _resize_at_home, "exchanges the storage"),
+    (aten.set_.source_Storage_storage_offset, _resize_at_home, "exchanges the storage"),
+    (aten.set_.source_Tensor, _resize_at_home, "exchanges the storage"),
+    (aten.set_.source_Tensor_storage_offset, _resize_at_home, "exchanges the storage"),
+    (aten._fused_sdp_choice.default, _choose_attention, "reads shapes, returns a number"),
+    (aten.is_pinned.default, _false, "page-locking is not the program's business"),
+    (aten._pin_memory.default, _same, "page-locking is not the program's business"),
+    (aten.is_set_to.default, _has_same_storage, "compares storages, which wrappers do not have"),
+)
+
+
+def install(ref_type: type) -> None:
+    """Put the table into the plans."""
+    for op, handler, _ in TABLE:
+        plan = plan_of(op)
+        plan.handler = handler
+        plan.is_fast = False

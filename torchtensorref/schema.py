@@ -1,0 +1,224 @@
+"""Facts about operators: what each reads, writes and aliases, and where the schema is not honest.
+
+Nothing here guesses from a name. The facts come from the operator's schema, once per overload, and
+from three short lists of what schemas leave out, each entry with its reason. An audit in the tests
+runs torch's own operator database and looks for entries that are missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+#: Operators that write arguments their schema does not mark as written.
+UNDECLARED_WRITES: dict[OpOverload, tuple[str, ...]] = {
+    # Training mode updates the running statistics in place.
+    aten.native_batch_norm.default: ("running_mean", "running_var"),
+    aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+    # Composite: reaches us whole under inference mode, and then calls the ones above.
+    aten.batch_norm.default: ("running_mean", "running_var"),
+    aten.instance_norm.default: ("running_mean", "running_var"),
+    aten._batch_norm_impl_index.default: ("running_mean", "running_var"),
+}
+
+#: Operators whose results share memory with an argument although the schema does not say so.
+UNDECLARED_ALIASES = {
+    # matmul's way to reshape a temporary without a version check.
+    aten._unsafe_view.default,
+    # Views whose outputs may be written without invalidating one another in autograd.
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+    # Marks a constant of a traced program; hands back its argument.
+    aten.lift.default,
+    aten.lift_fresh.default,
+}
+
+#: Tagged as random, but only one argument makes them so; elsewhere they are as deterministic as any.
+RANDOM_ONLY_WITH = {
+    aten.scaled_dot_product_attention.default: "dropout_p",
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "dropout_p",
+    aten._scaled_dot_product_flash_attention.default: "dropout_p",
+    aten._scaled_dot_product_efficient_attention.default: "dropout_p",
+    aten._scaled_dot_product_attention_math.default: "dropout_p",
+    aten.dropout.default: "train",
+    aten.dropout_.default: "train",
+    aten.native_dropout.default: "train",
+    aten.alpha_dropout.default: "train",
+    aten.feature_dropout.default: "train",
+    aten.feature_alpha_dropout.default: "train",
+    aten.rrelu.default: "training",
+    aten.rrelu_with_noise.default: "training",
+}
+
+#: Operators that read a few rows of their first operand.
+RUNS_AT_HOME = {
+    aten.embedding.default,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.take.default,
+    aten.trace.default,
+    aten._local_scalar_dense.default,
+}
+
+_plan_numbers = itertools.count(1)
+
+_TENSOR_TYPES = frozenset({"Tensor", "Optional[Tensor]"})
+_LIST_TYPES = frozenset({"List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"})
+
+
+class OpPlan:
+    """What the runtime needs to know about one overload. Made once, read for every operator."""
+
+    __slots__ = (
+        "alias_position",
+        "argument_names",
+        "flops",
+        "handler",
+        "has_kwarg_tensors",
+        "is_fast",
+        "is_flat",
+        "is_random",
+        "is_true_view",
+        "is_view_tagged",
+        "may_alias",
+        "name",
+        "number",
+        "op",
+        "random_argument",
+        "result_of_write",
+        "returns_tensor",
+        "returns_tensors",
+        "runs_at_home",
+        "write_names",
+        "writes",
+    )
+
+    def __init__(self, op: OpOverload) -> None:
+        schema = op._schema
+        arguments = schema.arguments
+        self.op = op
+        self.number = next(_plan_numbers)
+        self.name = str(op)
+        self.argument_names = [argument.name for argument in arguments]
+        types = [str(argument.type) for argument in arguments]
+        #: No lists of tensors: operands are found in one flat pass.
+        self.is_flat = not any(kind in _LIST_TYPES for kind in types)
+        self.has_kwarg_tensors = any(
+            argument.kwarg_only and ("Tensor" in kind)
+            for argument, kind in zip(arguments, types, strict=True)
+        )
+        self.write_names = written_arguments(op)
+        #: Positions of the arguments that may be written.
+        self.writes = tuple(self.argument_names.index(name) for name in self.write_names)
+        self.returns_tensor = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
+        self.returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+        #: For each result, the position of the argument it is, where it is written and handed back.
+        self.result_of_write = tuple(_written_twin(schema, result) for result in schema.returns)
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(), "CompositeImplicitAutograd"
+        )
+        declared = any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in schema.returns
+        )
+        #: A result may share memory with an argument: compare storages.
+        self.may_alias = declared or composite or op in UNDECLARED_ALIASES
+        self.alias_position = 0
+        #: Pure address arithmetic: moves no byte, reads no byte, and always aliases argument 0.
+        self.is_true_view = (
+            declared and not composite and not self.writes and op.is_view and _is_first(schema)
+        )
+        self.is_view_tagged = torch.Tag.inplace_view in op.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
+        self.random_argument = RANDOM_ONLY_WITH.get(op)
+        #: Only rows of the first operand are read: while it is away, gathering where it lives and
+        #: moving the rows is cheaper than moving the table.
+        self.runs_at_home = op in RUNS_AT_HOME
+        #: May take the fast path: one flat pass finds the operands, and the result is either one
+        #: fresh tensor, a view of the first operand, or the operand that was written.
+        self.is_fast = (
+            self.is_flat
+            and not self.is_random
+            and not self.has_write_beyond_first()
+            and (
+                self.is_true_view
+                or (self.returns_tensor and not self.may_alias and not self.is_view_tagged)
+            )
+        )
+        self.handler: Any = None
+        self.flops: Any = None
+
+    def has_write_beyond_first(self) -> bool:
+        """Whether it writes anything but its first argument, or something it does not hand back."""
+        return bool(self.writes) and (self.writes != (0,) or self.result_of_write != (0,))
+
+    def draws_random(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call draws random numbers."""
+        if not self.is_random:
+            return False
+        if self.random_argument is None:
+            return True
+        return bool(self.argument(self.random_argument, args, kwargs))
+
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value an argument has in a call, its default where it was left out."""
+        if name in kwargs:
+            return kwargs[name]
+        position = self.argument_names.index(name)
+        if position < len(args):
+            return args[position]
+        return self.op._schema.arguments[position].default_value
+
+    def __repr__(self) -> str:
+        return f"<OpPlan {self.name}>"
+
+
+def written_arguments(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of the arguments that `op` may write."""
+    declared = tuple(
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return declared + UNDECLARED_WRITES.get(op, ())
+
+
+def _written_twin(schema: Any, result: Any) -> int | None:
+    """Position of the written argument that a result hands back; None if it is no such result."""
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.alias_info.before_set == result.alias_info.before_set
+        ):
+            return position
+    return None
+
+
+def _is_first(schema: Any) -> bool:
+    """Whether what the results alias is the first argument."""
+    # Lists of views carry their alias set inside the element type, where the parser does not look:
+    # that the first argument is marked at all is the fact to trust.
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    return first is not None and not first.is_write
+
+
+_plans: dict[OpOverload, OpPlan] = {}
+
+
+def plan_of(op: OpOverload) -> OpPlan:
+    """Return the facts about an overload, the same object every time."""
+    plan = _plans.get(op)
+    if plan is None:
+        plan = _plans[op] = OpPlan(op)
+    return plan

@@ -1,0 +1,141 @@
+"""What a strategy is: the frozen snapshots it sees and the decisions it returns.
+
+A strategy decides and never acts. It receives plain numbers, returns block numbers, holds no
+tensor, copies no byte, takes no lock. The manager carries a decision out, and checks before it
+does that the decision still holds: a block that went away, was pinned or has changed meanwhile is
+skipped, so a strategy can be wrong, but it cannot do harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BlockSnapshot(NamedTuple):
+    """What a strategy may know about a block that has a replica on the device in question."""
+
+    block_id: int
+    nbytes: int
+    #: Number of the operator that used it last; larger is later.
+    last_use: int
+    #: Newer than its home: giving it back costs a copy.
+    is_dirty: bool
+    #: A parameter, a buffer, or a tensor that has outlived many operators.
+    is_persistent: bool
+
+
+class Access(NamedTuple):
+    """One block met by one operator, in the order of the program."""
+
+    block_id: int
+    nbytes: int
+    #: Equal numbers mean the same operator on operands of the same sizes.
+    struct: int
+    is_persistent: bool
+    is_write: bool
+    #: Whether the accelerator held it, or it was on its way, when the operator came.
+    was_resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSnapshot:
+    """What a strategy may know about a device."""
+
+    name: str
+    limit_nbytes: int
+    #: Allocated replicas, copies in flight included.
+    resident_nbytes: int
+    #: Bytes of copies to the device that have been issued and have not arrived.
+    in_flight_nbytes: int
+    in_flight_count: int
+    #: The device's clock, and when its copy engine towards it is free again.
+    now_ns: int
+    link_free_ns: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    #: Time that the operators issued so far take, waiting not counted; 0 if nobody measures it.
+    compute_ns: int = 0
+    #: When the device will be through with the operators issued so far; 0 if not known.
+    compute_free_ns: int = 0
+
+    @property
+    def free_nbytes(self) -> int:
+        """What may still enter without an eviction."""
+        return self.limit_nbytes - self.resident_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpSnapshot:
+    """One operator before it runs."""
+
+    name: str
+    #: Operands: total of distinct blocks, and the part that the accelerator does not hold.
+    operand_nbytes: int
+    missing_nbytes: int
+    flops: int
+    #: Where the manager would run it: the name of a device.
+    default_device: str
+
+
+class Prefetch(NamedTuple):
+    """Fetch this block early, after giving these back; refused as a whole if it does not fit."""
+
+    block_id: int
+    victims: tuple[int, ...] = ()
+
+
+class Strategy:
+    """Base of every strategy: one that never evicts unless asked, and never looks ahead.
+
+    Only `victims` has to be written. The manager calls a strategy from one thread at a time, and
+    never while it holds its own lock.
+    """
+
+    #: The name by which `tensorsManager.strategy` and `TTR_STRATEGY` choose it.
+    name: str = ""
+
+    #: True if every use of a persistent block must be told to `on_access`, also of resident ones.
+    watches_accesses: bool = False
+
+    def place(self, op: OpSnapshot) -> str:
+        """Return the name of the device on which an operator shall run."""
+        return op.default_device
+
+    def victims(
+        self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
+    ) -> Iterable[int]:
+        """Return the blocks to give back, in order, until `need_nbytes` are free.
+
+        `candidates` are the blocks on the device that no running operator holds. Naming fewer than
+        needed means that the rest is the manager's choice (least recently used).
+        """
+        raise NotImplementedError
+
+    def after_operator(
+        self, device: DeviceSnapshot, used: Sequence[BlockSnapshot]
+    ) -> Iterable[int]:
+        """Return which of the blocks that an operator used or made shall be given back at once."""
+        return ()
+
+    def on_access(self, access: Access) -> None:
+        """Note that the program uses a block."""
+
+    def on_birth(self, block_id: int, nbytes: int, struct: int) -> None:
+        """Note that an operator has made a block."""
+
+    def on_death(self, block_id: int) -> None:
+        """Note that the program has let go of a block."""
+
+    def prefetch(
+        self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
+    ) -> Iterable[Prefetch]:
+        """Return what to fetch ahead of need, most urgent first."""
+        return ()
+
+    def write_back(
+        self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
+    ) -> Iterable[int]:
+        """Return dirty blocks to copy home now, while the link that way is idle."""
+        return ()

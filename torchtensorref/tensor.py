@@ -1,0 +1,103 @@
+"""TensorRef: a real torch.Tensor whose bytes are wherever they pay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import handlers
+from .dispatch import dispatch
+from .faces import Faces
+from .manager import tensorsManager
+from .views import alias_of, replace_metadata
+
+
+class ProxyInfo(NamedTuple):
+    """What `ref.proxyInfo` tells: a snapshot, taken without moving anything."""
+
+    #: Name of the device where operators find the bytes now: "cpu", "sim:0", "cuda:0".
+    device: str
+    #: Bytes of the block, which all aliases share.
+    nbytes: int
+    #: Short stable name of the block, as in stories.
+    block: str
+    #: Operators that have used the block, as far as they had to ask.
+    uses: int
+    #: Number of the last operator that used it; 0 for none.
+    last_use: int
+
+    def __str__(self) -> str:
+        return f"{self.block} {self.nbytes} bytes on {self.device}, used {self.uses} times"
+
+
+class TensorRef(Faces, Tensor):
+    """A tensor that refers to a block instead of holding bytes.
+
+    It is a `torch.Tensor`: whatever takes one takes this. Shape, dtype, strides and the device the
+    program asked for are its own; the bytes belong to the block, on whichever device the manager
+    has put them. Make one by making a tensor while torchTensorRef is installed, or with
+    `tensorsManager.adopt(tensor)`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(TensorRef, op, args, kwargs or {})
+
+    def __new__(cls, data: Any) -> Any:
+        """Return the TensorRef that shares the memory of `data`, a tensor."""
+        if not isinstance(data, Tensor):
+            raise TypeError(f"TensorRef refers to a tensor; got {type(data).__name__}")
+        return tensorsManager.adopt(data)
+
+    def __init__(self, data: Any) -> None:
+        """Nothing more: `__new__` has made it."""
+
+    @property
+    def proxyInfo(self) -> ProxyInfo:  # noqa: N802 (a name its users know)
+        """Where the bytes are and how they have been used; looking moves nothing."""
+        block = self._b
+        device = tensorsManager.where(block)
+        return ProxyInfo(device.name, block.nbytes, block.name, block.use_count, block.last_use)
+
+    @property
+    def target(self) -> Tensor:
+        """The plain torch.Tensor where it is now; it stays there as long as you hold it."""
+        return tensorsManager.target(self)
+
+    def toGPU(self) -> TensorRef:  # noqa: N802 (a name its users know)
+        """Fetch the bytes to the accelerator now; return the same object.
+
+        Raises
+        ------
+        OutOfBudgetError
+            The block does not fit the budget; it is where it was.
+        """
+        tensorsManager.to_accelerator(self)
+        return self
+
+    def toCPU(self) -> TensorRef:  # noqa: N802 (a name its users know)
+        """Bring the bytes home now and give the accelerator's back; return the same object."""
+        tensorsManager.to_host(self)
+        return self
+
+    @property
+    def data(self) -> Any:
+        """The same bytes without the autograd history; assigning makes this ref another's."""
+        with torch.no_grad():
+            return alias_of(self)
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        if type(other) is not TensorRef:
+            other = tensorsManager.adopt(other)
+        if type(other) is not TensorRef:
+            raise TypeError(f"data must be a tensor that can be managed, not {type(other)}")
+        replace_metadata(self, other)
+
+
+tensorsManager.ref_type = TensorRef
+handlers.install(TensorRef)

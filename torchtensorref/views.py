@@ -1,0 +1,111 @@
+"""Between a TensorRef and the plain tensors it stands for: views over replicas, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .blocks.block import Block
+from .devices.base import Device
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+# Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
+_empty = torch._C._VariableFunctions.empty
+
+
+def make_ref(
+    ref_type: type, plain: torch.Tensor, block: Block, device: Device, label: torch.device
+) -> Any:
+    """Make the TensorRef that stands for a plain tensor over a replica of `block`."""
+    ref = _make_wrapper(
+        ref_type,
+        plain.size(),
+        strides=plain.stride(),
+        storage_offset=plain.storage_offset(),
+        dtype=plain.dtype,
+        device=label,
+    )
+    ref._b = block
+    if device.is_host:
+        ref._h = plain
+        ref._t = ref._d = None
+    else:
+        ref._t = plain
+        ref._d = device
+        ref._h = None
+    ref._bits = (plain.is_conj(), plain.is_neg()) if plain.is_neg() or plain.is_conj() else None
+    return ref
+
+
+def alias_of(ref: Any, block: Block | None = None) -> Any:
+    """Make another TensorRef with the same metadata, over the same or another block."""
+    twin = _make_wrapper(
+        type(ref),
+        ref.size(),
+        strides=ref.stride(),
+        storage_offset=ref.storage_offset(),
+        dtype=ref.dtype,
+        device=ref.device,
+    )
+    twin._bits = ref._bits
+    if block is None or block is ref._b:
+        twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
+    else:
+        twin._b = block
+        twin._t = twin._d = twin._h = None
+    return twin
+
+
+def replace_metadata(ref: Any, other: Any) -> None:
+    """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
+    with torch.no_grad():
+        torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
+    ref._b, ref._t, ref._d, ref._h, ref._bits = other._b, other._t, other._d, other._h, other._bits
+
+
+def plain_on(ref: Any, device: Device) -> torch.Tensor:
+    """Return the plain view that a TensorRef stands for, over the replica on `device`.
+
+    The replica must have its bytes there. The view is kept for the next time, unless the block
+    shares its replicas and may leave them.
+    """
+    block: Block = ref._b
+    keeps = block.sharers is None or block.owner is block
+    if keeps:
+        if device.is_host:
+            if ref._h is not None:
+                return ref._h  # type: ignore[no-any-return]
+        elif ref._d is device:
+            return ref._t  # type: ignore[no-any-return]
+    view = view_of(ref, block.replicas[device].base)
+    if keeps:
+        if device.is_host:
+            ref._h = view
+        else:
+            ref._t, ref._d = view, device
+    return view
+
+
+def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
+    """Make the plain view with a TensorRef's metadata over the storage of `base`."""
+    return view_over(ref, base.untyped_storage())
+
+
+def view_over(ref: Any, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Make the plain view with a TensorRef's metadata over a storage."""
+    return view_with(ref, storage, ref.storage_offset(), ref._bits)
+
+
+def view_with(
+    like: torch.Tensor, storage: torch.UntypedStorage, offset: int, bits: tuple[bool, bool] | None
+) -> torch.Tensor:
+    """Make a plain view with the sizes, strides and dtype of `like`, `offset` elements in."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        view: torch.Tensor = _empty((0,), dtype=like.dtype, device=storage.device)
+        view.set_(storage, offset, like.size(), like.stride())
+        if bits is not None:
+            conj, neg = bits
+            view = view.conj() if conj else view
+            view = view._neg_view() if neg else view
+    return view
