@@ -205,3 +205,28 @@ def test_a_round_trip_keeps_the_bits_in_inference_mode(sim):
     arrival.wait()
     sim.copy_out(base, home).synchronize()
     assert home.tolist() == [8] * 10
+
+
+def test_a_landing_copy_keeps_its_address(sim):
+    host = HostDevice(capacity_nbytes=1)
+    host.machines.append(sim.machine)
+    base, home = sim.allocate(10), host_bytes(10)
+    address = home.data_ptr()
+    sim.copy_out(base, home).wait()
+    del home
+    assert all(host_bytes(10).data_ptr() != address for _ in range(100))
+    sim.machine.wait_until(1000)
+    other = host_bytes(10)
+    sim.copy_out(base, other).synchronize()
+    assert sim.machine.landing == {}
+
+
+def test_fetching_what_is_being_written_back_needs_an_order(sim):
+    base, home = sim.allocate(10), host_bytes(10)
+    base.fill_(3)
+    written_back = sim.copy_out(base, home)
+    other = sim.allocate(10)
+    with pytest.raises(InvariantError, match="its source's copy 1"):
+        sim.copy_in(home, other)
+    sim.copy_in(home, other, after=written_back).wait()
+    assert other.tolist() == [3] * 10

@@ -136,11 +136,11 @@ def test_the_host_computes_with_what_copies_leave_over():
 
 def test_shared_memory_counts_every_byte_once():
     memory = SharedMemory()
-    assert memory.finish(0, 100, rate=1, total_rate=1, reserve=True) == 100
-    assert memory.finish(50, 100, rate=1, total_rate=1, reserve=True) == 200
-    assert memory.finish(0, 10, rate=1, total_rate=2, reserve=False) == 10
+    assert memory.finish(0, 100, rate=1, total_rate=1, lane="a") == 100
+    assert memory.finish(50, 100, rate=1, total_rate=1, lane="b") == 200
+    assert memory.finish(0, 10, rate=1, total_rate=2) == 10
     memory.forget_before(200)
-    assert memory._reserved == []
+    assert not any(memory._reserved.values())
 
 
 def test_room_in_use_is_available_when_its_last_reader_ends():
@@ -234,3 +234,18 @@ def test_named_specs_are_ordered_as_the_cards_are():
     assert SPECS["rx6600xt"].capacity_nbytes == 8 * 2**30
     assert SPECS["rtx3060"].h2d_bytes_per_s == 2 * SPECS["rx6600xt"].h2d_bytes_per_s
     assert PLAIN.scaled(capacity="2KiB").capacity_nbytes == 2048
+
+
+def test_streaming_through_two_slots_keeps_the_link_busy():
+    sim = SimDevice(PLAIN.scaled(capacity=2000, copy_latency_ns=0))
+    slots = [sim.allocate(1000), sim.allocate(1000)]
+    source = host_bytes(1000)
+    for step in range(10):
+        slot = slots[step % 2]
+        sim.copy_in(source, slot, after=sim.available(slot)).wait()
+        sim.before_operator([slot], [])
+        sim.after_operator([slot], [], flops=400, nbytes=0, dtype_name="float32")
+    sim.synchronize()
+    # ten copies of 1000 ns one after the other, and the last operator behind them
+    assert sim.now_ns() == 10 * 1000 + 405
+    assert sim.stall_ns == sim.now_ns() - 10 * 405 - 1  # all but the first dispatch

@@ -51,7 +51,7 @@ class SimEngines(SimMemory):
         with self._lock:
             resident = self._resident_for_copy("copy_in", base, source)
             self._check_order("copy_in", base, self._available_ns(resident), after, "its users")
-            landing = self.machine.landing.get(source.data_ptr())
+            landing, _ = self.machine.landing.get(source.data_ptr(), (None, None))
             if landing is not None:
                 self._check_order("copy_in", base, landing.end_ns, after, f"its source's {landing}")
             copy = self._issue(Engine.H2D, resident, after)
@@ -71,7 +71,7 @@ class SimEngines(SimMemory):
             copy = self._issue(Engine.D2H, resident, after)
             copy.source, copy.target = bytes_of(base), destination
             if resident.nbytes:
-                self.machine.landing[destination.data_ptr()] = copy
+                self.machine.expect(copy, destination)
             if self.poison:
                 fill_bytes(destination, POISON)
             return copy
@@ -182,9 +182,11 @@ class SimEngines(SimMemory):
         if engine is Engine.COMPUTE:
             return
         self._deliver(engine, end_ns)
-        _forget_finished(self._touching[engine], self, end_ns)
+        touching = self._touching[engine]
+        for key in [key for key, copy in touching.items() if copy.end_ns <= end_ns]:
+            del touching[key]
         if on_host and engine is Engine.D2H:
-            _forget_finished(self.machine.landing, self, end_ns)
+            self.machine.land(self, end_ns)
 
     def _deliver(self, engine: Engine, end_ns: int) -> None:
         pending = self._pending[engine]
@@ -209,12 +211,3 @@ class SimEngines(SimMemory):
 
     def now_ns(self) -> int:  # noqa: D102
         return self.machine.now_ns
-
-
-def _forget_finished(copies: dict[int, Copy], device: SimEngines, end_ns: int) -> None:
-    """Drop the copies of one device that ended by `end_ns`: somebody has waited for them."""
-    finished = [
-        key for key, copy in copies.items() if copy.end_ns <= end_ns and copy.device is device
-    ]
-    for key in finished:
-        del copies[key]

@@ -112,5 +112,9 @@ class Copy(SimEvent):
         """Let nothing arrive any more, and hold nothing."""
         self.source = self.target = self.after = None
 
+    def is_past(self, now_ns: int) -> bool:
+        """Whether its bytes have been moved, for somebody, and the clock has passed its end."""
+        return self.source is None and self.end_ns <= now_ns
+
     def __str__(self) -> str:
         return f"copy {self.number} ({self.engine.value}, ends at {self.end_ns:,} ns)"

@@ -106,14 +106,32 @@ class Machine:
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
         self.flops_per_ns = flops_per_s / 1e9
-        #: copies to the host that it has not waited for, by the address they write
-        self.landing: dict[int, Copy] = {}
+        #: copies to the host that it has not waited for, by the address they write. The tensor
+        #: is kept so that nothing else can get this address and look as if it were on its way
+        self.landing: dict[int, tuple[Copy, Tensor]] = {}
+
+    def expect(self, copy: Copy, destination: Tensor) -> None:
+        """Remember that bytes are on their way to host memory."""
+        passed = [at for at, (copy, _) in self.landing.items() if copy.is_past(self.now_ns)]
+        for address in passed:
+            del self.landing[address]
+        self.landing[destination.data_ptr()] = (copy, destination)
+
+    def land(self, device: object, end_ns: int) -> None:
+        """Forget the copies of one device that ended by `end_ns`: the host has waited for them."""
+        landed = [
+            at
+            for at, (copy, _) in self.landing.items()
+            if copy.device is device and copy.end_ns <= end_ns
+        ]
+        for address in landed:
+            del self.landing[address]
 
     def check_landed(self, bases: Iterable[Tensor], verb: str) -> None:
         """Refuse host tensors whose bytes are still on their way."""
         for base in bases:
-            copy = self.landing.get(base.data_ptr())
-            if copy is not None:
+            copy, _ = self.landing.get(base.data_ptr(), (None, None))
+            if copy is not None and not copy.is_past(self.now_ns):
                 raise InvariantError(
                     f"cpu: an operator that {verb} a host replica is illegal at {self.now_ns:,} "
                     f"ns: its bytes arrive by {copy}, and the host has not waited for it.",
