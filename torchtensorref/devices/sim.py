@@ -63,8 +63,10 @@ class SimDevice(SimEngines):
     Notes
     -----
     An access that a real device would answer with wrong bits raises `InvariantError` and names
-    both accesses. `account` a kernel's results before `after_operator`, and name them among its
-    writes; then `copy_out` can tell whether it would read them too early.
+    both accesses. `account` a kernel's results after its `after_operator` or `charge`, or name
+    them among its writes: then `copy_out` can tell whether it would read them too early. Where
+    `charge` is used, nobody knows which bases were read, so that `available` takes every base that
+    was there for used until the end of the last such operator.
     """
 
     def __init__(
