@@ -52,8 +52,8 @@ def block_for(
     tensor : torch.Tensor
         Plain and adoptable.
     sole : bool
-        The caller knows that memory which came from outside torch (a mapped file, an array) is
-        read by nobody else.
+        The caller gives the tensor up, and knows that memory which came from outside torch (a
+        mapped file, an array) is read by nobody else.
 
     Returns
     -------
@@ -75,8 +75,8 @@ def block_for(
     whole = start == 0 and stop == storage.nbytes()
     users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
     base = bytes_of(tensor)
-    if block.nbytes and not (whole and users <= SOLE_USERS and storage.resizable()):
-        base = torch.from_dlpack(base[start:stop])
+    if block.nbytes and not (sole and whole and users <= SOLE_USERS and storage.resizable()):
+        base = twin_of(storage, start, stop)
         if storage.resizable():
             block.exposure = Exposure(
                 residency.host, storage, "plain tensors share it", own_count=TWIN_USERS
@@ -86,6 +86,15 @@ def block_for(
     block.replicas[residency.host] = Replica(block, residency.host, base, CLEAN)
     table.add(storage, start, stop, block)
     return block, start
+
+
+def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
+    """Make plain bytes with a storage object of their own over part of another's memory."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        # Not a slice: a view would keep a second hold on the storage through its base.
+        part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
+        part.set_(storage, start, (stop - start,), (1,))
+        return torch.from_dlpack(part)
 
 
 def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:

@@ -27,7 +27,6 @@ class Faces:
     _t: Any
     _d: Any
     _h: Any
-    _bits: Any
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -181,16 +180,6 @@ class Faces:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
 
-    # -- metadata that a wrapper does not carry --------------------------------------------------
-
-    def is_conj(self) -> bool:
-        """Whether the values are the conjugates of the bytes."""
-        return bool(self._bits and self._bits[0])
-
-    def is_neg(self) -> bool:
-        """Whether the values are the negatives of the bytes."""
-        return bool(self._bits and self._bits[1])
-
     # -- labels ---------------------------------------------------------------------------------
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +201,7 @@ class Faces:
 
 
 #: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.
-_OWN_ATTRIBUTES = frozenset({"_b", "_t", "_d", "_h", "_bits", "_is_param", "_asked", "_ref"})
+_OWN_ATTRIBUTES = frozenset({"_b", "_t", "_d", "_h", "_is_param", "_asked", "_ref"})
 
 
 def can_carry(kind: str) -> bool:

@@ -48,7 +48,8 @@ def _keeps_everything(source: Any, call: OpCall, memory_format: Any) -> bool:
     return (
         source.storage_offset() == 0
         and source.numel() * source.element_size() == block.nbytes
-        and source._bits is None
+        and not source.is_conj()
+        and not source.is_neg()
         and block.nbytes >= SHARE_FROM_NBYTES
         and (block.exposure is None or not block.exposure.alive)
         and _non_overlapping(source.size(), source.stride())
@@ -74,6 +75,7 @@ def _resize_at_home(call: OpCall) -> Any:
         return NotImplemented
     residency = tensorsManager.residency
     residency.unshare(ref._b)
+    residency.own_home_bytes(ref._b)
     plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
     kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
     tensorsManager.forget_accelerators(ref._b)

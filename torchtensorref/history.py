@@ -271,18 +271,18 @@ class History:
             return NEVER
         return uses[bisect_left(uses, cursor)] - cursor
 
-    def upcoming(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield the accesses forecast, as (distance, block), at most `limit` accesses ahead.
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the accesses forecast, as (distance, block), from `first` to before `limit`.
 
         Where the record ends, the forecast starts over at the cursor: a period. Blocks that the
         program has let go of are left out.
         """
         if self.cursor < 0:
             return
-        distance = 0
-        first = self.cursor - self.start
+        distance = first
         while distance < limit:
-            for symbol in self._symbols[first : first + limit - distance]:
+            index = self.cursor - self.start + distance % self.period
+            for symbol in self._symbols[index : index + limit - distance]:
                 block_id = self._bearer_of.get(symbol, symbol)
                 if block_id in self._nbytes:
                     yield distance, block_id

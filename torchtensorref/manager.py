@@ -23,7 +23,7 @@ from .strategy import Strategy
 from .strategy_choice import make_strategy
 from .transfer import TransferCounts
 from .units import format_nbytes
-from .views import alias_of, make_ref, plain_on, view_of, view_over, view_with
+from .views import alias_of, make_ref, plain_on, view_over, view_with
 
 
 class TensorsManager:
@@ -213,8 +213,7 @@ class TensorsManager:
         host = self.residency.host
         offset = tensor.storage_offset() - start // tensor.element_size()
         base = block.replicas[host].base
-        bits = (tensor.is_conj(), tensor.is_neg())
-        plain = view_with(tensor, base.untyped_storage(), offset, bits if any(bits) else None)
+        plain = view_with(tensor, base.untyped_storage(), offset)
         return make_ref(self.ref_type, plain, block, host, tensor.device)
 
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:
@@ -326,7 +325,7 @@ class TensorsManager:
 
     def peek(self, ref: Any) -> torch.Tensor:
         """Return a plain look at the values that changes no residency and no recency."""
-        return view_of(ref, self.residency.peek(ref._b))
+        return view_over(ref, self.residency.peek(ref._b).untyped_storage())
 
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""

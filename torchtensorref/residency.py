@@ -597,6 +597,13 @@ class Residency:
         block.ready = device
         block.owned = True
 
+    def own_home_bytes(self, block: Block) -> None:
+        """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
+        home = self.bring_home(block)
+        with self.lock:
+            if block.exposure is None and not home.base.untyped_storage().resizable():
+                home.base = copy_of(home.base)
+
     # -- sharing and exposure -------------------------------------------------------------------
 
     def unshare(self, block: Block) -> None:

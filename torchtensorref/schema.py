@@ -146,6 +146,7 @@ class OpPlan:
         #: fresh tensor, a view of the first operand, or the operand that was written.
         self.is_fast = (
             self.is_flat
+            and op not in (aten._conj.default, aten._neg_view.default)
             and not self.is_random
             and not self.has_write_beyond_first()
             and (

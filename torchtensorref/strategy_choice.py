@@ -97,12 +97,12 @@ def validate(strategy: Any) -> None:
             f"The strategy {name or kind.__name__!r} ({where}) {point}", strategy=name, where=where
         )
 
+    if not isinstance(strategy, Strategy):
+        refuse("must be derived from torchTensorRef.strategy.Strategy; only `victims` is required.")
     if not isinstance(name, str) or not name:
         refuse("has no name: give its class an attribute `name`.")
     for method, arguments in CONTRACT.items():
-        function = getattr(kind, method, None)
-        if function is None:
-            refuse(f"has no method `{method}`: derive it from torchTensorRef.strategy.Strategy.")
+        function = getattr(kind, method)
         found = tuple(inspect.signature(function).parameters)
         if found != arguments:
             refuse(f"has `{method}{found}`; it is called with {arguments}.")

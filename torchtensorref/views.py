@@ -17,7 +17,11 @@ _empty = torch._C._VariableFunctions.empty
 def make_ref(
     ref_type: type, plain: torch.Tensor, block: Block, device: Device, label: torch.device
 ) -> Any:
-    """Make the TensorRef that stands for a plain tensor over a replica of `block`."""
+    """Make the TensorRef that stands for a plain tensor over a replica of `block`.
+
+    Torch's lazy conjugate and negative bits are on both, so that its own fallbacks see them on the
+    TensorRef and resolve them there, and kernels that handle them see them on the plain tensor.
+    """
     ref = _make_wrapper(
         ref_type,
         plain.size(),
@@ -34,8 +38,16 @@ def make_ref(
         ref._t = plain
         ref._d = device
         ref._h = None
-    ref._bits = (plain.is_conj(), plain.is_neg()) if plain.is_neg() or plain.is_conj() else None
+    if plain.is_conj() or plain.is_neg():
+        _set_lazy_bits(ref, plain)
     return ref
+
+
+def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
+    torch._C._set_conj(ref, like.is_conj())
+    torch._C._set_neg(ref, like.is_neg())
+    # Never on the fast path, which hands plain results on without a look at such bits.
+    ref._d = None
 
 
 def alias_of(ref: Any, block: Block | None = None) -> Any:
@@ -48,12 +60,13 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         dtype=ref.dtype,
         device=ref.device,
     )
-    twin._bits = ref._bits
     if block is None or block is ref._b:
         twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
     else:
         twin._b = block
         twin._t = twin._d = twin._h = None
+    if ref.is_conj() or ref.is_neg():
+        _set_lazy_bits(twin, ref)
     return twin
 
 
@@ -61,7 +74,7 @@ def replace_metadata(ref: Any, other: Any) -> None:
     """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
     with torch.no_grad():
         torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
-    ref._b, ref._t, ref._d, ref._h, ref._bits = other._b, other._t, other._d, other._h, other._bits
+    ref._b, ref._t, ref._d, ref._h = other._b, other._t, other._d, other._h
 
 
 def plain_on(ref: Any, device: Device) -> torch.Tensor:
@@ -74,7 +87,9 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     keeps = block.sharers is None or block.owner is block
     if keeps:
         if device.is_host:
-            if ref._h is not None:
+            # A block at home can change its storage object (`resize_` of borrowed memory).
+            home = block.replicas[device].base.untyped_storage()
+            if ref._h is not None and ref._h.untyped_storage()._cdata == home._cdata:
                 return ref._h  # type: ignore[no-any-return]
         elif ref._d is device:
             return ref._t  # type: ignore[no-any-return]
@@ -82,7 +97,7 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     if keeps:
         if device.is_host:
             ref._h = view
-        else:
+        elif not (view.is_conj() or view.is_neg()):
             ref._t, ref._d = view, device
     return view
 
@@ -94,18 +109,13 @@ def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
 
 def view_over(ref: Any, storage: torch.UntypedStorage) -> torch.Tensor:
     """Make the plain view with a TensorRef's metadata over a storage."""
-    return view_with(ref, storage, ref.storage_offset(), ref._bits)
+    return view_with(ref, storage, ref.storage_offset())
 
 
-def view_with(
-    like: torch.Tensor, storage: torch.UntypedStorage, offset: int, bits: tuple[bool, bool] | None
-) -> torch.Tensor:
-    """Make a plain view with the sizes, strides and dtype of `like`, `offset` elements in."""
+def view_with(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """Make a plain view with the metadata of `like` over a storage, `offset` elements in."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         view: torch.Tensor = _empty((0,), dtype=like.dtype, device=storage.device)
         view.set_(storage, offset, like.size(), like.stride())
-        if bits is not None:
-            conj, neg = bits
-            view = view.conj() if conj else view
-            view = view._neg_view() if neg else view
-    return view
+        view = view.conj() if like.is_conj() else view
+        return view._neg_view() if like.is_neg() else view

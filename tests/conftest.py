@@ -1,0 +1,63 @@
+"""Fixtures: a manager on a simulated device of a given size, checked and counted at the end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+#: What a managed test gets unless it asks for more: small enough that everything is evicted often.
+DEFAULT_NBYTES = 1 << 20
+
+
+@pytest.fixture
+def manage() -> Iterator[Callable[..., Any]]:
+    """Give `manage(strategy=, nbytes=, ...)`: the manager on a fresh simulated accelerator.
+
+    Its capacity is the budget, so the device itself refuses any byte too many; freed and stale
+    bytes are poisoned. At the end the books are checked, nothing may be held, and all goes home.
+    """
+    torch = pytest.importorskip("torch")
+    from torchTensorRef.devices.sim import SimDevice
+    from torchTensorRef.devices.sim_spec import DeviceSpec
+
+    import torchTensorRef.tensor  # noqa: F401 (wires the manager)
+    from torchTensorRef.manager import tensorsManager
+
+    torch.manual_seed(0)
+
+    def make(strategy: Any = "lru", nbytes: int = DEFAULT_NBYTES, **spec: Any) -> Any:
+        device = SimDevice(
+            DeviceSpec(name="test", capacity_nbytes=nbytes, **spec), poison=True, name="sim:test"
+        )
+        tensorsManager.device = device
+        tensorsManager.budget = nbytes
+        tensorsManager.strategy = strategy
+        tensorsManager.reset_stats()
+        return tensorsManager
+
+    yield make
+    gc.collect()
+    residency = tensorsManager.residency
+    tensorsManager.check()
+    assert not residency._pins_by_thread, "an operator ended and still holds operands"
+    assert not residency.hazards, "an operator ended and is still announced"
+    for ledger in residency.ledgers.values():
+        assert not [r for r in ledger.replicas() if r.pins]
+    tensorsManager.bring_all_home()
+    for device in residency.accelerators:
+        held = [
+            block
+            for replica in residency.ledgers[device].replicas()
+            if (block := residency.block_of(replica)) is not None and block.exposure is None
+        ]
+        assert held == []
+    tensorsManager.check()
+
+
+@pytest.fixture
+def manager(manage: Callable[..., Any]) -> Any:
+    """The manager on a simulated accelerator of one MiB, with the strategy `lru`."""
+    return manage()
