@@ -18,7 +18,9 @@ from .devices import registry
 from .devices.base import Device
 from .errors import InvariantError
 from .events import EventLog
-from .residency import Counts, Residency
+from .reports import report_text
+from .books import Counts
+from .residency import Residency
 from .strategy import Strategy
 from .strategy_choice import make_strategy
 from .transfer import TransferCounts
@@ -462,6 +464,10 @@ class TensorsManager:
             exposure = block.exposure
             lines.append(f"  exposed on {exposure.device.name}: {exposure.why}")
         return "\n".join(lines)
+
+    def report(self) -> str:
+        """Return what is held and what it has cost, as text that fits a screen; moves nothing."""
+        return report_text(self)
 
     def bring_all_home(self) -> None:
         """Give back every replica on every accelerator, dirty ones written back first."""

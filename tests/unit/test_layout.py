@@ -20,7 +20,7 @@ ROWS = (
     ("devices",),
     ("blocks",),
     ("budget", "transfer", "schema", "costs", "views"),
-    ("residency", "adoption", "strategy_choice", "manager"),
+    ("residency", "adoption", "strategy_choice", "reports", "manager"),
     ("handlers", "dispatch"),
     ("tensor", "regions", "faces", "casts"),
     ("inject", "diagnostics"),

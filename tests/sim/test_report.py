@@ -1,0 +1,60 @@
+"""`tensorsManager.report()`: what it says, that it fits a screen, that looking moves nothing."""
+
+import torch
+
+
+def test_an_empty_report_has_every_part(manager):
+    text = manager.report()
+    assert "lru on sim:test" in text
+    assert "host fallbacks: none" in text
+    assert "held: none" in text
+
+
+def test_the_largest_blocks_come_first(manager):
+    small, large = manager.adopt(torch.rand(10)), manager.adopt(torch.rand(300, 300))
+    text = manager.report()
+    places = [text.index(f" {ref.proxyInfo.block} ") for ref in (large, small)]
+    assert places == sorted(places)
+    assert "cpu clean" in text
+
+
+def test_what_is_held_is_named_with_who_holds_it(manager):
+    ref, other = manager.adopt(torch.rand(100)), manager.adopt(torch.rand(100))
+    array = ref.numpy()
+    other.data_ptr()
+    text = manager.report()
+    assert "held: 2 blocks, 800 B" in text
+    assert "exposed on cpu by numpy, while that lives" in text
+    assert "exposed on cpu by data_ptr, for good" in text
+    del array
+    assert "by numpy" not in manager.report()
+
+
+def test_fallbacks_are_counted_with_their_reason(manage):
+    manager = manage(nbytes=1000)
+    ref = manager.adopt(torch.rand(30, 30))
+    for _ in range(3):
+        ref = ref @ ref
+    text = manager.report()
+    assert "host fallbacks: 3" in text
+    assert "3  the operator needs more than the budget" in text
+
+
+def test_it_fits_a_screen(manager):
+    refs = [manager.adopt(torch.rand(50)) for _ in range(60)]
+    arrays = [ref.numpy() for ref in refs]
+    fallbacks = manager.residency.counts.host_fallbacks
+    fallbacks.update({f"reason {number}": number for number in range(20)})
+    lines = manager.report().splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    assert "  ... and 55 more" in lines
+    assert len(arrays) == 60
+
+
+def test_looking_moves_nothing(manager):
+    ref = manager.adopt(torch.rand(50, 50))
+    result = ref @ ref
+    before = manager.stats(), result.proxyInfo, manager.log.tail(1)
+    manager.report()
+    assert (manager.stats(), result.proxyInfo, manager.log.tail(1)) == before
