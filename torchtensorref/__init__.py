@@ -1,3 +1,60 @@
-"""Run torch programs on accelerators smaller than their tensors."""
+"""Run torch programs on accelerators smaller than their tensors.
+
+Importing this package is cheap: it imports no torch. It asks to be told when torch is imported, and
+then patches what makes tensors. Everything else is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if __name__ != "torchTensorRef":
+    raise ImportError(
+        f"This package is not {__name__!r}: write `import torchTensorRef`. Under another name "
+        "there would be two managers that know nothing of each other.",
+        name=__name__,
+    )
 
 from ._version import __version__ as __version__
+from .config import options as options
+from .errors import ConfigError as ConfigError
+from .errors import ExposedError as ExposedError
+from .errors import InvariantError as InvariantError
+from .errors import StrategyError as StrategyError
+from .errors import TensorRefError as TensorRefError
+from .errors import TransferError as TransferError
+from .errors import UnsupportedOpError as UnsupportedOpError
+from .inject import hooks
+from .inject.hooks import disabled as disabled
+from .inject.hooks import install as install
+from .inject.hooks import uninstall as uninstall
+from .inject.inject_to import injectTo as injectTo
+
+if TYPE_CHECKING:
+    from .budget import OutOfBudgetError as OutOfBudgetError
+    from .manager import TensorsManager as TensorsManager
+    from .manager import tensorsManager as tensorsManager
+    from .tensor import TensorRef as TensorRef
+
+#: Public names that need torch: loaded by the first use, from these modules.
+_NEED_TORCH = {
+    "OutOfBudgetError": ".budget",
+    "TensorRef": ".tensor",
+    "TensorsManager": ".manager",
+    "tensorsManager": ".manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hooks.load(".tensor")  # it connects the parts: a manager alone knows no TensorRef
+    value = globals()[name] = getattr(hooks.load(_NEED_TORCH[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NEED_TORCH})
+
+
+hooks.register()

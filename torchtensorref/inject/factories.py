@@ -1,0 +1,268 @@
+"""What our patches do around torch's factories: the tensor that comes out is a TensorRef.
+
+The hot part of injection. A factory that is called from torch itself, or from an excluded module,
+costs one look into a dictionary more than without us.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import MutableMapping, MutableSequence
+from sys import _getframe
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+from .hooks import is_disabled, load, state
+from .inject_to import injectTo
+
+_decisions = injectTo.decisions
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_function_mode_at = torch._C._get_function_stack_at
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+_is_disabled = is_disabled.get
+
+
+def takes_part(module_name: Any) -> bool:
+    """Whether what is made now, by code of that module, comes under management."""
+    return state.active and _decisions[module_name] and not _is_disabled()
+
+
+def is_plain_world() -> bool:
+    """Whether tensors are being made for real: nothing traces, transforms or imitates them."""
+    return (
+        not _dispatch_modes()
+        and (not _function_modes() or _only_a_default_device())
+        and _functorch_level() is None
+        and _tracing() is None
+    )
+
+
+def _only_a_default_device() -> bool:
+    return all(
+        type(_function_mode_at(place)) is DeviceContext for place in range(_function_modes())
+    )
+
+
+# -- devices that this torch cannot name ----------------------------------------------------------
+
+
+@functools.cache
+def is_foreign(device: Any) -> bool:
+    """Whether a device is an accelerator that this torch cannot make tensors on.
+
+    "cuda" on a CPU build, or "sim". A program that says so asks for the accelerator, and gets ours.
+    """
+    if isinstance(device, int):
+        return not torch.accelerator.is_available()
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        return str(device).partition(":")[0] == "sim"
+    return not load(".faces").can_carry(kind)
+
+
+def _default_device() -> Any:
+    """The device of `torch.set_default_device` or `with torch.device(...)`, if there is one."""
+    for place in range(_function_modes()):
+        mode = _function_mode_at(place)
+        if type(mode) is DeviceContext:
+            return mode.device
+    return None
+
+
+# -- factories ------------------------------------------------------------------------------------
+
+
+def own_memory_factory(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a factory whose result owns its memory, and wrap the result."""
+    if state.active and _decisions[_getframe(1).f_globals.get("__name__")] and not _is_disabled():
+        return _make(wrapped, args, kwargs, _fresh)
+    return wrapped(*args, **kwargs)
+
+
+def own_values_factory(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `torch.tensor`, and wrap the result."""
+    if takes_part(_getframe(1).f_globals.get("__name__")):
+        return _make(functools.partial(with_values, wrapped), args, kwargs, _fresh)
+    return with_values(wrapped, *args, **kwargs)
+
+
+def shared_memory_factory(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a factory whose result may share memory with its argument, and wrap the result."""
+    if takes_part(_getframe(1).f_globals.get("__name__")):
+        return _make(functools.partial(with_values, wrapped), args, kwargs, _adopted)
+    return with_values(wrapped, *args, **kwargs)
+
+
+def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
+    asked = kwargs.get("device") if kwargs else None
+    if asked is None and _function_modes():
+        asked = _default_device()
+    if asked is not None:
+        if is_foreign(asked):
+            kwargs = {**kwargs, "device": "cpu"}
+        else:
+            asked = None
+    plain = wrapped(*args, **kwargs)
+    if type(plain) is not Tensor or not is_plain_world():
+        return plain
+    if args and isinstance(args[0], torch.UntypedStorage):
+        # safetensors makes tensors of a mapped file so; they are adopted where they are put.
+        return plain
+    if kwargs and (kwargs.get("out") is not None or kwargs.get("names") is not None):
+        return plain
+    ref = wrap(plain)
+    if asked is not None and type(ref) is not Tensor:
+        ref._asked = str(asked)
+    return ref
+
+
+def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a factory that reads numbers from its first argument, which may be TensorRefs in a list.
+
+    Torch takes those from their memory, where a TensorRef has none, so it gets plain ones.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except RuntimeError:
+        if not args or not isinstance(args[0], (list, tuple)):
+            raise
+        values = _plain_values(args[0])
+        if values is args[0]:
+            raise
+    return wrapped(values, *args[1:], **kwargs)
+
+
+def _plain_values(values: Any) -> Any:
+    core = _core()
+    if type(values) is core.ref_type:
+        return core.manager.peek(values).clone()
+    if not isinstance(values, (list, tuple)):
+        return values
+    parts = [_plain_values(part) for part in values]
+    same = all(part is before for part, before in zip(parts, values, strict=True))
+    return values if same else parts
+
+
+def _fresh(plain: Tensor) -> Any:
+    """Make the TensorRef over memory that nobody else has seen; its own, on its own device."""
+    kind = plain.device.type
+    if kind == "meta" or plain.layout is not torch.strided:
+        return plain
+    core = _core()
+    device = core.device_of(plain)
+    if device is None:
+        return plain
+    requires_grad = plain.requires_grad
+    if requires_grad:
+        plain = plain.detach()
+    block = core.residency.born(plain, device)
+    ref = core.make_ref(core.ref_type, plain, block, device, plain.device)
+    return ref.requires_grad_() if requires_grad else ref
+
+
+class _Core:
+    """The runtime as the factories need it; loaded by the first tensor."""
+
+    def __init__(self) -> None:
+        self.ref_type = load(".tensor").TensorRef
+        self.manager = load(".manager").tensorsManager
+        self.make_ref = load(".views").make_ref
+
+    @property
+    def residency(self) -> Any:
+        return self.manager.residency
+
+    def device_of(self, plain: Tensor) -> Any:
+        """The device of ours where a plain tensor lies, or None."""
+        residency = self.manager.residency
+        if plain.device.type == "cpu":
+            return residency.host
+        for device in residency.accelerators:
+            if device.torch_device == plain.device:
+                return device
+        return None
+
+
+_core = functools.cache(_Core)
+
+
+def _adopted(plain: Tensor) -> Any:
+    """Make the TensorRef over memory that others may hold, too."""
+    if plain.device.type == "meta" or plain.layout is not torch.strided:
+        return plain
+    return _core().manager.adopt_tensor(plain)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call torch.load, and adopt the tensors in what it gives."""
+    if not takes_part(_getframe(1).f_globals.get("__name__")):
+        return wrapped(*args, **kwargs)
+    args, kwargs = _with_known_map_location(args, kwargs)
+    loaded = wrapped(*args, **kwargs)
+    return Adoption().of(loaded) if is_plain_world() else loaded
+
+
+def _with_known_map_location(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    where = args[1] if len(args) > 1 else kwargs.get("map_location")
+    if not isinstance(where, (str, torch.device)) or not is_foreign(where):
+        return args, kwargs
+    return args[:1] + ("cpu",) * (len(args) > 1) + args[2:], (
+        kwargs if len(args) > 1 else {**kwargs, "map_location": "cpu"}
+    )
+
+
+class Adoption:
+    """Adopts the tensors inside what was just read from a file, which nobody else holds.
+
+    Dictionaries and lists are changed in place, so that what they carry beside their entries stays
+    (a state dict's `_metadata`). One tensor at two places stays one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._manager = _core().manager
+
+    def of(self, value: Any) -> Any:
+        """Return `value` with its tensors adopted."""
+        if isinstance(value, Tensor):
+            return self._once(value, lambda tensor: self._manager.adopt_tensor(tensor, sole=True))
+        if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
+            return self._once(value, self._in_place)
+        if isinstance(value, tuple):
+            parts = [self.of(part) for part in value]
+            if all(part is before for part, before in zip(parts, value, strict=True)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, torch.nn.Module):
+            return self._manager.adopt(value)
+        return value
+
+    def _once(self, value: Any, make: Any) -> Any:
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = (value, value)  # a container may hold itself
+            self._known[id(value)] = known = (value, make(value))
+        return known[1]
+
+    def _in_place(self, container: Any) -> Any:
+        items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
+        for key, before in list(items):
+            after = self.of(before)
+            if after is not before:
+                container[key] = after
+        return container

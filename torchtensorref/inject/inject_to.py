@@ -1,0 +1,186 @@
+"""injectTo: whose tensors come under management, by prefixes of module names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import SupportsIndex
+
+from ..config import settings
+from ..errors import ConfigError, did_you_mean, nearest
+
+#: Modules that are not asked for: their prefix, whether what they make comes under management, why.
+BY_DEFAULT = {
+    "torch": (
+        False,
+        "what torch makes for itself; its callers' tensors come through its factories",
+    ),
+    "torch.nn.modules.module": (True, "`to_empty` makes parameters outside their registration"),
+    "torchTensorRef": (False, "the runtime itself works on plain tensors"),
+}
+
+
+def _checked(prefix: str | ModuleType) -> str:
+    name = prefix.__name__ if isinstance(prefix, ModuleType) else prefix
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"{name!r} is not the name of a module. Write the name that `import` takes, such as "
+            "'transformers' or 'transformers.models.bert'.",
+            name=str(name),
+        )
+    return name
+
+
+class Decisions(dict[str, bool]):
+    """From the name of a module to whether what it makes comes under management.
+
+    Asked by every factory, so it answers from a dictionary; a name not met before is decided once.
+    """
+
+    def __init__(self, rules: dict[str, bool]) -> None:
+        super().__init__()
+        self._rules = rules
+
+    def __missing__(self, name: str) -> bool:
+        rule = explicit_rule(name, self._rules)
+        decision = self[name] = True if rule is None else rule
+        return decision
+
+
+def explicit_rule(name: str, rules: dict[str, bool]) -> bool | None:
+    """What the longest prefix of a module's name says; None where no prefix speaks of it."""
+    prefix = str(name)
+    while prefix:
+        if prefix in rules:
+            return rules[prefix]
+        prefix = prefix.rpartition(".")[0]
+    return None
+
+
+class InjectTo:
+    """A list of package prefixes whose modules get the patched names; the longest prefix decides.
+
+    A module that no prefix speaks of gets what it finds: patched names, as far as it takes them
+    from torch after we came. `append` also rebinds names that imported modules took before;
+    `exclude` gives modules the originals, and what they make stays plain. Both hold for modules
+    that are imported later, too.
+    """
+
+    def __init__(self) -> None:
+        self._included: list[str] = []
+        self._excluded: list[str] = []
+        self._rules: dict[str, bool] = {}
+        self.decisions = Decisions(self._rules)
+        self._settle()
+
+    # -- the list -------------------------------------------------------------------------------
+
+    def append(self, prefix: str | ModuleType) -> None:
+        """Include a package or module."""
+        self.insert(len(self._included), prefix)
+
+    def insert(self, index: SupportsIndex, prefix: str | ModuleType) -> None:
+        """Include a package or module at a place in the list; the order decides nothing."""
+        name = _checked(prefix)
+        if name in self._excluded:
+            self._excluded.remove(name)
+        if name not in self._included:
+            self._included.insert(index, name)
+        self._settle(name)
+
+    def extend(self, prefixes: Iterable[str | ModuleType]) -> None:
+        """Include several; nothing is changed if one of them is no name of a module."""
+        if isinstance(prefixes, str):
+            raise ConfigError(
+                f"extend takes a list of names; for {prefixes!r} alone use append.", name=prefixes
+            )
+        for name in [_checked(prefix) for prefix in prefixes]:
+            self.append(name)
+
+    def exclude(self, *prefixes: str | ModuleType) -> None:
+        """Leave packages or modules plain."""
+        for name in [_checked(prefix) for prefix in prefixes]:
+            if name in self._included:
+                self._included.remove(name)
+            if name not in self._excluded:
+                self._excluded.append(name)
+            self._settle(name)
+
+    def remove(self, prefix: str | ModuleType) -> None:
+        """Forget what was said of a prefix, by `append` or by `exclude`.
+
+        Raises
+        ------
+        ConfigError
+            Nothing was said of it; the nearest prefix is named.
+        """
+        name = _checked(prefix)
+        known = [*self._included, *self._excluded]
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is neither included nor excluded. {did_you_mean(name, known)}",
+                name=name,
+                known=tuple(known),
+                nearest=nearest(name, known),
+            )
+        for names in (self._included, self._excluded):
+            if name in names:
+                names.remove(name)
+        self._settle(name)
+
+    def clear(self) -> None:
+        """Forget everything that was said."""
+        for name in [*self._included, *self._excluded]:
+            self.remove(name)
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The prefixes left out on request."""
+        return tuple(self._excluded)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._included)
+
+    def __len__(self) -> int:
+        return len(self._included)
+
+    def __getitem__(self, index: SupportsIndex) -> str:
+        return self._included[index]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._included
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == other if isinstance(other, list) else self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        without = f" without {self._excluded}" if self._excluded else ""
+        return f"<injectTo {self._included}{without}>"
+
+    # -- what it means --------------------------------------------------------------------------
+
+    def rule(self, module_name: str) -> bool | None:
+        """What the longest prefix says of a module: True, False, or None for nothing."""
+        return explicit_rule(module_name, self._rules)
+
+    def _settle(self, changed: str = "") -> None:
+        """Make the lists hold: for calls from now on, and for names that modules have taken."""
+        self._rules.clear()
+        self._rules.update({prefix: rule for prefix, (rule, _) in BY_DEFAULT.items()})
+        self._rules.update(dict.fromkeys(self._included, True))
+        self._rules.update(dict.fromkeys(self._excluded, False))
+        self.decisions.clear()
+        patches = sys.modules.get(f"{__package__}.torch_")
+        if changed and patches is not None:
+            patches.rebind(changed)
+
+
+#: The one of this process.
+injectTo = InjectTo()
+for _name in settings.inject_to:
+    injectTo.append(_name)
+for _name in settings.exclude:
+    injectTo.exclude(_name)

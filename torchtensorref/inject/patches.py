@@ -1,0 +1,130 @@
+"""The kinds of patches: replace an attribute, add a hook. Each can be undone, and twice is once."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A function of another library, and what we do around it.
+
+    To everyone who asks (hash, ==, name, signature, isinstance) it is the function itself, so
+    tables keyed by functions, such as torch's own, go on working. It also pickles as that.
+    """
+
+    def __copy__(self) -> PatchedFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> PatchedFunction:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _as_original, (self.__wrapped__.__reduce__(),)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As the original, so that it loads where we are not.
+        reduced = self.__wrapped__.__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return getattr, (importlib.import_module(self.__wrapped__.__module__), reduced)
+        return reduced
+
+
+def _as_original(reduced: Any) -> Any:
+    make, arguments = reduced
+    return make(*arguments)
+
+
+@dataclass(eq=False)
+class Patch:
+    """One attribute of another library that we replace."""
+
+    module: str
+    path: str
+    wrapper: Wrapper
+    reason: str
+    original: Any = field(default=None, init=False)
+    patched: PatchedFunction | None = field(default=None, init=False)
+    #: Why the row does not match this version of the library; "" where it does.
+    absence: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        """What is replaced, in full: torch.rand."""
+        return f"{self.module}.{self.path}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether the attribute is ours now."""
+        return self.patched is not None
+
+    def install(self) -> None:
+        """Replace the attribute, unless it is replaced; note where there is none."""
+        if self.installed:
+            return
+        try:
+            owner, name, original = wrapt.resolve_path(
+                importlib.import_module(self.module), self.path
+            )
+        except (AttributeError, ImportError) as error:
+            self.absence = str(error)
+            return
+        self.absence = ""
+        self.original = original
+        self.patched = PatchedFunction(original, self.wrapper)
+        setattr(owner, name, self.patched)
+
+    def uninstall(self) -> None:
+        """Put the same object back, unless somebody else has replaced ours since."""
+        if not self.installed:
+            return
+        owner, name, current = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+        if current is self.patched:
+            setattr(owner, name, self.original)
+        self.patched = None
+
+
+@dataclass(eq=False)
+class HookPatch:
+    """A hook that another library offers, taken instead of replacing anything."""
+
+    module: str
+    path: str
+    hook: Callable[..., Any]
+    reason: str
+    handle: Any = field(default=None, init=False)
+    absence: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        """The function that takes the hook, in full."""
+        return f"{self.module}.{self.path}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether the hook is registered."""
+        return self.handle is not None
+
+    def install(self) -> None:
+        """Register the hook, unless it is registered; note where there is no place for it."""
+        if self.installed:
+            return
+        try:
+            register = getattr(importlib.import_module(self.module), self.path)
+        except (AttributeError, ImportError) as error:
+            self.absence = str(error)
+            return
+        self.absence = ""
+        self.handle = register(self.hook)
+
+    def uninstall(self) -> None:
+        """Remove the hook."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None

@@ -1,0 +1,42 @@
+"""What happens when a module takes a parameter or a buffer: it becomes a TensorRef."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from .factories import _core, is_plain_world
+from .hooks import is_disabled, state
+from .inject_to import injectTo
+
+
+def on_registration(module: Any, name: str, tensor: Any) -> Any:
+    """Return the TensorRef that a module keeps for a tensor; None keeps what was given.
+
+    Called by torch for every parameter and buffer of every module, so also for those of models
+    that were made on the meta device and get their weights afterwards.
+    """
+    if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+        return None
+    if not state.active or is_disabled.get() or not is_plain_world():
+        return None
+    core = _core()
+    if type(tensor) is core.ref_type:
+        tensor._b.is_persistent = True
+        return None
+    if not injectTo.decisions[_module_behind(sys._getframe(1))]:
+        return None
+    return core.manager.adopt_in_place(tensor)
+
+
+def _module_behind(frame: FrameType | None) -> str:
+    """The name of the module whose code had torch register something: the first outside torch."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name != "torch" and not name.startswith("torch."):
+            return name
+        frame = frame.f_back
+    return "__main__"

@@ -1,0 +1,159 @@
+"""The patches of torch: what hands tensors to a program, and where modules take parameters."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
+from .inject_to import injectTo
+from .patches import HookPatch, Patch
+from .registration import on_registration
+
+#: Factories whose result owns fresh memory.
+OWN_MEMORY = (
+    "arange",
+    "bartlett_window",
+    "blackman_window",
+    "complex",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "fft.fftfreq",
+    "fft.rfftfreq",
+    "full",
+    "full_like",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "polar",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+
+#: Factories whose result may share memory with what they are given.
+SHARED_MEMORY = (
+    "as_tensor",
+    "asarray",
+    "from_dlpack",
+    "from_file",
+    "from_numpy",
+    "frombuffer",
+)
+
+PATCHES: tuple[Patch | HookPatch, ...] = (
+    *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
+    *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
+    Patch("torch", "tensor", own_values_factory, "makes a tensor"),
+    Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
+    HookPatch(
+        "torch.nn.modules.module",
+        "register_module_parameter_registration_hook",
+        on_registration,
+        "a parameter of a module, however it was made, is a TensorRef from then on",
+    ),
+    HookPatch(
+        "torch.nn.modules.module",
+        "register_module_buffer_registration_hook",
+        on_registration,
+        "so is a buffer",
+    ),
+)
+
+#: What we have changed in modules: (module, name) to what stood there.
+_rebound: dict[tuple[str, str], Any] = {}
+
+
+def apply() -> None:
+    """Install every patch; one that does not match this torch is skipped and noted."""
+    for patch in PATCHES:
+        patch.install()
+    _tell_jit()
+    for prefix in injectTo:
+        rebind(prefix)
+
+
+def undo() -> None:
+    """Remove every patch and give modules the names back that they had taken."""
+    for (module_name, name), before in _rebound.items():
+        module = sys.modules.get(module_name)
+        if module is not None and name in vars(module):
+            setattr(module, name, before)
+    _rebound.clear()
+    for patch in PATCHES:
+        patch.uninstall()
+    _tell_jit()
+
+
+def rebind(prefix: str) -> None:
+    """Give the loaded modules under a prefix the names that the rules say they should have."""
+    patched = {id(p.original): p for p in PATCHES if isinstance(p, Patch) and p.installed}
+    patched |= {id(p.patched): p for p in tuple(patched.values())}
+    for module_name, module in _modules_under(prefix):
+        rule = injectTo.rule(module_name)
+        for name, value in list(vars(module).items()):
+            patch = patched.get(id(value))
+            if patch is None or (patch.original is not value and patch.patched is not value):
+                continue
+            before = _rebound.pop((module_name, name), value)
+            wanted = before if rule is None else patch.patched if rule else patch.original
+            if wanted is not value:
+                setattr(module, name, wanted)
+            if wanted is not before:
+                _rebound[module_name, name] = before
+
+
+def _modules_under(prefix: str) -> list[tuple[str, ModuleType]]:
+    return [
+        (name, module)
+        for name, module in list(sys.modules.items())
+        if (name == prefix or name.startswith(f"{prefix}."))
+        and isinstance(module, ModuleType)
+        # There the table is the only one to change anything.
+        and name.partition(".")[0] != "torch"
+    ]
+
+
+def taken_names() -> list[str]:
+    """The names that modules took from torch before us and still hold, in full."""
+    originals = {id(p.original): p for p in PATCHES if isinstance(p, Patch) and p.installed}
+    return sorted(
+        f"{module_name}.{name}"
+        for module_name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and injectTo.decisions[module_name]
+        for name, value in list(vars(module).items())
+        if id(value) in originals and originals[id(value)].original is value
+    )
+
+
+def _tell_jit() -> None:
+    """Keep torch.jit's table of functions, which goes by `id`, where it has been made."""
+    table = getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
+    if table is None:
+        return
+    for patch in PATCHES:
+        if isinstance(patch, Patch) and patch.original is not None:
+            operator = table.get(id(patch.original)) or table.get(id(patch.patched))
+            if operator is not None:
+                table[id(patch.original)] = operator
+                if patch.patched is not None:
+                    table[id(patch.patched)] = operator
