@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,8 @@ class Books:
         self.tick = 0
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
+        #: Blocks by number, for strategies that name blocks which are not on the device.
+        self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._pins_by_thread: dict[int, int] = {}
         self._deaths: list[int] = []
 
@@ -89,7 +92,7 @@ class Books:
         """Describe a device to a strategy (lock held)."""
         ledger = self.ledgers[device]
         filling = [r for r in ledger.replicas() if r.state is FILLING]
-        link = device.link() if hasattr(device, "link") else None
+        clocks = device.clocks()
         return DeviceSnapshot(
             name=device.name,
             limit_nbytes=ledger.budget.limit_nbytes,
@@ -97,9 +100,11 @@ class Books:
             in_flight_nbytes=sum(r.nbytes for r in filling),
             in_flight_count=len(filling),
             now_ns=device.now_ns(),
-            link_free_ns=link.free_ns if link else 0,
-            h2d_bytes_per_s=link.h2d_bytes_per_s if link else 1e10,
-            d2h_bytes_per_s=link.d2h_bytes_per_s if link else 1e10,
+            link_free_ns=clocks.link_free_ns,
+            h2d_bytes_per_s=clocks.h2d_bytes_per_s,
+            d2h_bytes_per_s=clocks.d2h_bytes_per_s,
+            compute_ns=clocks.compute_ns,
+            compute_free_ns=clocks.compute_free_ns,
         )
 
     def candidates(self, device: Device) -> dict[int, Replica]:

@@ -41,6 +41,9 @@ def dispatch(ref_type: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return OpCall(ref_type, plan, args, kwargs, tensorsManager).run()
 
 
+#: Operators after which a tensor that is still used counts as one that stays: optimizer state.
+PERSISTENT_AFTER = 1000
+
 _SLOW = object()
 
 
@@ -86,7 +89,8 @@ def _try_fast(
         residency.counts.hit_count += 1
         out = plan.op(*plain_args, **kwargs)
         if device.is_simulated:
-            _charge(plan, plain_args, kwargs, out, device)
+            blocks = [arg._b for arg in args if type(arg) is ref_type]
+            _charge(plan, plain_args, kwargs, out, device, blocks)
         if plan.writes:
             return args[plan.writes[0]]
         block = residency.born(out, device)
@@ -101,10 +105,18 @@ def _try_fast(
 
 
 def _charge(
-    plan: OpPlan, plain_args: list[Any], kwargs: dict[str, Any], out: Any, device: Device
+    plan: OpPlan,
+    plain_args: list[Any],
+    kwargs: dict[str, Any],
+    out: Any,
+    device: Device,
+    blocks: list[Block],
 ) -> None:
+    """Let a simulated device spend the time that an operator on the fast path takes."""
     flops, nbytes, dtype_name = _cost(plan, plain_args, kwargs, out)
-    device.charge(flops, nbytes, dtype_name)
+    bases = [block.replicas[device].base for block in blocks]
+    writes = bases[:1] if plan.writes else []
+    device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 
 
 _dtype_names: dict[torch.dtype, str] = {}
@@ -296,6 +308,10 @@ class OpCall:
             for block in self.blocks:
                 block.last_use = tick
                 block.use_count += 1
+                if block.use_count == 1:
+                    self.residency.known[block.block_id] = block
+                elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
+                    block.is_persistent = True
                 replica = block.replicas.get(self.accelerator)
                 strategy.on_access(
                     Access(

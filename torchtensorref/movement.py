@@ -12,6 +12,7 @@ from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .books import Books
 from .budget import OutOfBudgetError
 from .devices.base import Device, empty_bytes
+from .errors import TransferError
 from .strategy import BlockSnapshot, DeviceSnapshot
 
 #: How long a thread waits for others to let go of bytes before it looks again, in seconds.
@@ -118,6 +119,7 @@ class Movement(Books):
         with self.lock:
             if not self._seize(replica):
                 return 0
+            self._note_arrival(replica)
             dirty = replica.state is DIRTY
             if not dirty:
                 return self._drop(replica, why)
@@ -329,3 +331,68 @@ class Movement(Books):
                 return home.base
             source = next(r for r in block.replicas.values() if r.state is DIRTY)
             return self.transfer.peek(source)
+
+    # -- ahead of need --------------------------------------------------------------------------
+
+    def look_ahead(self, device: Device) -> None:
+        """Ask the strategy what to write back and fetch early, and issue it; never waits."""
+        with self.lock:
+            self.bury()
+            replicas = self.ledgers[device].replicas()
+            for replica in replicas:
+                self._note_arrival(replica)
+            resident = [s for r in replicas if (s := self.snapshot_of(r)) is not None]
+            seen = self.device_snapshot(device)
+        with self.strategy_lock:
+            leaving = list(self.strategy.write_back(seen, resident))
+            coming = list(self.strategy.prefetch(seen, resident))
+        for block_id in leaving:
+            block = self.known.get(block_id)
+            dirty = block.replicas.get(device) if block is not None else None
+            if dirty is not None and dirty.state is DIRTY and not dirty.pins:
+                self.write_back(dirty, wait=False)
+        for wish in coming:
+            if not self.prefetch(device, wish.block_id, wish.victims):
+                return
+
+    def _note_arrival(self, replica: Replica) -> None:
+        """See whether the write-back of a replica has ended meanwhile (lock held)."""
+        if replica.state is DIRTY:
+            block = self.block_of(replica)
+            home = block.replicas.get(self.host) if block is not None else None
+            if home is not None and home.arrival is not None and home.arrival.is_done():
+                self._arrive(home)
+
+    def prefetch(self, device: Device, block_id: int, victims: Sequence[int]) -> bool:
+        """Issue the copy of one block ahead of need, in the room of its victims.
+
+        Returns
+        -------
+        bool
+            False where it was refused as a whole: the block is gone, shared, exposed or there
+            already, or room is lacking even without the victims. Never an error.
+        """
+        block = self.known.get(block_id)
+        if block is None or block.exposure is not None or block.sharers is not None:
+            return False
+        with self.lock:
+            self.bury()
+            replica = block.replicas.get(device)
+            if replica is not None and replica.state is not INVALID:
+                return False
+            if block.readable_on(self.host) is None:
+                return False
+            candidates = self.candidates(device)
+            chosen = [r for number in victims if (r := candidates.get(number)) is not None]
+            ledger = self.ledgers[device]
+            free_nbytes = ledger.budget.limit_nbytes - ledger.resident_nbytes
+            if free_nbytes + sum(r.nbytes for r in chosen) < block.nbytes:
+                return False
+        try:
+            for victim in chosen:
+                self.evict(victim, f"{self.strategy.name}: room to fetch ahead")
+            self.fetch(block, device, ahead=True)
+        except (torch.OutOfMemoryError, TransferError) as error:
+            self.log.note(block.name, f"no prefetch {device.name}", str(error)[:80])
+            return False
+        return True

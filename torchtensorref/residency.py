@@ -42,6 +42,7 @@ class Residency(Movement):
         """
         for block in written:
             self.unshare(block)
+            self._end_write_back(block)
         if device.is_host:
             for block in blocks:
                 self.bring_home(block)
@@ -61,6 +62,13 @@ class Residency(Movement):
         need_nbytes = sum(block.nbytes for block in blocks)
         limit_nbytes = self.ledgers[device].budget.limit_nbytes
         raise OutOfBudgetError(device.name, need_nbytes, limit_nbytes, limit_nbytes)
+
+    def _end_write_back(self, block: Block) -> None:
+        """Wait for a copy home that reads what an operator is about to write."""
+        with self.lock:
+            home = block.replicas.get(self.host)
+            if home is not None and home.state is FILLING:
+                self._arrive(home)
 
     def _pin(self, device: Device, blocks: Iterable[Block]) -> None:
         me = threading.get_ident()
@@ -124,7 +132,8 @@ class Residency(Movement):
         ):
             block.ready = None
             return
-        block.owned = replica.state is DIRTY
+        home = block.replicas.get(self.host)
+        block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
         block.ready = device
 
     def written(self, block: Block, device: Device) -> None:
@@ -151,7 +160,7 @@ class Residency(Movement):
             It does not fit on the device, even after every legal eviction. Nothing has changed.
         """
         block = Block(storage_nbytes(tensor))
-        block.last_use = self.tick
+        block.born = block.last_use = self.tick
         if device.is_host:
             block.replicas[device] = Replica(block, device, tensor, CLEAN)
             return block

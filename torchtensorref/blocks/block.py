@@ -135,6 +135,7 @@ class Block:
     __slots__ = (
         "__weakref__",
         "block_id",
+        "born",
         "exposure",
         "is_persistent",
         "last_use",
@@ -154,6 +155,8 @@ class Block:
         self.ready: Device | None = None
         #: With `ready`: operators may also write it there, since no other replica is current.
         self.owned = False
+        #: Number of the operator that made it, and of the one that used it last.
+        self.born = 0
         self.last_use = 0
         self.use_count = 0
         self.is_persistent = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DONE",
+    "Clocks",
     "Device",
     "DoneEvent",
     "Event",
@@ -69,6 +70,19 @@ class DoneEvent:
 
 #: The event of work that was finished at once.
 DONE = DoneEvent()
+
+
+class Clocks(NamedTuple):
+    """What a device tells of its engines; zeros where it does not measure them."""
+
+    #: Time that the operators issued so far take, waiting not counted.
+    compute_ns: int = 0
+    #: When compute will be through with them, and when the copy engine towards the device is free.
+    compute_free_ns: int = 0
+    link_free_ns: int = 0
+    d2h_free_ns: int = 0
+    h2d_bytes_per_s: float = 12e9
+    d2h_bytes_per_s: float = 12e9
 
 
 class Device(ABC):
@@ -217,6 +231,10 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait for all that was issued."""
+
+    def clocks(self) -> Clocks:
+        """When its engines are free, and what they have done."""
+        return Clocks()
 
     @abstractmethod
     def now_ns(self) -> int:

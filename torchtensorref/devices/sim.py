@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .faults import FaultPlan
+from .base import Clocks
 from .sim_engines import SimEngines
+from .sim_events import Engine
 from .sim_machine import Machine
 from .sim_memory import POISON
 from .sim_spec import DeviceSpec
@@ -81,6 +83,7 @@ class SimDevice(SimEngines):
     ) -> None:
         super().__init__(spec, index, machine=machine, poison=poison, faults=faults, name=name)
         self.stall_ns = 0
+        self._worked_ns = 0  # what its operators took, waiting not counted
         self._dispatch_ns = spec.dispatch_ns
         self._launch_ns = spec.launch_ns
         self._ns_per_byte = 1e9 / spec.memory_bytes_per_s
@@ -130,6 +133,17 @@ class SimDevice(SimEngines):
         with self._lock:
             self._unnoted_ns = self._run(flops, nbytes, dtype_name)
 
+    def clocks(self) -> Clocks:  # noqa: D102
+        with self._lock:
+            return Clocks(
+                compute_ns=self._worked_ns,
+                compute_free_ns=self._compute_ns,
+                link_free_ns=self._copy_ns[Engine.H2D],
+                d2h_free_ns=self._copy_ns[Engine.D2H],
+                h2d_bytes_per_s=self.spec.h2d_bytes_per_s,
+                d2h_bytes_per_s=self.spec.d2h_bytes_per_s,
+            )
+
     def _run(self, flops: int, nbytes: int, dtype_name: str) -> int:
         """Give one operator to compute; return when it ends. The caller holds the lock."""
         machine, queue, place = self.machine, self._queue, self._queue_next
@@ -144,7 +158,9 @@ class SimDevice(SimEngines):
             start_ns = self._awaited_ns
         work_ns = flops * self._ns_per_flop.get(dtype_name, self._ns_per_other_flop)
         move_ns = nbytes * self._ns_per_byte
-        end_ns = start_ns + self._launch_ns + int(work_ns if work_ns > move_ns else move_ns)
+        took_ns = self._launch_ns + int(work_ns if work_ns > move_ns else move_ns)
+        self._worked_ns += took_ns
+        end_ns = start_ns + took_ns
         self._compute_ns = queue[place] = end_ns
         self._queue_next = place + 1 if place + 1 < len(queue) else 0
         return end_ns
