@@ -18,12 +18,15 @@ def manage() -> Iterator[Callable[..., Any]]:
 
     Its capacity is the budget, so the device itself refuses any byte too many; freed and stale
     bytes are poisoned. At the end the books are checked, nothing may be held, and all goes home.
+    What a test makes stays plain unless it adopts it, or injection is what it is about
+    (`hooks.is_disabled.set(False)`).
     """
     torch = pytest.importorskip("torch")
+    import torchTensorRef
     from torchTensorRef.devices.sim import SimDevice
     from torchTensorRef.devices.sim_spec import DeviceSpec
 
-    import torchTensorRef.tensor  # noqa: F401 (wires the manager)
+    import torchTensorRef.tensor  # (wires the manager)
     from torchTensorRef.manager import tensorsManager
 
     torch.manual_seed(0)
@@ -38,7 +41,8 @@ def manage() -> Iterator[Callable[..., Any]]:
         tensorsManager.reset_stats()
         return tensorsManager
 
-    yield make
+    with torchTensorRef.disabled():
+        yield make
     gc.collect()
     residency = tensorsManager.residency
     tensorsManager.check()
