@@ -111,6 +111,8 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     known = tensor.__dict__.get("_ref")
     if known is not None:
         return known
+    # What the program has noted on it stays: transformers marks what it has loaded so.
+    ref.__dict__ = tensor.__dict__ | ref.__dict__
     try:
         torch.utils.swap_tensors(tensor, ref)
     except RuntimeError:
