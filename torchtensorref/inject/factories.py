@@ -155,20 +155,27 @@ def _plain_values(values: Any) -> Any:
     return values if same else parts
 
 
+_CPU = torch.device("cpu")
+
+
 def _fresh(plain: Tensor) -> Any:
-    """Make the TensorRef over memory that nobody else has seen; its own, on its own device."""
-    kind = plain.device.type
-    if kind == "meta" or plain.layout is not torch.strided:
+    """Make the TensorRef over memory that nobody else has seen, on the device where it lies."""
+    if plain.layout is not torch.strided:
         return plain
     core = _core()
-    device = core.device_of(plain)
-    if device is None:
-        return plain
+    residency = core.manager.residency
+    if plain.is_cpu:
+        device, label = residency.host, _CPU
+    else:
+        label = plain.device
+        device = next((d for d in residency.accelerators if d.torch_device == label), None)
+        if device is None or device.is_simulated:
+            return plain
     requires_grad = plain.requires_grad
     if requires_grad:
         plain = plain.detach()
-    block = core.residency.born(plain, device)
-    ref = core.make_ref(core.ref_type, plain, block, device, plain.device)
+    block = residency.born(plain, device)
+    ref = core.make_ref(core.ref_type, plain, block, device, label)
     return ref.requires_grad_() if requires_grad else ref
 
 
@@ -179,20 +186,6 @@ class _Core:
         self.ref_type = load(".tensor").TensorRef
         self.manager = load(".manager").tensorsManager
         self.make_ref = load(".views").make_ref
-
-    @property
-    def residency(self) -> Any:
-        return self.manager.residency
-
-    def device_of(self, plain: Tensor) -> Any:
-        """The device of ours where a plain tensor lies, or None."""
-        residency = self.manager.residency
-        if plain.device.type == "cpu":
-            return residency.host
-        for device in residency.accelerators:
-            if device.torch_device == plain.device:
-                return device
-        return None
 
 
 _core = functools.cache(_Core)
