@@ -1,4 +1,4 @@
-"""Caches without bytes, run beside the real one: would another order of eviction have moved less?"""
+"""Caches without bytes, run beside the real one, to see if another order had moved less."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Referee:
             self._start_proof()
 
     def _reconsider(self, limit_nbytes: int) -> None:
-        if self._lru.missed_nbytes < limit_nbytes * 2 ** min(self.fall_count, 16):
+        if self._lru.missed_nbytes < limit_nbytes * 2 ** min(self.fall_count + 1, 16):
             return
         if self._forecast.missed_nbytes <= CONVINCING * self._lru.missed_nbytes:
             self.is_followed = True

@@ -34,6 +34,9 @@ WRITE_BACK_SHARE = 1 / 8
 VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.9
 
+#: Looked at again when less than this share of what is looked ahead is known to be there.
+LOOK_AGAIN_SHARE = 3 / 4
+
 #: Above any distance: blocks that the forecast does not contain go first.
 _UNFORESEEN = 1e15
 
@@ -61,8 +64,8 @@ class Forecaster(Protocol):
     def next_use(self, block_id: int) -> float:
         """Return after how many accesses a block is used."""
 
-    def upcoming(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield (distance, block) of the accesses to come."""
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield (distance, block) of the accesses to come, from `first` to before `limit`."""
 
     def nbytes(self, block_id: int) -> int:
         """Return the size of a living block."""
@@ -165,7 +168,7 @@ class Flow(Strategy):
         self._gate.advance(device, history.start, history.end)
         if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
             return ()
-        if self._present_until >= history.end + self._horizon():
+        if self._present_until > history.end + LOOK_AGAIN_SHARE * self._horizon():
             return ()
         held = {block.block_id: block for block in resident}
         wanted = self._missing(held, self.queue_count)
@@ -216,7 +219,7 @@ class Flow(Strategy):
                 distance = 2 * (newest - block.last_use)
             return distance / dirty_cost if block.is_dirty else distance
 
-        ordered = sorted(blocks, key=lambda block: (-score(block), block.last_use))
+        ordered = sorted(blocks, key=lambda block: (-score(block), block.last_use, -block.nbytes))
         return self._small_ones_last(device, ordered)
 
     def _small_ones_last(
@@ -254,8 +257,8 @@ class Flow(Strategy):
         horizon = self._horizon()
         known = max(0, self._present_until - history.end)
         wanted: dict[int, _Wanted] = {}
-        for distance, block_id in history.upcoming(horizon):
-            if distance < known or block_id in held or block_id in wanted:
+        for distance, block_id in history.upcoming(horizon, known):
+            if block_id in held or block_id in wanted:
                 continue
             wanted[block_id] = _Wanted(distance, block_id, history.nbytes(block_id))
             if most is not None and len(wanted) >= most:
