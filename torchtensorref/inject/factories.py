@@ -7,6 +7,7 @@ costs one look into a dictionary more than without us.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import MutableMapping, MutableSequence
 from sys import _getframe
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
+from ..config import settings
 from .hooks import is_disabled, load, state
 from .inject_to import injectTo
+
+_log = logging.getLogger("torchTensorRef")
 
 _decisions = injectTo.decisions
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -186,6 +190,17 @@ class _Core:
         self.ref_type = load(".tensor").TensorRef
         self.manager = load(".manager").tensorsManager
         self.make_ref = load(".views").make_ref
+        say_what_is_simulated(self.manager)
+
+
+def say_what_is_simulated(manager: Any) -> None:
+    """Tell somebody who chose no device, on a machine without one, what the program runs on."""
+    chosen = settings.device is not None or manager._device_setting is not None
+    if not chosen and load(".devices.registry").default_name() == "sim":
+        _log.warning(
+            "torchTensorRef: torch finds no accelerator here, so a simulated one is used. "
+            "Choose it (tensorsManager.device = 'sim', or TTR_DEVICE=sim) to silence this."
+        )
 
 
 _core = functools.cache(_Core)

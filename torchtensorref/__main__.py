@@ -1,0 +1,57 @@
+"""The command line: ``torchtensorref`` and ``python -m torchTensorRef``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .diagnostics import environment, runner, self_test
+from .errors import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What follows the name of the program; the process's own if not given.
+
+    Returns
+    -------
+    int
+        The exit status: that of the program for `run`, 0 for success, 1 for a failed check, 2 for
+        an argument that is not understood.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["run"]:
+        # Not argparse's: what follows the script is the script's, whatever it looks like.
+        return runner.main(given[1:])
+    chosen = _parser().parse_args(given)
+    try:
+        if chosen.command == "check":
+            return self_test.main(chosen.device)
+        return environment.main()
+    except ConfigError as error:
+        print(f"torchtensorref: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtensorref",
+        description="Run torch programs on accelerators smaller than their tensors.",
+    )
+    parser.add_argument("--version", action="version", version=f"torchTensorRef {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("run", help="run an unmodified program: run --help tells more")
+    commands.add_parser("env", help="print what to paste into a bug report")
+    check = commands.add_parser("check", help="use each device and compare: PASS or FAIL")
+    check.add_argument("--device", action="append", help="only this one; may be given again")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
