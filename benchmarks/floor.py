@@ -1,0 +1,153 @@
+"""What a program needs at the least on a device: from the program and the device's data sheet.
+
+The program is run once on plain tensors under a dispatch mode that writes down which parameters
+each operator reads and what it costs by the roofline. None of it comes from a run of ours.
+
+The floor of time: no run is faster than its operators one after the other, nor than the copies of
+the bytes that have to be moved, and those are at least what the optimal policy (MIN: evict what is
+used again last) moves. At any operator both hold at once: what MIN has moved so far had to be
+copied, and the operators from there on have still to run. The largest such sum is the floor; for
+one step of a loop it is max(S / link, compute), and for a cold start the weights come first.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchTensorRef.costs import GATHERS, flop_rule, touched_nbytes
+from torchTensorRef.schema import plan_of
+
+#: Operators after which a storage still in use counts as one that stays (optimizer state).
+LONG_LIFE = 400
+
+
+@dataclass
+class Life:
+    """One storage of the program: its size, and the operators that met it."""
+
+    nbytes: int
+    first: int
+    last: int
+    #: There before the program ran: has to be copied to the device before its first use.
+    is_given: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down which storages a plain run meets, and what its operators take by the roofline."""
+
+    def __init__(self, spec: Any, given: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.lives: list[Life] = []
+        self.trace: list[tuple[int, ...]] = []
+        self.took_ns: list[float] = []
+        self.flops = 0
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
+        for tensor in given:
+            self._number(tensor, is_given=True)
+
+    def _number(self, tensor: torch.Tensor, *, is_given: bool = False) -> int:
+        storage = tensor.untyped_storage()
+        known = self._numbers.get(storage._cdata)
+        if known is None or known[0].expired():
+            # The weak reference keeps the address from being used again while it is in the table.
+            number = len(self.lives)
+            self._numbers[storage._cdata] = (StorageWeakRef(storage), number)
+            self.lives.append(Life(storage.nbytes(), len(self.trace), len(self.trace), is_given))
+            return number
+        self.lives[known[1]].last = len(self.trace)
+        return known[1]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        plan = plan_of(op)
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if plan.is_true_view or not operands:
+            return out
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        table = GATHERS.get(op)
+        gathered = args[table] if table is not None else None
+        met = [x for x in (*operands, *results) if x is not gathered and x.numel()]
+        self.trace.append(tuple(dict.fromkeys(self._number(x) for x in met)))
+        flops = flop_rule(plan)(args, kwargs, out)
+        speed = self.spec.flops_per_s.get("float32", self.spec.default_flops_per_s)
+        move_ns = sum(touched_nbytes(x) for x in met) / self.spec.memory_bytes_per_s * 1e9
+        took_ns = self.spec.launch_ns + max(flops / speed * 1e9, move_ns)
+        self.took_ns.append(took_ns)
+        self.flops += flops
+        return out
+
+    def stays(self, number: int) -> bool:
+        """Whether a storage is a parameter, or lives as long as one."""
+        life = self.lives[number]
+        return life.is_given or life.last - life.first > LONG_LIFE
+
+    def passing_nbytes(self) -> int:
+        """The most bytes that results and caches take at once, beside what stays."""
+        change: dict[int, int] = defaultdict(int)
+        for number, life in enumerate(self.lives):
+            if not self.stays(number):
+                change[life.first] += life.nbytes
+                change[life.last + 1] -= life.nbytes
+        held = most = 0
+        for position in sorted(change):
+            held += change[position]
+            most = max(most, held)
+        return most
+
+    def floor_ns(self, budget_nbytes: int) -> float:
+        """The least time for the whole program, from an empty device; see above."""
+        left_ns = sum(self.took_ns)
+        floor_ns = 0.0
+        moved = self.min_nbytes_so_far(budget_nbytes)
+        for nbytes, took_ns in zip(moved, self.took_ns, strict=True):
+            floor_ns = max(floor_ns, nbytes / self.spec.h2d_bytes_per_s * 1e9 + left_ns)
+            left_ns -= took_ns
+        return floor_ns
+
+    def min_nbytes(self, budget_nbytes: int) -> int:
+        """Bytes that MIN copies to the device for the whole program."""
+        return self.min_nbytes_so_far(budget_nbytes)[-1]
+
+    def min_nbytes_so_far(self, budget_nbytes: int) -> list[int]:
+        """Bytes that MIN has copied to the device before each operator, for what stays.
+
+        An operator's operands must be there together; evicted is what is used again last. Blocks
+        are small against the budget, so that this greedy choice is the optimum up to one block
+        (THEORY 1.2). What the program makes itself has its first use for nothing.
+        """
+        trace = [tuple(n for n in bundle if self.stays(n)) for bundle in self.trace]
+        uses: dict[int, list[int]] = defaultdict(list)
+        for position, bundle in enumerate(trace):
+            for number in bundle:
+                uses[number].append(position)
+        held: dict[int, float] = {}
+        held_nbytes = moved_nbytes = 0
+        so_far = []
+        for position, bundle in enumerate(trace):
+            for number in bundle:
+                life = self.lives[number]
+                if number not in held:
+                    if life.is_given or uses[number][0] != position:
+                        moved_nbytes += life.nbytes
+                    held_nbytes += life.nbytes
+                later = bisect.bisect_right(uses[number], position)
+                held[number] = uses[number][later] if later < len(uses[number]) else float("inf")
+            while held_nbytes > budget_nbytes:
+                victims = [number for number in held if number not in bundle]
+                if not victims:
+                    break
+                victim = max(victims, key=held.__getitem__)
+                held_nbytes -= self.lives[victim].nbytes
+                del held[victim]
+            so_far.append(moved_nbytes)
+        return so_far

@@ -1,0 +1,182 @@
+"""How near to the floor does each strategy come, at budgets below and above the weights?
+
+`python -m benchmarks.flow_against_floor [--programs decode,training] [--strategies flow,lru]` runs
+every program under every budget and strategy on a simulated device, in virtual time, and compares
+the results with plain torch. Per row: time over the floor, bytes copied over the exact minimum, the
+share of time that compute stood idle waiting for a copy, peak within the budget, identical.
+
+The device is an 8 GB card on PCIe 4.0 x8 (rx6600xt) whose speeds are divided so that this small
+program has the regime of a model of 16 GB on it: copies of the weights take as long as there.
+Latencies are not scaled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchTensorRef import disabled, tensorsManager
+from torchTensorRef.devices.sim import SimDevice
+from torchTensorRef.devices.sim_spec import SPECS, DeviceSpec
+
+from .floor import Recorder
+from .programs import PROGRAMS, Program
+from .standins import PrefixResident, StreamAhead
+
+#: What the weights would be on the card itself: a model of 8 B parameters in half precision.
+REAL_NBYTES = 16e9
+BUDGETS = (25, 50, 75, 110)
+STRATEGIES: dict[str, Any] = {
+    "genoa": "genoa",
+    "lru": "lru",
+    "flow": "flow",
+    "prefix_resident": PrefixResident,
+    "stream_ahead": StreamAhead,
+}
+
+
+def weights_nbytes(model: nn.Module) -> int:
+    """Bytes of the parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def scaled_spec(program: Program, model: nn.Module) -> DeviceSpec:
+    """The card, slowed down by the ratio of the weights; compute tuned to the program's regime."""
+    card, w_nbytes = SPECS["rx6600xt"], weights_nbytes(model)
+    slower = REAL_NBYTES / w_nbytes
+    spec = card.scaled(
+        capacity=2**40,
+        h2d_bytes_per_s=card.h2d_bytes_per_s / slower,
+        d2h_bytes_per_s=card.d2h_bytes_per_s / slower,
+        memory_bytes_per_s=card.memory_bytes_per_s / slower,
+        host_memory_bytes_per_s=card.host_memory_bytes_per_s / slower,
+        host_flops_per_s=card.host_flops_per_s / slower,
+        flops_per_s={name: rate / slower for name, rate in card.flops_per_s.items()},
+    )
+    if program.compute_to_copy is None:
+        return spec
+    recorder, _ = record(program, model, spec)
+    copy_s = recorder.min_nbytes(w_nbytes // 2) / spec.h2d_bytes_per_s
+    speed = recorder.flops / (copy_s * program.compute_to_copy)
+    return spec.scaled(
+        flops_per_s={"default": speed, "float32": speed},
+        # Bound by arithmetic, as on the card: the bytes of these small operators must not matter.
+        memory_bytes_per_s=spec.memory_bytes_per_s * 1000,
+        host_flops_per_s=speed / 10,
+    )
+
+
+def record(program: Program, model: nn.Module, spec: DeviceSpec) -> tuple[Recorder, Any]:
+    """Run the program on plain tensors; return what it needs, and its result."""
+    recorder = Recorder(spec, list(model.parameters()))
+    with disabled(), recorder:
+        return recorder, program.run(model)
+
+
+def identical(expected: Any, found: Any) -> bool:
+    """Equal to the bit."""
+    a, b = tree_leaves(expected), tree_leaves(tensorsManager.release(found))
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def measure(program: Program, spec: DeviceSpec, budget_nbytes: int, strategy: Any) -> Any:
+    """Run the program under a strategy on a fresh device; return its result and the counts."""
+    tensorsManager.device = SimDevice(spec.scaled(capacity=budget_nbytes), name="sim:benchmark")
+    tensorsManager.budget = budget_nbytes
+    tensorsManager.strategy = strategy
+    tensorsManager.reset_stats()
+    model = tensorsManager.adopt(program.make())
+    found = program.run(model)
+    stats = tensorsManager.stats()
+    tensorsManager.check()
+    return found, stats
+
+
+def row_of(program: Program, budget: int, strategy: str, plain: Any) -> dict[str, Any]:
+    """Measure one cell of the table."""
+    spec, recorder, expected, w_nbytes = plain
+    budget_nbytes = w_nbytes * budget // 100
+    found, stats = measure(program, spec, budget_nbytes, STRATEGIES[strategy])
+    least_nbytes = recorder.min_nbytes(budget_nbytes)
+    floor_ns = recorder.floor_ns(budget_nbytes)
+    moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    return {
+        "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
+        "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
+        "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
+        "identical": identical(expected, found),
+        "peak_share": round(stats["peak_resident_nbytes"] / budget_nbytes, 4),
+        "moved_nbytes": moved_nbytes,
+        "time_ns": stats["time_ns"],
+        "host_fallbacks": stats["host_fallback_count"],
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table, and last a line RESULT with the same as JSON."""
+    parser = argparse.ArgumentParser(prog="benchmarks.flow_against_floor", description=__doc__)
+    parser.add_argument("--programs", default=",".join(p.name for p in PROGRAMS))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    options = parser.parse_args(arguments)
+    programs = [p for p in PROGRAMS if p.name in options.programs.split(",")]
+    strategies = options.strategies.split(",")
+    budgets = [int(budget) for budget in options.budgets.split(",")]
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    console = Console(stderr=True)
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=len(programs) * len(budgets) * len(strategies))
+        for program in programs:
+            with disabled():
+                spec = scaled_spec(program, program.make())
+                model = program.make()
+            w_nbytes = weights_nbytes(model)
+            plain = (spec, *record(program, model, spec), w_nbytes)
+            for budget in budgets:
+                for strategy in strategies:
+                    progress.update(task, description=f"{program.name} {budget} % {strategy}")
+                    row = row_of(program, budget, strategy, plain)
+                    results.setdefault(program.name, {}).setdefault(budget, {})[strategy] = row
+                    progress.advance(task)
+    Console(width=110).print(table_of(results))
+    print("RESULT " + json.dumps(results))
+    return 0
+
+
+def table_of(results: dict[str, Any]) -> Table:
+    """One row per program, budget and strategy."""
+    table = Table(title="virtual time over the floor, bytes over the exact minimum")
+    for heading in ("program", "budget", "strategy", "time", "bytes", "stalled", "peak", "identical"):
+        table.add_column(heading, justify="left" if heading in ("program", "strategy") else "right")
+    for program, by_budget in results.items():
+        for budget, by_strategy in by_budget.items():
+            for strategy, row in by_strategy.items():
+                table.add_row(
+                    program,
+                    f"{budget} %",
+                    strategy,
+                    f"{row['time_over_floor']:.3f}",
+                    f"{row['bytes_over_min']:.3f}",
+                    f"{row['stall_share']:.1%}",
+                    f"{row['peak_share']:.1%}",
+                    str(row["identical"]),
+                )
+        table.add_section()
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
