@@ -79,7 +79,8 @@ def _resize_at_home(call: OpCall) -> Any:
     plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
     kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
     tensorsManager.forget_accelerators(ref._b)
-    plain = plain_args[0]
+    # Another object: the view at hand can be the replica's own base, which keeps its storage.
+    plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
     call.plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:
@@ -120,6 +121,11 @@ def _same(call: OpCall) -> Any:
     return call.args[0]
 
 
+def _both_are_refs(call: OpCall) -> Any:
+    """One TensorRef can take the place of another: asked before each `.data = `."""
+    return all(type(arg) is call.ref_type for arg in call.args[:2]) or NotImplemented
+
+
 def _has_same_storage(call: OpCall) -> Any:
     """`is_set_to`: the same block, read with the same metadata."""
     a, b = call.args[:2]
@@ -147,6 +153,7 @@ TABLE: tuple[tuple[Any, Callable[[OpCall], Any], str], ...] = (
     (aten._fused_sdp_choice.default, _choose_attention, "reads shapes, returns a number"),
     (aten.is_pinned.default, _false, "page-locking is not the program's business"),
     (aten._pin_memory.default, _same, "page-locking is not the program's business"),
+    (aten._has_compatible_shallow_copy_type.default, _both_are_refs, "compares types only"),
     (aten.is_set_to.default, _has_same_storage, "compares storages, which wrappers do not have"),
 )
 
