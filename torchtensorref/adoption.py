@@ -23,6 +23,7 @@ def is_adoptable(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.device.type == "cpu"
         and not tensor.is_quantized
         and not tensor.is_mkldnn

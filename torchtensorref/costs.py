@@ -6,6 +6,7 @@ Prior by roofline (THEORY: `t0 + max(flops / F, bytes / b)`). The counts come fr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -48,14 +49,14 @@ _UNKNOWN = object()
 
 
 def flop_rule(plan: OpPlan) -> Callable[[Sequence[Any], dict[str, Any], Any], int]:
-    """Return the function that counts the floating point operations of a call; cached in the plan."""
+    """Return what counts the floating point operations of a call; cached in the plan."""
     if plan.flops is not None:
         rule: Callable[[Sequence[Any], dict[str, Any], Any], int] = plan.flops
         return rule
     packet = plan.op.overloadpacket
     composite = COMPOSITE_FLOPS.get(packet)
     if composite is not None:
-        plan.flops = lambda args, kwargs, out: composite(args, out)
+        plan.flops = lambda args, kwargs, out: 0 if _is_nested(out) else composite(args, out)
     else:
         from torch.utils.flop_counter import flop_registry
 
@@ -63,8 +64,22 @@ def flop_rule(plan: OpPlan) -> Callable[[Sequence[Any], dict[str, Any], Any], in
         if counted is None:
             plan.flops = _no_flops
         else:
-            plan.flops = lambda args, kwargs, out: int(counted(*args, **kwargs, out_val=out))
+            plan.flops = functools.partial(_by_torchs_rule, counted)
     return plan.flops  # type: ignore[no-any-return]
+
+
+def _is_nested(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and out.is_nested
+
+
+def _by_torchs_rule(
+    count: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> int:
+    """Ask torch's own counter, which refuses what has no sizes (nested tensors)."""
+    try:
+        return int(count(*args, **kwargs, out_val=out))
+    except Exception:
+        return 0  # only the clock of a simulated device would know
 
 
 def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
@@ -74,6 +89,8 @@ def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
 
 def touched_nbytes(tensor: torch.Tensor) -> int:
     """Bytes an operator moves for one operand; repeated (expanded) elements count once."""
+    if tensor.is_nested:
+        return tensor.untyped_storage().nbytes()  # it has no sizes to ask for
     nbytes = tensor.element_size()
     for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
         if stride:

@@ -435,7 +435,9 @@ class OpCall:
             if isinstance(original, torch.Tensor):
                 self._follow_metadata(original, device)
                 return original
-        if plain.layout is not torch.strided or plain.is_quantized or plain.is_mkldnn:
+        if plain.layout is not torch.strided or plain.is_nested:
+            return plain
+        if plain.is_quantized or plain.is_mkldnn:
             return plain
         if plain.device.type == "meta" or type(plain) not in (torch.Tensor, torch.nn.Parameter):
             return plain

@@ -97,6 +97,12 @@ class Faces:
         plain = self.exposed_plain("data_ptr")
         return plain.data_ptr()
 
+    def as_subclass(self: Any, cls: Any) -> Any:
+        """Return a tensor of another class over the same bytes, which stay at home while it lives."""
+        if self.requires_grad:
+            return Tensor.as_subclass(self, cls)  # raises: no gradient would come back from there
+        return self.exposed_plain("as_subclass").as_subclass(cls)
+
     def untyped_storage(self: Any) -> torch.UntypedStorage:
         """Return the storage of the bytes at home, held there while somebody uses it."""
         return tensorsManager.expose(self, "untyped_storage")

@@ -1,5 +1,6 @@
 """Bugs that were found, each with its story."""
 
+import pytest
 import torch
 
 from torchTensorRef.tensor import TensorRef
@@ -21,3 +22,24 @@ def test_a_fresh_result_can_be_set_to_another_storage(manager):
     ref.set_(other)
     assert ref.proxyInfo.block == other.proxyInfo.block
     assert torch.equal(ref.sum(), other.sum())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_refs_stay_plain_and_work(manager):
+    """They say that they are strided, and have no sizes to ask for."""
+    rows = [manager.adopt(torch.rand(2, 4)), manager.adopt(torch.rand(3, 4))]
+    weight = manager.adopt(torch.rand(2, 4, 4))
+    nested = torch.nested.nested_tensor(rows)
+    assert nested.is_nested
+    assert torch.equal(torch.bmm(nested, weight)[1], rows[1] @ weight[1])
+
+
+def test_a_subclass_of_others_shares_the_memory(manager):
+    class Points(torch.Tensor):
+        pass
+
+    ref = manager.adopt(torch.rand(3))
+    points = ref.as_subclass(Points)
+    points.zero_()
+    assert type(points) is Points
+    assert ref.tolist() == [0, 0, 0]
