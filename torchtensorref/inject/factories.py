@@ -59,7 +59,7 @@ def _only_a_default_device() -> bool:
 def is_foreign(device: Any) -> bool:
     """Whether a device is an accelerator that this torch cannot make tensors on.
 
-    "cuda" on a CPU build, or "sim". A program that says so asks for the accelerator, and gets ours.
+    "cuda" on a CPU build, or "sim": a program that says so asks for the accelerator, and gets ours.
     """
     if isinstance(device, int):
         return not torch.accelerator.is_available()
@@ -86,8 +86,11 @@ def own_memory_factory(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a factory whose result owns its memory, and wrap the result."""
-    if state.active and _decisions[_getframe(1).f_globals.get("__name__")] and not _is_disabled():
-        return _make(wrapped, args, kwargs, _fresh)
+    if state.active and not _is_disabled():
+        if _decisions[_getframe(1).f_globals.get("__name__")]:
+            return _make(wrapped, args, kwargs, _fresh)
+        if kwargs or _function_modes():
+            return wrapped(*args, **_with_known_device(kwargs))
     return wrapped(*args, **kwargs)
 
 
@@ -109,16 +112,19 @@ def shared_memory_factory(
     return with_values(wrapped, *args, **kwargs)
 
 
-def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
-    asked = kwargs.get("device") if kwargs else None
+def _with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Say "cpu" where a call, or the default device, names an accelerator torch cannot name."""
+    asked = kwargs.get("device")
     if asked is None and _function_modes():
         asked = _default_device()
-    if asked is not None:
-        if is_foreign(asked):
-            kwargs = {**kwargs, "device": "cpu"}
-        else:
-            asked = None
-    plain = wrapped(*args, **kwargs)
+    if asked is not None and is_foreign(asked):
+        return {**kwargs, "device": "cpu"}
+    return kwargs
+
+
+def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
+    known = _with_known_device(kwargs) if kwargs or _function_modes() else kwargs
+    plain = wrapped(*args, **known)
     if type(plain) is not Tensor or not is_plain_world():
         return plain
     if args and isinstance(args[0], torch.UntypedStorage):
@@ -127,8 +133,9 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
     if kwargs and (kwargs.get("out") is not None or kwargs.get("names") is not None):
         return plain
     ref = wrap(plain)
-    if asked is not None and type(ref) is not Tensor:
-        ref._asked = str(asked)
+    if known is not kwargs and type(ref) is not Tensor:
+        # `.to` of the same device gives the tensor itself, as it does where torch can name it.
+        ref._asked = str(kwargs.get("device") or _default_device())
     return ref
 
 

@@ -22,6 +22,8 @@ from ..config import settings
 
 PACKAGE = __package__.rpartition(".")[0]
 
+OLDEST_TORCH = (2, 9)
+
 #: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
 is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
 
@@ -92,17 +94,28 @@ def on_torch(module: ModuleType) -> None:
     """Patch torch, which has just been imported. Never raises into the import."""
     if not state.active:
         return
+    version = str(getattr(module, "__version__", ""))
     try:
-        load(".inject.torch_").apply()
+        complaint = complaint_of(version)
+        if not complaint:
+            load(".inject.torch_").apply()
     except Exception as error:
+        complaint = f"{type(error).__name__}: {error}"
+    if complaint:
         state.active = False
-        state.failures.append(f"{type(error).__name__}: {error}")
+        state.failures.append(complaint)
         warnings.warn(
-            f"torchTensorRef could not patch torch {getattr(module, '__version__', '')} and stays "
-            f"out of the way: {error}. Set TTR_DISABLE=1 to silence this.",
+            f"torchTensorRef could not patch torch {version} and stays out of the way: "
+            f"{complaint}. Set TTR_DISABLE=1 to silence this.",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def complaint_of(version: str) -> str:
+    """Say why a torch of that version will not do; "" if it will."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return "" if len(numbers) < 2 or numbers >= OLDEST_TORCH else "torch 2.9 or later is needed"
 
 
 def register() -> None:

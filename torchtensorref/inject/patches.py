@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import wrapt
@@ -26,19 +29,17 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> Any:
-        return _as_original, (self.__wrapped__.__reduce__(),)
+        return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As the original, so that it loads where we are not.
-        reduced = self.__wrapped__.__reduce_ex__(protocol)
+        original = self.__wrapped__
+        reduced = original.__qualname__
+        if not isinstance(original, FunctionType):
+            reduced = original.__reduce_ex__(protocol)
         if isinstance(reduced, str):
-            return getattr, (importlib.import_module(self.__wrapped__.__module__), reduced)
+            return pkgutil.resolve_name, (f"{original.__module__}:{reduced}",)
         return reduced
-
-
-def _as_original(reduced: Any) -> Any:
-    make, arguments = reduced
-    return make(*arguments)
 
 
 @dataclass(eq=False)
@@ -128,3 +129,47 @@ class HookPatch:
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
+
+
+@dataclass(eq=False)
+class LatePatch:
+    """A change of a module that is costly to import: made when somebody else imports it."""
+
+    module: str
+    path: str
+    change: Callable[[Any], Callable[[], None]]
+    reason: str
+    installed: bool = field(default=False, init=False)
+    absence: str = field(default="", init=False)
+    _is_registered: bool = field(default=False, init=False)
+    _undo: Callable[[], None] | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        """What is changed, in full."""
+        return f"{self.module}.{self.path}"
+
+    def install(self) -> None:
+        """Make the change now if the module is there, else when it comes."""
+        self.installed = True
+        if self._is_registered:
+            if self.module in sys.modules:
+                self._apply(sys.modules[self.module])
+            return
+        self._is_registered = True
+        wrapt.register_post_import_hook(self._apply, self.module)
+
+    def _apply(self, module: Any) -> None:
+        if not self.installed or self._undo is not None:
+            return
+        try:
+            self._undo = self.change(module)
+        except Exception as error:
+            self.absence = f"{type(error).__name__}: {error}"
+
+    def uninstall(self) -> None:
+        """Take the change back."""
+        self.installed = False
+        if self._undo is not None:
+            self._undo()
+            self._undo = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from . import hooks
 from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
 from .inject_to import injectTo
-from .patches import HookPatch, Patch
+from .patches import HookPatch, LatePatch, Patch
 from .registration import on_registration
 
 #: Factories whose result owns fresh memory.
@@ -60,7 +64,23 @@ SHARED_MEMORY = (
     "frombuffer",
 )
 
-PATCHES: tuple[Patch | HookPatch, ...] = (
+
+def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
+    """Have torch.compile run the files of the runtime, and of wrapt, instead of tracing them."""
+    found = [importlib.util.find_spec(name) for name in (hooks.PACKAGE, "wrapt")]
+    folders = [os.path.dirname(spec.origin or "") + os.sep for spec in found if spec is not None]
+    trace_rules.SKIP_DIRS.extend(folders)
+    trace_rules._recompile_re()
+
+    def undo() -> None:
+        for folder in folders:
+            trace_rules.SKIP_DIRS.remove(folder)
+        trace_rules._recompile_re()
+
+    return undo
+
+
+PATCHES: tuple[Patch | HookPatch | LatePatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
@@ -76,6 +96,12 @@ PATCHES: tuple[Patch | HookPatch, ...] = (
         "register_module_buffer_registration_hook",
         on_registration,
         "so is a buffer",
+    ),
+    LatePatch(
+        "torch._dynamo.trace_rules",
+        "SKIP_DIRS",
+        keep_dynamo_out,
+        "torch.compile would trace the runtime itself, and fail or compile to its limit",
     ),
 )
 
