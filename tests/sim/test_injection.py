@@ -1,0 +1,410 @@
+"""Injection as a program sees it: what becomes a TensorRef, and what must not."""
+
+import copy
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import TensorRef, injectTo
+from torchTensorRef.inject import hooks, torch_
+
+
+@pytest.fixture
+def injected(manager):
+    """The managed device, and injection on, as in a program."""
+    token = hooks.is_disabled.set(False)
+    yield manager
+    hooks.is_disabled.reset(token)
+    injectTo.clear()
+
+
+@pytest.fixture
+def module_of(monkeypatch):
+    """Make a module from source, under a name, as an import would."""
+
+    def make(name, source):
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(source, vars(module))
+        return module
+
+    return make
+
+
+MAKERS = {
+    "arange": lambda: torch.arange(3),
+    "as_tensor": lambda: torch.as_tensor([1.0, 2.0]),
+    "asarray": lambda: torch.asarray([1.0, 2.0]),
+    "complex": lambda: torch.complex(torch.ones(2), torch.zeros(2)),
+    "empty_strided": lambda: torch.empty_strided((2, 3), (3, 1)).zero_(),
+    "eye": lambda: torch.eye(3),
+    "fft.fftfreq": lambda: torch.fft.fftfreq(4),
+    "frombuffer": lambda: torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8),
+    "full": lambda: torch.full((2,), 3.0),
+    "hann_window": lambda: torch.hann_window(4),
+    "linspace": lambda: torch.linspace(0, 1, 3),
+    "normal": lambda: torch.normal(0.0, 1.0, (2,)),
+    "polar": lambda: torch.polar(torch.ones(2), torch.zeros(2)),
+    "rand": lambda: torch.rand(2, 3),
+    "randint": lambda: torch.randint(0, 9, (4,)),
+    "randn": lambda: torch.randn(2),
+    "randperm": lambda: torch.randperm(5),
+    "scalar_tensor": lambda: torch.scalar_tensor(2.0),
+    "tensor": lambda: torch.tensor([[1, 2], [3, 4]]),
+    "tril_indices": lambda: torch.tril_indices(3, 3),
+    "zeros": lambda: torch.zeros(2),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_factory_gives_a_tensor_ref_with_the_plain_values(injected, make):
+    torch.manual_seed(7)
+    made = make()
+    assert type(made) is TensorRef
+    with torchTensorRef.disabled():
+        torch.manual_seed(7)
+        plain = make()
+        assert type(plain) is torch.Tensor
+    assert (made.dtype, made.stride()) == (plain.dtype, plain.stride())
+    assert torch.equal(made, plain)
+
+
+def test_like_factories_wrap_what_they_make_of_plain_tensors(injected):
+    with torchTensorRef.disabled():
+        plain = torch.ones(3)
+    likes = (torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like, torch.randn_like)
+    assert {type(like(plain)) for like in likes} == {TensorRef}
+    assert type(torch.full_like(plain, 2)) is TensorRef
+
+
+def test_a_leaf_that_requires_grad_stays_one(injected):
+    made = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert made.is_leaf
+    (made * made).sum().backward()
+    assert made.grad.tolist() == [2, 4]
+
+
+def test_a_tensor_of_tensors(injected):
+    parts = torch.arange(3.0)
+    assert torch.tensor([parts[0], [parts[1]][0], 5]).tolist() == [0, 1, 5]
+    assert torch.as_tensor([[parts[2]], [parts[0]]]).tolist() == [[2], [0]]
+    with torchTensorRef.disabled():
+        assert torch.tensor([parts[1]]).tolist() == [1]
+
+
+def test_an_array_and_its_tensor_go_on_sharing_memory(injected):
+    np = pytest.importorskip("numpy")
+    array = np.ones(3)
+    for share in (torch.from_numpy, torch.as_tensor):
+        shared = share(array)
+        assert type(shared) is TensorRef
+        array[0] = 5
+        shared[1] = 7
+        assert (shared + 0).tolist() == [5, 7, 1]
+        assert array.tolist() == [5, 7, 1]
+
+
+def test_out_is_given_back_as_it_is(injected):
+    with torchTensorRef.disabled():
+        plain = torch.empty(3)
+    assert torch.zeros(3, out=plain) is plain
+    made = torch.empty(3)
+    assert torch.ones(3, out=made) is made
+    assert made.tolist() == [1, 1, 1]
+
+
+def test_an_accelerator_that_torch_cannot_name_is_ours(injected):
+    if torch.cuda.is_available():
+        pytest.skip("this torch can name cuda")
+    made = torch.zeros(3, device="cuda")
+    assert (type(made), made.device.type, made.to("cuda") is made) == (TensorRef, "cpu", True)
+    assert torch.zeros(2, device="sim").device.type == "cpu"
+    assert type(nn.Linear(2, 2, device="cuda").weight) is TensorRef
+    with torch.device("cuda"):
+        assert type(torch.zeros(2)) is TensorRef
+        assert type(nn.Linear(2, 2).weight) is TensorRef
+    with pytest.raises(RuntimeError, match="gpu"):
+        torch.zeros(2, device="gpu")
+
+
+def test_disabled_leaves_everything_plain_and_nests(injected):
+    with torchTensorRef.disabled():
+        with torchTensorRef.disabled():
+            pass
+        linear = nn.Linear(2, 2)
+        assert type(torch.zeros(2)) is torch.Tensor
+        assert type(linear.weight) is nn.Parameter
+    assert type(torch.zeros(2)) is TensorRef
+
+
+def test_disabled_is_for_this_thread_alone(injected):
+    with torchTensorRef.disabled(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: type(torch.zeros(1))).result() is TensorRef
+
+
+def test_refs_work_inside_disabled(injected):
+    made = torch.ones(3)
+    with torchTensorRef.disabled():
+        assert (made + torch.ones(3)).tolist() == [2, 2, 2]
+
+
+# -- worlds that are not real ---------------------------------------------------------------------
+
+
+def test_meta_and_fake_tensors_are_left_alone(injected):
+    fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
+    with torch.device("meta"):
+        assert type(torch.zeros(2)) is torch.Tensor
+        assert type(nn.Linear(2, 2).weight) is nn.Parameter
+    assert type(torch.zeros(2, device="meta")) is torch.Tensor
+    with fake_tensor.FakeTensorMode():
+        assert type(torch.zeros(2)) is fake_tensor.FakeTensor
+
+
+def test_modes_of_the_program_see_plain_factories(injected):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, kinds, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    for mode in (Functions(), Operators()):
+        with mode:
+            assert type(torch.zeros(2)) is torch.Tensor
+    with torch.device("cpu"):
+        assert type(torch.zeros(2)) is TensorRef
+
+
+def test_transforms_and_tracing(injected):
+    mapped = torch.vmap(lambda x: x + torch.zeros(3))(torch.ones(4, 3))
+    assert mapped.tolist() == [[1, 1, 1]] * 4
+    assert torch.func.jacrev(lambda x: x * torch.ones(2))(torch.ones(2)).tolist() == [
+        [1, 0],
+        [0, 1],
+    ]
+    traced = torch.jit.trace(nn.Linear(3, 3), torch.ones(2, 3))
+    assert traced(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_symbolic_traces_name_torchs_functions(injected):
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x) + x + torch.tensor(1.0)
+
+    graph = torch.fx.symbolic_trace(Doubled())
+    assert "torch.zeros_like" in graph.code
+    assert graph(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_torch_compile_gives_the_same_numbers(injected):
+    pytest.importorskip("torch._dynamo")
+
+    def program(x):
+        return x * 2 + torch.zeros(3) + torch.arange(3)
+
+    assert torch.compile(program, backend="eager")(torch.ones(3)).tolist() == [2, 3, 4]
+    linear = nn.Linear(3, 3)
+    compiled = torch.compile(linear, backend="eager")
+    assert torch.equal(compiled(torch.ones(2, 3)), linear(torch.ones(2, 3)))
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def test_parameters_and_buffers_are_refs(injected):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Embedding(4, 2))
+    kinds = {type(t) for t in (*model.parameters(), *model.buffers())}
+    assert kinds == {TensorRef}
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    assert all(p._b.is_persistent for p in model.parameters())
+    own = nn.Module()
+    own.register_buffer("kept", torch.zeros(2))
+    own.register_parameter("absent", None)
+    assert own.kept._b.is_persistent
+
+
+def test_the_object_that_was_registered_is_the_one_in_the_module(injected):
+    with torchTensorRef.disabled():
+        weight = nn.Parameter(torch.ones(2, 2))
+    weight.remembered = "by its owner"
+    model = nn.Linear(2, 2)
+    model.weight = weight
+    assert model.weight is weight
+    assert (type(weight), weight.remembered) == (TensorRef, "by its owner")
+
+
+def test_tied_weights_stay_tied(injected):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    twin = copy.deepcopy(model)
+    assert len(list(model.parameters())) == len(list(twin.parameters())) == 3
+    assert twin[0].weight is twin[1].weight
+
+
+def test_a_model_emptied_from_meta_is_managed(injected):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.to_empty(device="cpu")
+    assert {type(t) for t in (*model.parameters(), *model.buffers())} == {TensorRef}
+
+
+def test_assigned_state_is_managed(injected):
+    model = nn.Linear(2, 2)
+    with torchTensorRef.disabled():
+        state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    model.load_state_dict(state, assign=True)
+    assert type(model.weight) is TensorRef
+    assert isinstance(model.weight, nn.Parameter)
+    assert model(torch.ones(1, 2)).tolist() == [[3, 3]]
+
+
+def test_half_and_to_keep_parameters_managed(injected):
+    model = nn.Linear(2, 2).half().to("cpu").float()
+    assert type(model.weight) is TensorRef
+
+
+# -- who takes part -------------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+from torch import zeros, nn
+def by_name(): return zeros(2)
+def by_torch(): return torch.ones(2)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+def mixed(x): return x + torch.ones(2)
+"""
+
+
+def test_an_excluded_module_keeps_plain_tensors(injected, module_of):
+    library = module_of("library_a.part", SOURCE)
+    assert type(library.by_name()) is TensorRef
+    injectTo.exclude("library_a")
+    assert type(library.by_name()) is torch.Tensor
+    assert type(library.by_torch()) is torch.Tensor
+    assert type(library.Model().inner.weight) is nn.Parameter
+    assert library.zeros is next(p.original for p in torch_.PATCHES if p.name == "torch.zeros")
+    assert library.mixed(torch.ones(2)).tolist() == [2, 2]
+    later = module_of("library_a.later", SOURCE)
+    assert type(later.by_name()) is torch.Tensor
+    injectTo.append("library_a.part")
+    assert (type(library.by_name()), type(later.by_name())) == (TensorRef, torch.Tensor)
+    injectTo.remove("library_a")
+    assert type(later.by_name()) is TensorRef
+
+
+def test_a_name_taken_before_us_is_rebound_by_append(injected, module_of):
+    hooks.uninstall()
+    try:
+        library = module_of("library_b", SOURCE)
+    finally:
+        hooks.install()
+    assert type(library.by_name()) is torch.Tensor
+    assert "library_b.zeros" in torch_.taken_names()
+    taken = library.zeros
+    injectTo.append("library_b")
+    assert type(library.by_name()) is TensorRef
+    assert "library_b.zeros" not in torch_.taken_names()
+    injectTo.remove("library_b")
+    assert library.zeros is taken
+    injectTo.append("library_b")
+    hooks.uninstall()
+    try:
+        assert library.zeros is taken
+    finally:
+        hooks.install()
+    assert type(library.by_name()) is TensorRef
+
+
+def test_other_names_of_a_module_are_not_touched(injected, module_of):
+    library = module_of("library_c", "zeros = lambda n: 'own'\ntorch = 'no module'\n")
+    injectTo.append("library_c")
+    injectTo.exclude("library_c")
+    assert (library.zeros(2), library.torch) == ("own", "no module")
+
+
+ORDERS = {
+    "torch first": "import torch\nimport torchTensorRef\n{imports}",
+    "we first": "import torchTensorRef\nimport torch\n{imports}",
+    "libraries first": "{imports}\nimport torchTensorRef\nimport torch",
+    "we between": "import torch\n{imports}\nimport torchTensorRef",
+}
+
+_NAMES = """
+accelerate accelerate.utils diffusers diffusers.schedulers huggingface_hub numpy psutil safetensors
+safetensors.torch scipy sentence_transformers sklearn tokenizers torch.optim torch.utils.data
+transformers transformers.cache_utils transformers.generation.utils
+transformers.modeling_attn_mask_utils transformers.models.bert.modeling_bert
+transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama
+transformers.models.t5.modeling_t5 tqdm
+"""
+LIBRARIES = _NAMES.split()
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+{beginning}
+for name in ("transformers", "accelerate", "diffusers", "sentence_transformers", "safetensors"):
+    torchTensorRef.injectTo.append(name)
+import torch
+from torchTensorRef.inject import torch_
+torchTensorRef.tensorsManager.device = "sim"
+kinds = [type(t).__name__ for t in (
+    torch.zeros(2), torch.tensor([1.0]), torch.nn.Linear(2, 2).weight,
+    torch.nn.BatchNorm1d(2).running_mean, torch.zeros(2, device="meta"))]
+left = torch_.taken_names()
+print(kinds, left, isinstance(torch.zeros, type(len)))
+"""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_imports_changes_no_type(order, tmp_path):
+    there = [name for name in LIBRARIES if can_import(name.partition(".")[0])]
+    imports = "\n".join(f"import {name}" for name in there)
+    program = PROGRAM.format(beginning=ORDERS[order].format(imports=imports))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    expected = "['TensorRef', 'TensorRef', 'TensorRef', 'TensorRef', 'Tensor'] [] True\n"
+    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
+
+
+def can_import(name):
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def test_a_forked_child_makes_plain_tensors(injected):
+    import multiprocessing
+
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system does not fork")
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        kind, total = pool.apply(_in_a_child)
+    assert (kind, total) == ("Tensor", 3.0)
+
+
+def _in_a_child():
+    made = torch.ones(3)
+    return type(made).__name__, made.sum().item()
+
+
+def test_workers_of_a_loader_send_what_they_make(injected):
+    dataset = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=5, num_workers=2)
+    assert [batch.sum().item() for (batch,) in loader] == [10, 35]
