@@ -367,7 +367,8 @@ class OpCall:
     def run_on(self, device: Device) -> Any:
         """Fetch the operands to a device, run there, commit what was written, wrap the results."""
         residency = self.residency
-        residency.acquire(device, self.blocks, self.written, self._expected_nbytes(device))
+        expected_nbytes = self._expected_nbytes(device)
+        held = residency.acquire(device, self.blocks, self.written, expected_nbytes)
         try:
             self.plain_of: dict[int, torch.Tensor] = {}
             for ref in self.refs:
@@ -378,7 +379,7 @@ class OpCall:
             out = self._execute(device, args, kwargs)
             return self._wrap(out, device)
         finally:
-            residency.release(device, self.blocks)
+            residency.release(held)
             with residency.lock:
                 for block in self.blocks:
                     if device.is_host:

@@ -306,8 +306,7 @@ class TensorsManager:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
         residency = self.residency
         device = residency.main
-        residency.acquire(device, [ref._b], [], 0)
-        residency.release(device, [ref._b])
+        residency.release(residency.acquire(device, [ref._b], [], 0))
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""

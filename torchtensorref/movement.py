@@ -224,11 +224,14 @@ class Movement(Books):
 
     def _arrive(self, replica: Replica) -> None:
         """Wait for the copy that fills a replica and make it readable (lock held)."""
-        if replica.state is not FILLING or replica.arrival is None:
+        while replica.state is FILLING and replica.arrival is None:
+            self.unpinned.wait(PATIENCE_S)  # another thread is just issuing it
+        arrival = replica.arrival
+        if replica.state is not FILLING or arrival is None:
             return
-        arrival, replica.arrival = replica.arrival, None
         if replica.device is self.host:
             arrival.synchronize()
+            replica.arrival = None
             replica.become(CLEAN, "written back")
             block = self.block_of(replica)
             for other in block.replicas.values() if block is not None else ():
@@ -236,6 +239,7 @@ class Movement(Books):
                     other.become(CLEAN, "written back")
         else:
             arrival.wait()
+            replica.arrival = None
             replica.become(CLEAN, "arrived")
 
     def bring_home(self, block: Block) -> Replica:

@@ -23,7 +23,7 @@ class Residency(Movement):
 
     def acquire(
         self, device: Device, blocks: Sequence[Block], written: Sequence[Block], expected: int
-    ) -> None:
+    ) -> list[Replica]:
         """Make blocks readable on a device and hold them there: all of them, or none.
 
         Parameters
@@ -35,6 +35,11 @@ class Residency(Movement):
         expected : int
             Bytes its results are expected to take; room is made for them if there is any.
 
+        Returns
+        -------
+        list of Replica
+            What is held, to be handed to `release`.
+
         Raises
         ------
         OutOfBudgetError, torch.OutOfMemoryError, TransferError
@@ -44,20 +49,18 @@ class Residency(Movement):
             self.unshare(block)
             self._end_write_back(block)
         if device.is_host:
-            for block in blocks:
-                self.bring_home(block)
-            return
+            return self._pin_at_home(blocks)
         for _ in range(PATIENCE_ROUNDS):
-            self._pin(device, blocks)
+            held = self._pin(device, blocks)
             try:
                 self._fetch_missing(device, blocks, expected)
-                return
+                return held
             except HeldByOthersError:
-                self.release(device, blocks)
+                self.release(held)
                 with self.lock:
                     self.unpinned.wait(PATIENCE_S)
             except BaseException:
-                self.release(device, blocks)
+                self.release(held)
                 raise
         need_nbytes = sum(block.nbytes for block in blocks)
         limit_nbytes = self.ledgers[device].budget.limit_nbytes
@@ -70,24 +73,39 @@ class Residency(Movement):
             if home is not None and home.state is FILLING:
                 self._arrive(home)
 
-    def _pin(self, device: Device, blocks: Iterable[Block]) -> None:
+    def _pin(self, device: Device, blocks: Iterable[Block]) -> list[Replica]:
         me = threading.get_ident()
         with self.lock:
+            held = []
             for block in blocks:
                 self.refresh(block)
-                self._replica_on(block, device).pins += 1
-                self._pins_by_thread[me] = self._pins_by_thread.get(me, 0) + 1
+                held.append(self._replica_on(block, device))
+            # All or none: nothing above is held yet, nothing below can fail.
+            for replica in held:
+                replica.pins += 1
+            if held:
+                self._pins_by_thread[me] = self._pins_by_thread.get(me, 0) + len(held)
+        return held
 
-    def release(self, device: Device, blocks: Iterable[Block]) -> None:
+    def _pin_at_home(self, blocks: Sequence[Block]) -> list[Replica]:
+        """At home nothing is evicted: pins only keep sharers from writing what is being read."""
+        for block in blocks:
+            self.bring_home(block)
+        with self.lock:
+            held = [block.replicas[self.host] for block in blocks]
+            for replica in held:
+                replica.pins += 1
+        return held
+
+    def release(self, held: Sequence[Replica]) -> None:
         """Let go of what `acquire` holds."""
-        if device.is_host:
-            return
         me = threading.get_ident()
         with self.lock:
-            for block in blocks:
-                block.replicas[device].pins -= 1
-                self._pins_by_thread[me] -= 1
-            if not self._pins_by_thread[me]:
+            for replica in held:
+                replica.pins -= 1
+                if not replica.device.is_host:
+                    self._pins_by_thread[me] -= 1
+            if self._pins_by_thread.get(me) == 0:
                 del self._pins_by_thread[me]
             self.unpinned.notify_all()
 
@@ -180,6 +198,7 @@ class Residency(Movement):
             self.evict_some(device, block.nbytes)
             device.account(tensor)
         replica = block.replicas[device] = Replica(block, device, tensor, DIRTY)
+        self.bury()  # its number may have been that of a replica that has died meanwhile
         self.ledgers[device].add(replica)
         block.ready = device
         block.owned = True
@@ -196,6 +215,7 @@ class Residency(Movement):
             return
         home = self.bring_home(block)
         with self.lock:
+            self._wait_for_readers(block)
             if not block.is_shared:
                 return
             sharers = [b for reference in block.sharers or () if (b := reference()) is not None]
@@ -207,6 +227,15 @@ class Residency(Movement):
             for mover in movers[1:]:
                 first.share_with(mover)
             _ = block.is_shared
+
+    def _wait_for_readers(self, block: Block) -> None:
+        """Wait for other threads' operators on the bytes that a sharer is about to write."""
+        if threading.get_ident() in self._pins_by_thread:
+            return  # an operator inside an operator would wait for itself
+        for _ in range(PATIENCE_ROUNDS):
+            if not any(replica.pins for replica in block.replicas.values()):
+                return
+            self.unpinned.wait(PATIENCE_S)
 
     def copy_on_write(self, block: Block) -> Block:
         """Return a new block that shares the bytes of another until one of them is written."""
