@@ -23,10 +23,9 @@ def manage() -> Iterator[Callable[..., Any]]:
     """
     torch = pytest.importorskip("torch")
     import torchTensorRef
+    import torchTensorRef.tensor  # (wires the manager)
     from torchTensorRef.devices.sim import SimDevice
     from torchTensorRef.devices.sim_spec import DeviceSpec
-
-    import torchTensorRef.tensor  # (wires the manager)
     from torchTensorRef.manager import tensorsManager
 
     torch.manual_seed(0)
