@@ -14,10 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
+from zipfile import is_zipfile
 
 from ..config import OPTIONS, settings
 from ..devices.registry import REAL_KINDS
@@ -43,9 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     ours, program = split(list(arguments))
     chosen = _parser().parse_args(ours)
     try:
+        apply(chosen)
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
-        apply(chosen)
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
     except TensorRefError as error:
         print(f"torchtensorref: {error}", file=sys.stderr)
@@ -127,9 +128,14 @@ def check_device(name: str) -> None:
 def as_script(program: list[str]) -> tuple[CodeType, ModuleType]:
     """Do what ``python script.py`` does before the first line runs."""
     path = Path(program[0])
-    if path.is_dir():
-        sys.path.insert(0, str(path))
-        return _as_main_of(_find("__main__", str(path)), program)
+    if path.is_dir() or is_zipfile(path):
+        _replace_first_path(str(path))
+        spec = PathFinder.find_spec("__main__", [str(path)])
+        if spec is None:
+            raise ConfigError(f"can't find '__main__' module in {program[0]!r}", name=str(path))
+        code, module = _as_main_of(spec, program)
+        sys.argv[:] = program
+        return code, module
     full = os.path.abspath(path)
     try:
         source = path.read_bytes()

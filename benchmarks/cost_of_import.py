@@ -1,0 +1,80 @@
+"""What importing us costs: alone, and on top of `import torch`.
+
+    python -m benchmarks.cost_of_import [--processes 10]
+
+Each figure is a median over fresh processes, the kinds of which take turns, so that a machine that
+slows down slows all. What is measured is the processor time of the import statements: Python's
+start is not in it, nor what other processes took. (Wall time of `import torch` varies by more than
+all that we add.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+
+#: Each prints the milliseconds that its imports took.
+TIMED = """
+import sys, time
+start_ns = time.process_time_ns()
+{imports}
+print((time.process_time_ns() - start_ns) / 1e6, "torch" in sys.modules)
+"""
+PROGRAMS = {
+    "alone": "import torchTensorRef",
+    "torch": "import torch",
+    "both": "import torchTensorRef, torch",
+    "first_tensor": "import torchTensorRef, torch; torch.zeros(1)",
+    "first_plain_tensor": "import torch; torch.zeros(1)",
+}
+#: DESIGN.md, 10.
+BOUND_MS = 50
+
+
+def measure(imports: str) -> tuple[float, bool]:
+    """Milliseconds of some imports in a fresh process, and whether torch was loaded by them."""
+    command = [sys.executable, "-c", TIMED.format(imports=imports)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    took_ms, has_torch = done.stdout.split()
+    return float(took_ms), has_torch == "True"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=int, default=10, help="of each kind (%(default)s)")
+    chosen = parser.parse_args()
+    for imports in PROGRAMS.values():
+        measure(imports)  # byte code and the disk's cache
+    taken: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    imports_torch = False
+    for _ in range(chosen.processes):
+        for name, imports in PROGRAMS.items():
+            took_ms, has_torch = measure(imports)
+            taken[name].append(took_ms)
+            imports_torch |= name == "alone" and has_torch
+    median = {name: statistics.median(times) for name, times in taken.items()}
+    spread = {name: f"{min(times):.1f} to {max(times):.1f}" for name, times in taken.items()}
+    print(f"{platform.platform()}, Python {platform.python_version()}; milliseconds, all of them:")
+    for name, figure in median.items():
+        print(f"  {name:20} {figure:8.1f}   ({spread[name]})")
+    first_plain_ms = median["first_plain_tensor"] - median["torch"]
+    result = {
+        "import_alone_ms": round(median["alone"], 1),
+        "added_to_torch_ms": round(median["both"] - median["torch"], 1),
+        "added_to_first_tensor_ms": round(
+            median["first_tensor"] - median["both"] - first_plain_ms, 1
+        ),
+        "imports_torch": imports_torch,
+        "bound_ms": BOUND_MS,
+        "processes": chosen.processes,
+    }
+    print(f"RESULT {json.dumps(result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
