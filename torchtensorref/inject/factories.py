@@ -241,6 +241,9 @@ def _with_known_map_location(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     )
 
 
+_PLAIN_KINDS = (Tensor, torch.nn.Parameter)
+
+
 class Adoption:
     """Adopts the tensors inside what was just read from a file, which nobody else holds.
 
@@ -250,12 +253,13 @@ class Adoption:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._wholes: list[Any] = []
         self._manager = _core().manager
 
     def of(self, value: Any) -> Any:
         """Return `value` with its tensors adopted."""
         if isinstance(value, Tensor):
-            return self._once(value, lambda tensor: self._manager.adopt_tensor(tensor, sole=True))
+            return self._once(value, self._tensor)
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
             return self._once(value, self._in_place)
         if isinstance(value, tuple):
@@ -273,6 +277,16 @@ class Adoption:
             self._known[id(value)] = (value, value)  # a container may hold itself
             self._known[id(value)] = known = (value, make(value))
         return known[1]
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if tensor.is_cpu and tensor.layout is torch.strided and type(tensor) in _PLAIN_KINDS:
+            storage = tensor.untyped_storage()
+            if not storage.resizable():
+                # Read from a file. Were the first of several views adopted alone, the others could
+                # not share a block with it.
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                self._wholes.append(self._manager.adopt_tensor(whole, sole=True))
+        return self._manager.adopt_tensor(tensor, sole=True)
 
     def _in_place(self, container: Any) -> Any:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)

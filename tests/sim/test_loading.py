@@ -1,0 +1,220 @@
+"""Loading: what a library reads from files is managed, once, and right."""
+
+import collections
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import TensorRef
+from torchTensorRef.inject import hooks
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def injected(manage):
+    token = hooks.is_disabled.set(False)
+    yield manage("lru", 4 << 20)
+    hooks.is_disabled.reset(token)
+
+
+def tiny_config(**changes):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    }
+    return transformers.LlamaConfig(**{**sizes, **changes})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save a model made of plain tensors; return its folder and its plain state."""
+
+    def save(model_type, config, **options):
+        with torchTensorRef.disabled():
+            torch.manual_seed(0)
+            model = model_type(config).eval()
+            model.save_pretrained(tmp_path, **options)
+            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return tmp_path, state, model
+
+    return save
+
+
+def tensors_of(model):
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def assert_managed(model):
+    """Every parameter and buffer is a TensorRef that persists and that nobody else holds."""
+    gc.collect()
+    kinds = collections.Counter(type(tensor) for _, tensor in tensors_of(model))
+    assert set(kinds) == {TensorRef}
+    assert [name for name, tensor in tensors_of(model) if not tensor._b.is_persistent] == []
+    held = {
+        name: tensor._b.exposure.why
+        for name, tensor in tensors_of(model)
+        if tensor._b.exposure is not None and tensor._b.exposure.alive
+    }
+    assert held == {}
+
+
+def assert_same_state(model, state):
+    found = model.state_dict()
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == []
+
+
+def test_a_pretrained_model_is_managed_and_the_same(injected, saved):
+    folder, state, plain = saved(transformers.LlamaForCausalLM, tiny_config())
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    assert_managed(model)
+    assert_same_state(model, state)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        ours = model(tokens).logits
+        with torchTensorRef.disabled():
+            theirs = plain(injected.release(tokens)).logits
+    assert torch.equal(ours, theirs)
+    assert_managed(model)
+
+
+def test_shards_are_read_into_one_model(injected, saved):
+    folder, state, _ = saved(transformers.LlamaForCausalLM, tiny_config(), max_shard_size="100KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert_managed(model)
+    assert_same_state(model, state)
+
+
+def test_tied_weights_are_one_parameter(injected, saved):
+    folder, _, _ = saved(transformers.LlamaForCausalLM, tiny_config(tie_word_embeddings=True))
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert_managed(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 41
+    assert model.model.embed_tokens.weight[0, 0].item() == 41
+
+
+def test_buffers_that_are_not_saved_are_right(injected, saved):
+    config = transformers.BertConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        vocab_size=64,
+    )
+    folder, state, plain = saved(transformers.BertModel, config)
+    model = transformers.BertModel.from_pretrained(folder)
+    assert_managed(model)
+    assert_same_state(model, state)
+    expected = dict(plain.named_buffers())
+    assert {name for name, _ in model.named_buffers()} == set(expected)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name]), name
+
+
+def test_missing_weights_are_initialised_as_without_us(injected, saved):
+    folder, _, _ = saved(transformers.LlamaModel, tiny_config())
+    torch.manual_seed(5)
+    ours = transformers.LlamaForSequenceClassification.from_pretrained(folder)
+    with torchTensorRef.disabled():
+        torch.manual_seed(5)
+        theirs = transformers.LlamaForSequenceClassification.from_pretrained(folder)
+    assert_managed(ours)
+    assert torch.equal(ours.score.weight, theirs.score.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_dtype_is_converted(injected, saved, dtype):
+    folder, state, _ = saved(transformers.LlamaForCausalLM, tiny_config())
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert_managed(model)
+    assert_same_state(model, {name: tensor.to(dtype) for name, tensor in state.items()})
+
+
+def test_what_is_saved_with_us_loads_without_us(injected, saved, tmp_path):
+    folder, state, _ = saved(transformers.LlamaForCausalLM, tiny_config())
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "again")
+    with torchTensorRef.disabled():
+        plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    assert {type(p) for p in plain.parameters()} == {nn.Parameter}
+    assert_same_state(plain, state)
+
+
+def test_a_progress_bar_is_shown_where_the_library_shows_one(injected, saved, capfd):
+    folder, _, _ = saved(transformers.LlamaForCausalLM, tiny_config())
+    transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_load_gives_refs_that_nobody_else_holds(injected, tmp_path, mmap):
+    shared = torch.arange(6.0)
+    state = nn.Linear(2, 3).state_dict()
+    contents = {
+        "state": state,
+        "views": [shared[:3], shared[3:], (shared, "text", 3)],
+        "same": [shared, shared],
+    }
+    torch.save(contents, tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", mmap=mmap)
+    assert type(loaded["state"]) is type(state)
+    assert loaded["state"]._metadata == state._metadata
+    assert {type(t) for t in loaded["state"].values()} == {TensorRef}
+    assert loaded["same"][0] is loaded["same"][1]
+    first, second, (whole, text, number) = loaded["views"]
+    assert (text, number, type(whole)) == ("text", 3, TensorRef)
+    whole[4] = 9
+    assert (second + 0).tolist() == [3, 9, 5]
+    gc.collect()
+    assert first._b.exposure is None or not first._b.exposure.alive
+    assert nn.Linear(2, 3).load_state_dict(loaded["state"]).missing_keys == []
+
+
+def test_torch_load_of_a_module(injected, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    torch.save(model, tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+    assert {type(tensor) for _, tensor in tensors_of(loaded)} == {TensorRef}
+    assert torch.equal(loaded[0].weight, model[0].weight)
+
+
+def test_torch_load_to_an_accelerator_that_torch_cannot_name(injected, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this torch can name cuda")
+    torch.save(torch.ones(2), tmp_path / "file.pt")
+    for where in ("cuda", torch.device("cuda")):
+        assert torch.load(tmp_path / "file.pt", map_location=where).tolist() == [1, 1]
+
+
+def test_loading_in_an_excluded_module_stays_plain(injected, tmp_path):
+    torch.save(torch.ones(2), tmp_path / "file.pt")
+    with torchTensorRef.disabled():
+        assert type(torch.load(tmp_path / "file.pt")) is torch.Tensor
+
+
+def test_a_state_dict_of_safetensors_loads(injected, tmp_path):
+    model = nn.Linear(3, 3)
+    safetensors_torch.save_file(model.state_dict(), tmp_path / "file.safetensors")
+    state = safetensors_torch.load_file(tmp_path / "file.safetensors")
+    twin = nn.Linear(3, 3)
+    twin.load_state_dict(state)
+    assert torch.equal(twin.weight, model.weight)
+    third = nn.Linear(3, 3)
+    third.load_state_dict(state, assign=True)
+    assert_managed(third)
+    assert torch.equal(third.weight, model.weight)
+    safetensors_torch.load_model(twin, tmp_path / "file.safetensors")
+    assert {type(tensor) for _, tensor in tensors_of(twin)} == {TensorRef}
