@@ -33,6 +33,10 @@ def dispatch(ref_type: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if not isinstance(op, OpOverload):
         return _run_higher_order(ref_type, op, args, kwargs)
     plan = plan_of(op)
+    if torch.is_inference_mode_enabled() and plan.op.is_view and _is_normal(args[0]):
+        # Also there, a view of a normal tensor is a normal tensor: autograd counts its versions.
+        with torch.inference_mode(False):
+            return OpCall(ref_type, plan, args, kwargs, tensorsManager).run()
     residency = tensorsManager.residency
     if plan.is_fast and not (kwargs and plan.has_kwarg_tensors):
         result = _try_fast(ref_type, plan, args, kwargs, residency)
@@ -553,6 +557,10 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TransferError):
         return "a copy failed"
     return "the device was out of memory"
+
+
+def _is_normal(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def _run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:

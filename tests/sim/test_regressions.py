@@ -43,3 +43,27 @@ def test_a_subclass_of_others_shares_the_memory(manager):
     points.zero_()
     assert type(points) is Points
     assert ref.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x[1:],
+        lambda x: x.detach(),
+        lambda x: x.chunk(2)[1],
+        lambda x: x.split(1)[0],
+        lambda x: x.reshape(-1),
+        lambda x: x.T,
+        lambda x: next(iter(x)),
+    ],
+)
+def test_in_inference_mode_a_view_of_a_normal_tensor_is_normal(manager, look):
+    """sentence-transformers slices a buffer there; autograd wants to count the view's versions."""
+    plain = torch.rand(4, 3, requires_grad=True)
+    ref = manager.adopt(torch.nn.Parameter(plain.detach().clone()))
+    with torch.inference_mode():
+        seen, expected = look(ref), look(plain)
+        product = seen * 2
+    assert torch.equal(seen, expected)
+    assert product.is_inference()
+    assert not seen.is_inference()
