@@ -288,7 +288,7 @@ class TensorsManager:
             for replica in used:
                 block = residency.block_of(replica)
                 if block is not None and block.block_id in given_back:
-                    residency.evict(replica, f"{strategy.name}: given back")
+                    residency.give_back(replica, f"{strategy.name}: given back")
         if kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch:
             residency.look_ahead(device)
 

@@ -134,6 +134,13 @@ class Movement(Books):
                 return self._drop(replica, why)
             return 0
 
+    def give_back(self, replica: Replica, why: str) -> None:
+        """`evict` where nobody waits for the room: bytes that cannot be copied home stay."""
+        try:
+            self.evict(replica, why)
+        except TransferError as error:
+            self.log.note(f"b{replica.block_id}", f"kept {replica.device.name}", str(error)[:80])
+
     def _seize(self, replica: Replica) -> bool:
         """Close the fast path to a replica; False if somebody holds it (lock held)."""
         block = self.block_of(replica)

@@ -211,22 +211,29 @@ class Residency(Movement):
         The oldest sharer keeps the replicas, since views over them may be kept; the others move to
         a copy at home, which they go on sharing.
         """
-        if not block.is_shared:
-            return
-        home = self.bring_home(block)
-        with self.lock:
-            self._wait_for_readers(block)
-            if not block.is_shared:
-                return
-            sharers = [b for reference in block.sharers or () if (b := reference()) is not None]
-            movers = [b for b in sharers if b is not sharers[0]] if block is sharers[0] else [block]
-            for mover in movers:
-                mover.stop_sharing()
-            first = movers[0]
-            first.replicas[self.host] = Replica(first, self.host, copy_of(home.base), CLEAN)
-            for mover in movers[1:]:
-                first.share_with(mover)
-            _ = block.is_shared
+        while True:
+            with self.lock:  # also to look: sharers that part are nobody's for a moment
+                if not block.is_shared:
+                    return
+            self.bring_home(block)
+            with self.lock:
+                self._wait_for_readers(block)
+                # Meanwhile another sharer may have left and taken this one to other replicas.
+                home = block.readable_on(self.host)
+                if home is not None and block.is_shared:
+                    self._part(block, home)
+
+    def _part(self, block: Block, home: Replica) -> None:
+        """Separate a block from its sharers; their bytes at home are current (lock held)."""
+        sharers = [b for reference in block.sharers or () if (b := reference()) is not None]
+        movers = [b for b in sharers if b is not sharers[0]] if block is sharers[0] else [block]
+        for mover in movers:
+            mover.stop_sharing()
+        first = movers[0]
+        first.replicas[self.host] = Replica(first, self.host, copy_of(home.base), CLEAN)
+        for mover in movers[1:]:
+            first.share_with(mover)
+        _ = block.is_shared
 
     def _wait_for_readers(self, block: Block) -> None:
         """Wait for other threads' operators on the bytes that a sharer is about to write."""
