@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from .blocks.block import Block, Replica, graveyard
-from .blocks.states import CLEAN, DIRTY, FILLING
+from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import Budget, Ledger
 from .devices.base import Device
 from .events import EventLog
@@ -53,8 +54,17 @@ class Books:
         self.hazards: dict[int, tuple[Any, ...]] = {}
         #: Blocks by number, for strategies that name blocks which are not on the device.
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        #: Replicas that a copy was issued into and that nobody has seen arrive, by device.
+        self._coming: dict[Device, list[Replica]] = {}
+        #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
+        self._going: deque[Replica] = deque()
         self._pins_by_thread: dict[int, int] = {}
         self._deaths: list[int] = []
+
+    @property
+    def fast_device(self) -> Device:
+        """Where operators run that need no decision."""
+        return self.accelerators[0] if self.accelerators else self.host
 
     @property
     def main(self) -> Device:
@@ -66,7 +76,7 @@ class Books:
         with self.lock:
             ledger = self.ledgers.get(device)
             if ledger is None:
-                self.ledgers[device] = Ledger(device, budget)
+                self.ledgers[device] = Ledger(device, budget, self.lock, self.bury)
             else:
                 ledger.budget = budget
 
@@ -79,6 +89,9 @@ class Books:
             ledger = self.ledgers.get(death.device)
             if ledger is not None and ledger.remove_key(death.key):
                 self._deaths.append(death.block_id)
+        for ledger in self.ledgers.values():
+            if ledger.dead:
+                ledger.bury()
 
     def tell_deaths(self) -> None:
         """Tell the strategy which blocks are gone (no lock held)."""
@@ -91,15 +104,18 @@ class Books:
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device to a strategy (lock held)."""
         ledger = self.ledgers[device]
-        filling = [r for r in ledger.replicas() if r.state is FILLING]
         clocks = device.clocks()
+        now_ns = device.now_ns()
+        # What compute gets to before it is through with what it has been given is no longer ahead.
+        reached_ns = max(now_ns, clocks.compute_free_ns)
+        filling = self._still_coming(device, reached_ns)
         return DeviceSnapshot(
             name=device.name,
             limit_nbytes=ledger.budget.limit_nbytes,
             resident_nbytes=ledger.resident_nbytes,
             in_flight_nbytes=sum(r.nbytes for r in filling),
             in_flight_count=len(filling),
-            now_ns=device.now_ns(),
+            now_ns=now_ns,
             link_free_ns=clocks.link_free_ns,
             h2d_bytes_per_s=clocks.h2d_bytes_per_s,
             d2h_bytes_per_s=clocks.d2h_bytes_per_s,
@@ -107,21 +123,51 @@ class Books:
             compute_free_ns=clocks.compute_free_ns,
         )
 
+    def _still_coming(self, device: Device, reached_ns: int) -> list[Replica]:
+        """Return the replicas that copies issued ahead will fill later than that (lock held)."""
+        coming = self._coming.get(device, ())
+        if not coming:
+            return []
+        left = [
+            replica
+            for replica in coming
+            if replica.state is FILLING
+            and (
+                (arrival := replica.arrival) is None
+                or (arrival.end_ns > reached_ns if arrival.end_ns else not arrival.is_done())
+            )
+        ]
+        self._coming[device] = left
+        return left
+
     def candidates(self, device: Device) -> dict[int, Replica]:
         """Return the replicas on a device that no operator holds, by block number (lock held)."""
         held = self._hazardous_blocks()
         found = {}
         for replica in self.ledgers[device].replicas():
             block = self.block_of(replica)
-            if (
-                block is not None
-                and not replica.pins
-                and replica.state in (CLEAN, DIRTY)
-                and block not in held
-                and not self._held_by_exposure(block, device)
-            ):
+            if block is not None and self._is_free(replica, block, held):
                 found[block.block_id] = replica
         return found
+
+    def chosen(self, device: Device, block_ids: Sequence[int]) -> list[Replica]:
+        """Return those of the named blocks' replicas on a device that no operator holds."""
+        held = self._hazardous_blocks()
+        found = {}
+        for block_id in block_ids:
+            block = self.known.get(block_id)
+            replica = block.replicas.get(device) if block is not None else None
+            if block is not None and replica is not None and self._is_free(replica, block, held):
+                found[id(replica)] = replica
+        return list(found.values())
+
+    def _is_free(self, replica: Replica, block: Block, held: set[Block]) -> bool:
+        return (
+            not replica.pins
+            and replica.state in (CLEAN, DIRTY)
+            and block not in held
+            and not self._held_by_exposure(block, replica.device)
+        )
 
     def block_of(self, replica: Replica) -> Block | None:
         """Return the living block whose views over this replica are kept."""
@@ -157,3 +203,49 @@ class Books:
     def _held_by_exposure(self, block: Block, device: Device) -> bool:
         exposure = block.exposure
         return exposure is not None and exposure.device is device and exposure.alive
+
+
+class Resident(Sequence[BlockSnapshot]):
+    """What a device holds, described when somebody looks: strategies seldom ask for all of it."""
+
+    def __init__(self, books: Books, device: Device) -> None:
+        self._books = books
+        self._device = device
+        self._all: list[BlockSnapshot] | None = None
+
+    def get(self, block_id: int) -> BlockSnapshot | None:
+        """Describe one block; None if the device does not hold it."""
+        block = self._books.known.get(block_id)
+        replica = block.replicas.get(self._device) if block is not None else None
+        if block is None or replica is None or replica.state is INVALID:
+            return None
+        return BlockSnapshot(
+            block_id,
+            replica.nbytes,
+            block.last_use,
+            replica.state is DIRTY,
+            block.is_persistent,
+        )
+
+    def _look(self) -> list[BlockSnapshot]:
+        if self._all is None:
+            books = self._books
+            with books.lock:
+                replicas = books.ledgers[self._device].replicas()
+                self._all = [s for r in replicas if (s := books.snapshot_of(r)) is not None]
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+    def __iter__(self) -> Iterator[BlockSnapshot]:
+        return iter(self._look())
+
+    @overload
+    def __getitem__(self, index: int) -> BlockSnapshot: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockSnapshot]: ...
+
+    def __getitem__(self, index: int | slice) -> BlockSnapshot | list[BlockSnapshot]:
+        return self._look()[index]

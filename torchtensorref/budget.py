@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .blocks.block import Replica
+from .blocks.block import Block, Replica
+from .blocks.states import DIRTY
 from .devices.base import Device
-from .errors import ConfigError, TensorRefError, did_you_mean, nearest
+from .errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
 from .units import format_nbytes, parse_nbytes, parse_share
 
 #: What a user may write for a budget: a number of bytes, a text, both by device, or nothing.
 BudgetText = int | str | None
 BudgetSetting = BudgetText | Mapping[str, BudgetText]
+
+#: Failures after which an operator is tried elsewhere: memory is short, or a link fails.
+SHORTAGES = (torch.OutOfMemoryError, TransferError)
 
 #: Left to others of what is free, when no budget is given.
 HEADROOM_SHARE = 0.10
@@ -110,14 +116,70 @@ def _setting_for(setting: Mapping[str, BudgetText], device: Device) -> BudgetTex
     return setting.get(device.kind)
 
 
-class Ledger:
-    """The replicas that hold bytes on one device, and their sum. Its user holds the lock."""
+class Newborn(weakref.ref[Block]):
+    """A kernel's fresh result in the ledger. It is the weak reference itself: death names it."""
 
-    def __init__(self, device: Device, budget: Budget) -> None:
+    __slots__ = ("key", "nbytes")
+
+    key: int
+    nbytes: int
+
+
+class Ledger:
+    """The replicas that hold bytes on one device, and their sum. Its user holds the lock.
+
+    Fresh results are counted by weak references to their blocks: most die within a few operators,
+    and nobody ever asks for more about them. Those that live get a replica when somebody does.
+    """
+
+    def __init__(
+        self, device: Device, budget: Budget, lock: Any, bury_all: Callable[[], None]
+    ) -> None:
         self.device = device
         self.budget = budget
         self.resident_nbytes = 0
+        self._lock = lock
+        self._bury_all = bury_all
         self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
+        self._newborn: dict[int, Newborn] = {}
+        #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
+        self.dead: deque[Newborn] = deque()
+
+    def bear(self, block: Block, result: torch.Tensor) -> None:
+        """Count a kernel's fresh result."""
+        newborn = Newborn(block, self.dead.append)
+        newborn.key = key = id(block)
+        newborn.nbytes = nbytes = block.nbytes
+        if self.dead:
+            self.bury()  # one of them may have had this number
+        self._newborn[key] = newborn
+        self.resident_nbytes += nbytes
+        block.births = self
+        block.result = result
+        block.ready = self.device
+        block.owned = True
+
+    def settle(self, block: Block) -> None:
+        """Make the replica of a fresh result, and count that instead."""
+        with self._lock:
+            if "replicas" in block.__dict__:
+                return
+            newborn = self._newborn.pop(id(block))
+            self.resident_nbytes -= newborn.nbytes
+            assert block.result is not None
+            replica = Replica(block, self.device, block.result, DIRTY)
+            self._bury_all()  # its number may have been that of one that has died meanwhile
+            self.add(replica)
+            block.replicas = {self.device: replica}
+            block.result = block.births = None
+
+    def bury(self) -> None:
+        """Take fresh results that have died off the books."""
+        while self.dead:
+            newborn = self.dead.popleft()
+            if self._newborn.get(newborn.key) is newborn:
+                del self._newborn[newborn.key]
+                self.resident_nbytes -= newborn.nbytes
 
     def add(self, replica: Replica) -> None:
         """Count a replica. The dead must have been buried before (`TensorsManager`)."""
@@ -139,12 +201,18 @@ class Ledger:
 
     def replicas(self) -> list[Replica]:
         """Return the living replicas that hold bytes here."""
+        for newborn in list(self._newborn.values()):
+            block = newborn()
+            if block is not None:
+                self.settle(block)
         found = (reference() for _, reference in list(self._replicas.values()))
         return [replica for replica in found if replica is not None]
 
     def recount_nbytes(self) -> int:
         """Sum again what is counted, for the comparison with the running sum."""
-        return sum(nbytes for nbytes, _ in list(self._replicas.values()))
+        return sum(nbytes for nbytes, _ in list(self._replicas.values())) + sum(
+            newborn.nbytes for newborn in list(self._newborn.values())
+        )
 
     def __repr__(self) -> str:
         return (

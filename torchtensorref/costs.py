@@ -106,3 +106,31 @@ GATHERS = {
     aten.index.Tensor: 0,
     aten.take.default: 0,
 }
+
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def operator_cost(
+    plan: OpPlan, plain_args: list[Any] | tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[int, int, str]:
+    """Floating point operations, bytes and dtype of a call that has just run."""
+    flops = flop_rule(plan)(plain_args, kwargs, out)
+    nbytes = 0
+    gathered = GATHERS.get(plan.op)
+    dtype = None
+    for position, arg in enumerate(plain_args):
+        for tensor in arg if type(arg) in (list, tuple) else (arg,):
+            if isinstance(tensor, torch.Tensor):
+                if dtype is None:
+                    dtype = tensor.dtype
+                if position != gathered and tensor.layout is torch.strided:
+                    nbytes += touched_nbytes(tensor)
+    for tensor in out if type(out) in (list, tuple) else (out,):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            nbytes += touched_nbytes(tensor)
+            if gathered is not None:
+                nbytes += touched_nbytes(tensor)
+    name = _dtype_names.get(dtype) if dtype is not None else "float32"
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return flops, nbytes, name

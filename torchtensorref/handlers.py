@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .blocks.block import Block
-from .dispatch import OpCall
+from .op_call import OpCall
 from .manager import tensorsManager
 from .schema import plan_of
 from .views import make_ref, replace_metadata

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .blocks.block import Block, Exposure, Replica
+from .blocks.block import Block, Exposure, Replica, graveyard
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
 from .devices.base import Device, bytes_of, storage_nbytes
@@ -47,13 +47,14 @@ class Residency(Movement):
         """
         for block in written:
             self.unshare(block)
-            self._end_write_back(block)
         if device.is_host:
             return self._pin_at_home(blocks)
         for _ in range(PATIENCE_ROUNDS):
             held = self._pin(device, blocks)
             try:
                 self._fetch_missing(device, blocks, expected)
+                for block in written:
+                    self._end_write_back(block)
                 return held
             except HeldByOthersError:
                 self.release(held)
@@ -67,11 +68,18 @@ class Residency(Movement):
         raise OutOfBudgetError(device.name, need_nbytes, limit_nbytes, limit_nbytes)
 
     def _end_write_back(self, block: Block) -> None:
-        """Wait for a copy home that reads what an operator is about to write."""
+        """Wait for a copy home that reads what an operator is about to write, and holds."""
         with self.lock:
             home = block.replicas.get(self.host)
-            if home is not None and home.state is FILLING:
-                self._arrive(home)
+            if home is not None:
+                self._wait_for_issue(home)
+            if home is None or home.arrival is None:
+                return
+            if any(replica.state is DIRTY for replica in block.replicas.values()):
+                # Compute waits, the host does not; what arrives is stale at once.
+                home.arrival.wait()
+                home.arrival = None
+                home.become(INVALID, "written while it was copied home")
 
     def _pin(self, device: Device, blocks: Iterable[Block]) -> list[Replica]:
         me = threading.get_ident()
@@ -185,7 +193,8 @@ class Residency(Movement):
         ledger = self.ledgers[device]
         while True:
             with self.lock:
-                self.bury()
+                if graveyard or ledger.dead:
+                    self.bury()
                 if ledger.budget.excess_nbytes(ledger.resident_nbytes, block.nbytes) <= 0:
                     self._account(block, tensor, device)
                     return block
@@ -197,11 +206,7 @@ class Residency(Movement):
         except torch.OutOfMemoryError:
             self.evict_some(device, block.nbytes)
             device.account(tensor)
-        replica = block.replicas[device] = Replica(block, device, tensor, DIRTY)
-        self.bury()  # its number may have been that of a replica that has died meanwhile
-        self.ledgers[device].add(replica)
-        block.ready = device
-        block.owned = True
+        self.ledgers[device].bear(block, tensor)
 
     # -- sharing and exposure -------------------------------------------------------------------
 

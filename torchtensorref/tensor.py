@@ -43,6 +43,11 @@ class TensorRef(Faces, Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    #: Plain view over the replica on the device `_d`, and over the one at home, once made.
+    _t: Tensor | None = None
+    _d: Any = None
+    _h: Tensor | None = None
+
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(TensorRef, op, args, kwargs or {})

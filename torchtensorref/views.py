@@ -33,11 +33,9 @@ def make_ref(
     ref._b = block
     if device.is_host:
         ref._h = plain
-        ref._t = ref._d = None
     else:
         ref._t = plain
         ref._d = device
-        ref._h = None
     if plain.is_conj() or plain.is_neg():
         _set_lazy_bits(ref, plain)
     return ref
@@ -64,7 +62,6 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
     else:
         twin._b = block
-        twin._t = twin._d = twin._h = None
     if ref.is_conj() or ref.is_neg():
         _set_lazy_bits(twin, ref)
     return twin

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -122,7 +123,17 @@ class Exposure:
         if self.forever or self.storage is None:
             return self.forever
         users: int = torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined]
-        return users > self.own_count
+        # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
+        # among the users. Ours are this reference, that of the call, and one that torch itself
+        # holds as soon as there are users in C++.
+        return users > self.own_count or sys.getrefcount(self.storage) > 2 + (users > 1)
+
+
+class Births(Protocol):
+    """Who counts fresh results, and makes a replica of one that lives longer than an operator."""
+
+    def settle(self, block: Block) -> None:
+        """Give a fresh block its `replicas`."""
 
 
 class Block:
@@ -132,37 +143,41 @@ class Block:
     another and have not been written since share the dictionary `replicas` itself (copy on write).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "block_id",
-        "born",
-        "exposure",
-        "is_persistent",
-        "last_use",
-        "nbytes",
-        "owned",
-        "ready",
-        "replicas",
-        "sharers",
-        "use_count",
-    )
+    #: The device where operators may use the block without asking anybody; None: ask.
+    ready: Device | None = None
+    #: With `ready`: operators may also write it there, since no other replica is current.
+    owned = False
+    #: Number of the operator that made it, and of the one that used it last.
+    born = 0
+    last_use = 0
+    use_count = 0
+    is_persistent = False
+    exposure: Exposure | None = None
+    #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
+    sharers: list[weakref.ref[Block]] | None = None
+    #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
+    result: torch.Tensor | None = None
+    births: Births | None = None
+    #: The copies, by device.
+    replicas: dict[Device, Replica]
 
     def __init__(self, nbytes: int) -> None:
         self.block_id = next(_block_numbers)
         self.nbytes = nbytes
-        self.replicas: dict[Device, Replica] = {}
-        #: The device where operators may use the block without asking anybody; None: ask.
-        self.ready: Device | None = None
-        #: With `ready`: operators may also write it there, since no other replica is current.
-        self.owned = False
-        #: Number of the operator that made it, and of the one that used it last.
-        self.born = 0
-        self.last_use = 0
-        self.use_count = 0
-        self.is_persistent = False
-        self.exposure: Exposure | None = None
-        #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
-        self.sharers: list[weakref.ref[Block]] | None = None
+
+    def __getattr__(self, name: str) -> dict[Device, Replica]:
+        """Make `replicas` when it is asked for: of the fresh result, or empty."""
+        if name != "replicas":
+            raise AttributeError(name)
+        if self.births is None:
+            self.replicas = {}
+        else:
+            self.births.settle(self)
+        return self.replicas
+
+    def base_on(self, device: Device) -> torch.Tensor:
+        """Return the tensor that owns the bytes on a device where the block is ready."""
+        return self.replicas[device].base if self.result is None else self.result
 
     @property
     def name(self) -> str:

@@ -1,0 +1,429 @@
+"""One operator on its way through the six phases: analyse, place, fetch, run, commit, wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .blocks.block import Block
+from .budget import SHORTAGES, OutOfBudgetError
+from .config import settings
+from .costs import operator_cost
+from .devices.base import Device
+from .errors import TransferError
+from .manager import TensorsManager
+from .schema import OpPlan
+from .strategy import Access, OpSnapshot
+from .views import make_ref, plain_on, replace_metadata
+
+#: Operators after which a tensor that is still used counts as one that stays: optimizer state.
+PERSISTENT_AFTER = 1000
+
+
+class OpCall:
+    """One operator on its way through the six phases."""
+
+    __slots__ = (
+        "accelerator",
+        "args",
+        "blocks",
+        "born",
+        "foreign",
+        "kwargs",
+        "label",
+        "manager",
+        "plain_of",
+        "plan",
+        "ref_type",
+        "refs",
+        "residency",
+        "special",
+        "written",
+        "written_refs",
+    )
+
+    def __init__(
+        self,
+        ref_type: type,
+        plan: OpPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        manager: TensorsManager,
+    ) -> None:
+        self.ref_type = ref_type
+        self.plan = plan
+        self.args = args
+        self.kwargs = kwargs
+        self.manager = manager
+        self.residency = manager.residency
+        self.accelerator = self.residency.main
+        self.born: list[Block] = []
+
+    def run(self) -> Any:
+        """Take the operator through the phases and return its result."""
+        plan = self.plan
+        if plan.handler is not None:
+            result = plan.handler(self)
+            if result is not NotImplemented:
+                return result
+        self.analyse()
+        if any(self._is_other_subclass(kind) for kind in map(type, self.special)):
+            return NotImplemented
+        if plan.is_true_view and type(self.args[0]) is self.ref_type:
+            return self.view()
+        device = self.place()
+        self.residency.tick += 1
+        self.residency.counts.op_count += 1
+        self._tell_accesses()
+        try:
+            return self._run_down_the_ladder(device)
+        finally:
+            self._after()
+
+    # -- analyse --------------------------------------------------------------------------------
+
+    def analyse(self) -> None:
+        """Find the operands: TensorRefs, plain tensors that take part, and what is written."""
+        self.refs: list[Any] = []
+        self.foreign: dict[int, Any] = {}
+        self.special: list[torch.Tensor] = []
+        self.label = None
+        for arg in self.args:
+            self._collect(arg)
+        for arg in self.kwargs.values():
+            self._collect(arg)
+        self.blocks = list(dict.fromkeys(ref._b for ref in self.refs))
+        written = []
+        for name in self.plan.write_names:
+            value = self.plan.argument(name, self.args, self.kwargs)
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(part, torch.Tensor):
+                    ref = part if type(part) is self.ref_type else self.foreign.get(id(part))
+                    if ref is not None:
+                        written.append(ref)
+        self.written_refs = written
+        self.written = list(dict.fromkeys(ref._b for ref in written))
+
+    def _collect(self, value: Any) -> None:
+        if type(value) is self.ref_type:
+            self.refs.append(value)
+            if self.label is None:
+                self.label = value.device
+        elif isinstance(value, torch.Tensor):
+            self._collect_plain(value)
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                self._collect(part)
+
+    def _collect_plain(self, tensor: torch.Tensor) -> None:
+        """A plain operand takes part as a block of its own; what cannot, sends us to the host."""
+        if self._is_other_subclass(type(tensor)) or tensor.device.type == "meta":
+            self.special.append(tensor)
+        elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_mkldnn:
+            self.special.append(tensor)
+        elif tensor.dim() > 0 or self.plan.writes:
+            ref = self.manager.adopt_operand(tensor, self.ref_type)
+            if ref is None:
+                self.special.append(tensor)
+            else:
+                self.foreign[id(tensor)] = ref
+                self.refs.append(ref)
+
+    def _is_other_subclass(self, kind: type) -> bool:
+        return kind not in (torch.Tensor, torch.nn.Parameter, self.ref_type) and hasattr(
+            kind, "__torch_dispatch__"
+        ) and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+    # -- place ----------------------------------------------------------------------------------
+
+    def place(self) -> Device:
+        """Decide where the operator runs."""
+        residency, host, plan = self.residency, self.residency.host, self.plan
+        if not residency.accelerators or self.special:
+            return host
+        if plan.draws_random(self.args, self.kwargs) and (self.label or host).type == "cpu":
+            return host
+        for block in self.written:
+            if block.exposure is not None and block.exposure.alive:
+                return block.exposure.device
+        if plan.runs_at_home and self._table_is_away():
+            return host
+        if (plan.number, self._dtype()) in self.manager.unsupported:
+            return host
+        missing = [b for b in self.blocks if b.ready is None and not b.readable_on(self.accelerator)]
+        return self._ask_strategy(sum(block.nbytes for block in missing))
+
+    def _table_is_away(self) -> bool:
+        """Whether the operand of which only a part is read is not on the accelerator."""
+        block: Block = self.refs[0]._b
+        return block.readable_on(self.accelerator) is None
+
+    def _dtype(self) -> torch.dtype:
+        return self.refs[0].dtype if self.refs else torch.float32  # type: ignore[no-any-return]
+
+    def _ask_strategy(self, missing_nbytes: int) -> Device:
+        residency = self.residency
+        snapshot = OpSnapshot(
+            name=self.plan.name,
+            operand_nbytes=sum(block.nbytes for block in self.blocks),
+            missing_nbytes=missing_nbytes,
+            flops=0,
+            default_device=self.accelerator.name,
+        )
+        with residency.strategy_lock:
+            name = residency.strategy.place(snapshot)
+        return self.manager.device_named(name)
+
+    def _tell_accesses(self) -> None:
+        strategy, tick = self.residency.strategy, self.residency.tick
+        with self.residency.strategy_lock:
+            for block in self.blocks:
+                block.last_use = tick
+                block.use_count += 1
+                if block.use_count == 1:
+                    self.residency.known[block.block_id] = block
+                elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
+                    block.is_persistent = True
+                replica = block.replicas.get(self.accelerator)
+                strategy.on_access(
+                    Access(
+                        block.block_id,
+                        block.nbytes,
+                        hash((self.plan.number, block.nbytes)),
+                        block.is_persistent,
+                        block in self.written,
+                        replica is not None and replica.state.value != "invalid",
+                    )
+                )
+
+    # -- the ladder -----------------------------------------------------------------------------
+
+    def _run_down_the_ladder(self, device: Device) -> Any:
+        """Run on a device; where memory is too short for it, on the host."""
+        host = self.residency.host
+        if device is host:
+            self.residency.counts.host_op_count += 1
+            return self.run_on(host)
+        if self._might_need_a_second_run():
+            self._note_fallback("writes and makes results while memory is short")
+            return self.run_on(host)
+        generator = torch.get_rng_state() if self.plan.is_random else None
+        try:
+            return self.run_on(device)
+        except SHORTAGES as error:
+            self._note_fallback(_reason(error))
+        except NotImplementedError:
+            if device.is_simulated:
+                raise  # the host has the same kernels
+            self.manager.unsupported.add((self.plan.number, self._dtype()))
+            self._note_fallback(f"no kernel for {self.plan.name} on {device.kind}")
+        if generator is not None:
+            torch.set_rng_state(generator)
+        return self.run_on(host)
+
+    def _might_need_a_second_run(self) -> bool:
+        """A result that does not fit is made again on the host: impossible once operands changed."""
+        if not self.written or all(twin is not None for twin in self.plan.result_of_write):
+            return False
+        ledger = self.residency.ledgers[self.accelerator]
+        need_nbytes = 3 * sum(block.nbytes for block in self.blocks)
+        return need_nbytes > ledger.budget.limit_nbytes
+
+    def _note_fallback(self, reason: str) -> None:
+        fallbacks = self.residency.counts.host_fallbacks
+        fallbacks[reason] = fallbacks.get(reason, 0) + 1
+        self.residency.log.note("-", f"host fallback {self.plan.name}", reason)
+
+    # -- fetch, run, commit, wrap ---------------------------------------------------------------
+
+    def run_on(self, device: Device) -> Any:
+        """Fetch the operands to a device, run there, commit what was written, wrap the results."""
+        residency = self.residency
+        expected_nbytes = self._expected_nbytes(device)
+        held = residency.acquire(device, self.blocks, self.written, expected_nbytes)
+        try:
+            self.plain_of: dict[int, torch.Tensor] = {}
+            for ref in self.refs:
+                if id(ref) not in self.plain_of:
+                    self.plain_of[id(ref)] = plain_on(ref, device)
+            args = [self._plain(arg) for arg in self.args]
+            kwargs = {name: self._plain(arg) for name, arg in self.kwargs.items()}
+            out = self._execute(device, args, kwargs)
+            return self._wrap(out, device)
+        finally:
+            residency.release(held)
+            with residency.lock:
+                for block in self.blocks:
+                    if device.is_host:
+                        block.ready = None
+                    else:
+                        residency.set_ready(block, device)
+
+    def _plain(self, value: Any) -> Any:
+        if type(value) is self.ref_type:
+            return self.plain_of[id(value)]
+        if isinstance(value, torch.Tensor):
+            ref = self.foreign.get(id(value))
+            return value if ref is None else self.plain_of[id(ref)]
+        if type(value) is list:
+            return [self._plain(part) for part in value]
+        if type(value) is tuple:
+            return tuple(self._plain(part) for part in value)
+        return value
+
+    def _execute(self, device: Device, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        reads = [block.replicas[device].base for block in self.blocks]
+        writes = [block.replicas[device].base for block in self.written]
+        device.before_operator(reads, writes)
+        try:
+            out = self.plan.op(*args, **kwargs)
+        finally:
+            # Also after an exception: a kernel may have written part of what it writes.
+            for block in self.written:
+                self.residency.written(block, device)
+        flops, nbytes, dtype_name = operator_cost(self.plan, args, kwargs, out)
+        device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
+        if not device.is_host and not self.plan.returns_tensors:
+            device.record().synchronize()  # the program reads a number: the host waits for it
+        return out
+
+    def _wrap(self, out: Any, device: Device) -> Any:
+        twins = self.plan.result_of_write
+        if isinstance(out, torch.Tensor):
+            return self._wrap_one(out, device, twins[0] if twins else None)
+        if isinstance(out, (list, tuple)):
+            wrapped = [
+                self._wrap_one(part, device, twins[i] if i < len(twins) else None)
+                if isinstance(part, torch.Tensor)
+                else self._wrap(part, device)
+                for i, part in enumerate(out)
+            ]
+            return type(out)(wrapped) if type(out) in (list, tuple) else type(out)(*wrapped)
+        return out
+
+    def _wrap_one(self, plain: torch.Tensor, device: Device, twin: int | None) -> Any:
+        if twin is not None:
+            name = self.plan.argument_names[twin]
+            original = self.plan.argument(name, self.args, self.kwargs)
+            if isinstance(original, torch.Tensor):
+                self._follow_metadata(original, device)
+                return original
+        if plain.layout is not torch.strided or plain.is_nested:
+            return plain
+        if plain.is_quantized or plain.is_mkldnn:
+            return plain
+        if plain.device.type == "meta" or type(plain) not in (torch.Tensor, torch.nn.Parameter):
+            return plain
+        for ref in self.refs:
+            mine = self.plain_of[id(ref)]
+            if mine is plain:
+                return self._original_of(ref)
+        source = self._aliased(plain)
+        label = self.label or torch.device("cpu")
+        if source is not None:
+            return make_ref(self.ref_type, plain, source, device, label)
+        if plain._is_zerotensor() or not plain.untyped_storage().resizable():
+            plain = plain.clone()
+        block = self.residency.born(plain, device)
+        self._note_birth(block)
+        return make_ref(self.ref_type, plain, block, device, label)
+
+    def _original_of(self, ref: Any) -> Any:
+        """The program's own tensor for an operand that came back: a plain one stays plain."""
+        for value in (*self.args, *self.kwargs.values()):
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                if part is ref or self.foreign.get(id(part)) is ref:
+                    return part
+        return ref
+
+    def _aliased(self, plain: torch.Tensor) -> Block | None:
+        """The operand's block whose storage a result shares, if it does."""
+        key = plain.untyped_storage()._cdata
+        for ref in self.refs:
+            if self.plain_of[id(ref)].untyped_storage()._cdata == key:
+                block: Block = ref._b
+                return block
+        return None
+
+    def _follow_metadata(self, original: Any, device: Device) -> None:
+        """Where an operator changed sizes in place (`t_`, `out=` of another size), change them too."""
+        ref = original if type(original) is self.ref_type else self.foreign.get(id(original))
+        if ref is None:
+            return
+        plain = self.plain_of[id(ref)]
+        if plain.size() == ref.size() and plain.stride() == ref.stride():
+            if plain.storage_offset() == ref.storage_offset():
+                return
+        block = ref._b
+        replica = block.replicas[device]
+        if plain.untyped_storage().nbytes() != replica.nbytes:
+            grown = plain.clone()
+            plain.untyped_storage().resize_(replica.nbytes)
+            block, plain = self.residency.born(grown, device), grown
+        if ref is original:
+            replace_metadata(ref, make_ref(self.ref_type, plain, block, device, ref.device))
+        else:
+            original.set_(plain)
+
+    def _expected_nbytes(self, device: Device) -> int:
+        """What the results are expected to take: what they took the last time."""
+        if device.is_host:
+            return 0
+        return self.manager.expected_results.get(self._result_key(), 0)
+
+    def _result_key(self) -> tuple[Any, ...]:
+        return (self.plan.number, *(ref.size() for ref in self.refs[:3]))
+
+    def _note_birth(self, block: Block) -> None:
+        self.born.append(block)
+        _ = block.replicas  # told to the strategy, its death has to be told too
+        expected = self.manager.expected_results
+        if len(expected) > 4096:
+            expected.clear()
+        expected[self._result_key()] = block.nbytes
+        with self.residency.strategy_lock:
+            struct = hash((self.plan.number, block.nbytes))
+            self.residency.strategy.on_birth(block.block_id, block.nbytes, struct)
+
+    # -- views ----------------------------------------------------------------------------------
+
+    def view(self) -> Any:
+        """Pure address arithmetic: needs a replica to look at, and moves nothing."""
+        ref = self.args[0]
+        block: Block = ref._b
+        residency = self.residency
+        with residency.lock:
+            device = self._where_readable(block)
+            out = self.plan.op(plain_on(ref, device), *self.args[1:], **self.kwargs)
+        if type(out) in (list, tuple):
+            return type(out)(
+                make_ref(self.ref_type, part, block, device, ref.device) for part in out
+            )
+        return make_ref(self.ref_type, out, block, device, ref.device)
+
+    def _where_readable(self, block: Block) -> Device:
+        if block.readable_on(self.accelerator) is not None:
+            return self.accelerator
+        for replica in block.readable_replicas():
+            return replica.device
+        self.residency.bring_home(block)
+        return self.residency.host
+
+    # -- afterwards -----------------------------------------------------------------------------
+
+    def _after(self) -> None:
+        """Let the strategy give back, write back and look ahead; tell it who died."""
+        self.residency.tell_deaths()
+        if self.residency.accelerators:
+            self.manager.after_operator(self.accelerator, [*self.blocks, *self.born])
+        if settings.check >= 2:
+            self.manager.check()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OutOfBudgetError):
+        return "the operator needs more than the budget"
+    if isinstance(error, TransferError):
+        return "a copy failed"
+    return "the device was out of memory"
