@@ -218,3 +218,15 @@ def test_a_state_dict_of_safetensors_loads(injected, tmp_path):
     assert torch.equal(third.weight, model.weight)
     safetensors_torch.load_model(twin, tmp_path / "file.safetensors")
     assert {type(tensor) for _, tensor in tensors_of(twin)} == {TensorRef}
+
+
+def test_a_storage_that_somebody_holds_is_exposed(injected):
+    """Torch keeps one Python object per storage, which its count of users does not see."""
+    tensor = torch.arange(4.0)
+    storage = tensor.untyped_storage()
+    assert tensor._b.exposure.alive
+    torch.tensor([], dtype=torch.float32).set_(storage, 0, (4,))
+    assert (tensor + 1).tolist() == [1, 2, 3, 4]
+    del storage
+    gc.collect()
+    assert not tensor._b.exposure or not tensor._b.exposure.alive
