@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ class OutOfBudgetError(TensorRefError, torch.OutOfMemoryError):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """The most bytes a device may hold, and where eviction starts and stops.
 
@@ -60,6 +61,11 @@ class Budget:
     limit_nbytes: int
     high_watermark: float = 1.0
     low_watermark: float = 1.0
+
+    @functools.cached_property
+    def high_nbytes(self) -> int:
+        """Resident bytes up to which nothing is evicted."""
+        return int(self.limit_nbytes * self.high_watermark)
 
     def excess_nbytes(self, resident_nbytes: int, incoming_nbytes: int = 0) -> int:
         """Bytes to evict before `incoming_nbytes` may enter; 0 below the high watermark."""

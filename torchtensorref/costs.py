@@ -34,8 +34,17 @@ def _attend(args: Sequence[Any], out: torch.Tensor) -> int:
     return 4 * query.numel() * key.shape[-2]
 
 
-#: Composite operators, whole under inference mode, that torch's registry does not know.
-COMPOSITE_FLOPS: dict[Any, FlopRule] = {
+def _add_contraction(args: Sequence[Any], out: torch.Tensor) -> int:
+    return 2 * out.numel() * args[1].shape[-1]
+
+
+#: Composite operators, whole under inference mode, that torch's registry does not know; and the
+#: few that run most often, for which flattening their arguments would cost more than they do.
+OWN_FLOPS: dict[Any, FlopRule] = {
+    aten.mm: _contract,
+    aten.bmm: _contract,
+    aten.addmm: _add_contraction,
+    aten.baddbmm: _add_contraction,
     aten.linear: _contract,
     aten.matmul: _contract,
     aten.conv1d: _convolve,
@@ -54,7 +63,7 @@ def flop_rule(plan: OpPlan) -> Callable[[Sequence[Any], dict[str, Any], Any], in
         rule: Callable[[Sequence[Any], dict[str, Any], Any], int] = plan.flops
         return rule
     packet = plan.op.overloadpacket
-    composite = COMPOSITE_FLOPS.get(packet)
+    composite = OWN_FLOPS.get(packet)
     if composite is not None:
         plan.flops = lambda args, kwargs, out: 0 if _is_nested(out) else composite(args, out)
     else:
@@ -89,8 +98,10 @@ def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
 
 def touched_nbytes(tensor: torch.Tensor) -> int:
     """Bytes an operator moves for one operand; repeated (expanded) elements count once."""
-    if tensor.is_nested:
-        return tensor.untyped_storage().nbytes()  # it has no sizes to ask for
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0  # it has no strides to ask for; such operators run on the host
+    if tensor.is_contiguous():
+        return tensor.nbytes
     nbytes = tensor.element_size()
     for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
         if stride:
@@ -107,30 +118,29 @@ GATHERS = {
     aten.take.default: 0,
 }
 
-_dtype_names: dict[torch.dtype, str] = {}
+_dtype_names: dict[Any, str] = {None: "float32"}
 
 
 def operator_cost(
     plan: OpPlan, plain_args: list[Any] | tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[int, int, str]:
     """Floating point operations, bytes and dtype of a call that has just run."""
-    flops = flop_rule(plan)(plain_args, kwargs, out)
+    rule = plan.flops or flop_rule(plan)
+    flops = 0 if rule is _no_flops else rule(plain_args, kwargs, out)
     nbytes = 0
-    gathered = GATHERS.get(plan.op)
+    gathered = GATHERS.get(plan.op, -1) if plan.runs_at_home else -1
     dtype = None
     for position, arg in enumerate(plain_args):
         for tensor in arg if type(arg) in (list, tuple) else (arg,):
             if isinstance(tensor, torch.Tensor):
                 if dtype is None:
                     dtype = tensor.dtype
-                if position != gathered and tensor.layout is torch.strided:
+                if position != gathered:
                     nbytes += touched_nbytes(tensor)
     for tensor in out if type(out) in (list, tuple) else (out,):
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            nbytes += touched_nbytes(tensor)
-            if gathered is not None:
-                nbytes += touched_nbytes(tensor)
-    name = _dtype_names.get(dtype) if dtype is not None else "float32"
+        if isinstance(tensor, torch.Tensor):
+            nbytes += touched_nbytes(tensor) * (1 if gathered < 0 else 2)
+    name = _dtype_names.get(dtype)
     if name is None:
         name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
     return flops, nbytes, name

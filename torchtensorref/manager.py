@@ -307,6 +307,8 @@ class TensorsManager:
         residency = self.residency
         device = residency.main
         residency.release(residency.acquire(device, [ref._b], [], 0))
+        with residency.lock:
+            residency.set_ready(ref._b, device)
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
@@ -477,6 +479,7 @@ class TensorsManager:
                     if replica.state is FILLING:
                         residency._arrive(replica)
                 residency.evict(replica, "everything home")
+        residency.settle_home()
 
     def check(self) -> None:
         """Verify the books.
@@ -544,7 +547,7 @@ def _ledger_violations(device: Device, ledger: Any) -> list[str]:
 def _block_violations(block: Block) -> list[str]:
     found = []
     states = [replica.state for replica in block.replicas.values()]
-    if CLEAN not in states and DIRTY not in states:
+    if CLEAN not in states and DIRTY not in states and FILLING not in states:
         found.append(f"{block.name}: no readable replica; its bytes are lost")
     if states.count(DIRTY) > 1:
         found.append(f"{block.name}: more than one dirty replica")

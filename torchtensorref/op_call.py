@@ -396,6 +396,8 @@ class OpCall:
         with residency.lock:
             device = self._where_readable(block)
             out = self.plan.op(plain_on(ref, device), *self.args[1:], **self.kwargs)
+            if block.ready is None and device is residency.fast_device:
+                residency.set_ready(block, device)
         if type(out) in (list, tuple):
             return type(out)(
                 make_ref(self.ref_type, part, block, device, ref.device) for part in out

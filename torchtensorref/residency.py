@@ -185,7 +185,7 @@ class Residency(Movement):
         OutOfBudgetError, torch.OutOfMemoryError
             It does not fit on the device, even after every legal eviction. Nothing has changed.
         """
-        block = Block(storage_nbytes(tensor))
+        block = Block(tensor.untyped_storage().nbytes())
         block.born = block.last_use = self.tick
         if device.is_host:
             block.replicas[device] = Replica(block, device, tensor, CLEAN)
@@ -195,8 +195,10 @@ class Residency(Movement):
             with self.lock:
                 if graveyard or ledger.dead:
                     self.bury()
-                if ledger.budget.excess_nbytes(ledger.resident_nbytes, block.nbytes) <= 0:
-                    self._account(block, tensor, device)
+                if ledger.resident_nbytes + block.nbytes <= ledger.budget.high_nbytes:
+                    if device.is_witness:
+                        self._account(block, tensor, device)
+                    ledger.bear(block, tensor)
                     return block
             self.make_room_patiently(device, block.nbytes, "results")
 
@@ -206,7 +208,6 @@ class Residency(Movement):
         except torch.OutOfMemoryError:
             self.evict_some(device, block.nbytes)
             device.account(tensor)
-        self.ledgers[device].bear(block, tensor)
 
     # -- sharing and exposure -------------------------------------------------------------------
 

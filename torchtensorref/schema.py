@@ -68,6 +68,36 @@ RUNS_AT_HOME = {
     aten._local_scalar_dense.default,
 }
 
+_functions = torch._C._VariableFunctions
+_methods = torch._C.TensorBase
+
+#: Python's own bindings of the operators that run most: they parse their arguments in C, while the
+#: overload goes through a boxed stack (0.9 microseconds more). Only where the binding takes the
+#: overload's arguments in its order and can mean no other overload for them.
+BINDINGS: dict[OpOverload, Any] = {
+    aten.add.Tensor: _functions.add,
+    aten.sub.Tensor: _functions.sub,
+    aten.mul.Tensor: _functions.mul,
+    aten.div.Tensor: _functions.div,
+    aten.mm.default: _functions.mm,
+    aten.bmm.default: _functions.bmm,
+    aten.addmm.default: _functions.addmm,
+    aten.neg.default: _functions.neg,
+    aten.rsqrt.default: _functions.rsqrt,
+    aten.silu.default: torch._C._nn.silu,
+    aten.gelu.default: torch._C._nn.gelu,
+    aten.linear.default: torch._C._nn.linear,
+    aten.add_.Tensor: _methods.add_,
+    aten.mul_.Tensor: _methods.mul_,
+    aten.view.default: _methods.view,
+    aten.t.default: _functions.t,
+    aten.transpose.int: _functions.transpose,
+    aten.unsqueeze.default: _functions.unsqueeze,
+    aten.expand.default: _methods.expand,
+    aten.detach.default: _functions.detach,
+    aten.permute.default: _functions.permute,
+}
+
 _plan_numbers = itertools.count(1)
 
 _TENSOR_TYPES = frozenset({"Tensor", "Optional[Tensor]"})
@@ -80,6 +110,7 @@ class OpPlan:
     __slots__ = (
         "alias_position",
         "argument_names",
+        "binding",
         "flops",
         "handler",
         "has_kwarg_tensors",
@@ -154,6 +185,8 @@ class OpPlan:
                 or (self.returns_tensor and not self.may_alias and not self.is_view_tagged)
             )
         )
+        #: What runs it on plain tensors in the least time.
+        self.binding: Any = BINDINGS.get(op, op)
         self.handler: Any = None
         self.flops: Any = None
 

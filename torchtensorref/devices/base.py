@@ -112,6 +112,10 @@ class Device(ABC):
 
     is_host: bool = False
     is_simulated: bool = False
+    #: Counts the results of kernels itself, by `account`, to the byte and beside the ledger.
+    is_witness: bool = False
+    #: `empty` may follow a `copy_out` at once: the bytes under way are kept until they have left.
+    keeps_leaving_bytes: bool = False
 
     name: str
     kind: str

@@ -83,6 +83,8 @@ class SimMemory(Device):
 
     kind = "sim"
     is_simulated = True
+    is_witness = True
+    keeps_leaving_bytes = True
 
     def __init__(
         self,
