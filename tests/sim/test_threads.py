@@ -1,0 +1,266 @@
+"""Many threads, shared and own tensors, too little room: right results, no deadlock, right books."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import handlers
+
+from ..support.programs import RandomEviction, assert_same
+
+pytestmark = pytest.mark.timeout(60)
+
+THREADS = 8
+
+
+def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
+    """Run `work(0)`, `work(1)`, ... at once, all beginning together; return what they return."""
+    barrier = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        barrier.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        # In the context of the test: `disabled()` holds in its threads too.
+        contexts = [contextvars.copy_context() for _ in range(count)]
+        futures = [pool.submit(contexts[n].run, begin, n) for n in range(count)]
+        return [future.result() for future in futures]
+
+
+def assert_idle(manager: Any, limit_nbytes: int | None = None) -> None:
+    manager.check()
+    residency = manager.residency
+    assert not residency._pins_by_thread
+    assert not residency.hazards
+    assert not [r for ledger in residency.ledgers.values() for r in ledger.replicas() if r.pins]
+    device = residency.main
+    assert device.peak_nbytes <= (limit_nbytes or manager.budget)
+    assert device.recount_nbytes() == device.resident_nbytes
+
+
+STRATEGIES = {
+    "lru": lambda: "lru",
+    "genoa": lambda: "genoa",
+    "flow": lambda: "flow",
+    "random": lambda: RandomEviction(7),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+def work_on(shared: list[Any], own: Any, rounds: int) -> Any:
+    """Read what all threads share, write what is the thread's own, make and drop temporaries."""
+    for i in range(rounds):
+        own = own @ shared[i % len(shared)]
+        own.sub_(own.mean()).div_(own.abs().max() + 1)
+        own.t()[i % 5 :: 3].add_(shared[-1][0, i % 7])
+        twin = own.clone()
+        twin[0] += 1
+        own = own + twin.sort(dim=0)[0]
+    return own
+
+
+def test_eight_threads_on_shared_and_own_tensors(manage, strategy):
+    shared = [torch.rand(16, 16) for _ in range(5)]
+    owns = [torch.rand(16, 16) for _ in range(THREADS)]
+    expected = [work_on(shared, own.clone(), 12) for own in owns]
+    manager = manage(strategy, nbytes=8_000)
+    refs = [manager.adopt(t.clone()) for t in shared]
+    mine = [manager.adopt(t.clone()) for t in owns]
+    results = in_threads(lambda n: work_on(refs, mine[n], 12))
+    assert_same(expected, results)
+    assert_same(shared, refs)
+    assert_idle(manager)
+
+
+def test_bundles_that_exceed_the_budget_together_take_turns(manage):
+    """Each operator needs more than half the budget: two at once do not fit, and none goes home."""
+    nbytes = 4 * 32 * 32
+    manager = manage("lru", nbytes=4 * nbytes)
+    plain = [torch.rand(32, 32) for _ in range(2 * THREADS)]
+    refs = [manager.adopt(p.clone()) for p in plain]
+
+    def work(number: int) -> Any:
+        a, b = refs[2 * number : 2 * number + 2]
+        return [a @ b for _ in range(10)][-1]
+
+    results = in_threads(work)
+    assert_same([plain[2 * n] @ plain[2 * n + 1] for n in range(THREADS)], results)
+    assert_idle(manager)
+
+
+def test_backward_in_threads(manage, strategy):
+    def step(model: nn.Module, x: Any) -> Any:
+        grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        return list(grads)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4))
+    xs = [torch.rand(6, 12) for _ in range(THREADS)]
+    expected = [step(model, x) for x in xs]
+    manager = manage(strategy, nbytes=6_000)
+    manager.adopt(model)
+    refs = [manager.adopt(x.clone()) for x in xs]
+    assert_same(expected, in_threads(lambda n: step(model, refs[n])))
+    assert_idle(manager)
+
+
+def train(make: Callable[[Any], Any], seed: int) -> Any:
+    """Three steps of a model with batch norm; nothing in it is random or shared."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.rand(10, 10, generator=generator) for _ in range(2)]
+    w1, w2 = (make(w).requires_grad_() for w in weights)
+    mean, var = make(torch.zeros(10)), make(torch.ones(10))
+    x = make(torch.rand(7, 10, generator=generator))
+    optimizer = torch.optim.AdamW([w1, w2], lr=0.1)
+    for _ in range(3):
+        h = nn.functional.batch_norm(x @ w1, mean, var, training=True)
+        optimizer.zero_grad()
+        (h @ w2).square().mean().backward()
+        optimizer.step()
+    return [w1.detach(), w2.detach(), w1.grad, mean, var]
+
+
+def test_models_of_their_own_train_in_threads(manage, strategy):
+    expected = [train(lambda t: t, seed) for seed in range(THREADS)]
+    manager = manage(strategy, nbytes=3_000)
+    assert_same(expected, in_threads(lambda n: train(manager.adopt, n)))
+    assert_idle(manager)
+
+
+def test_copies_on_write_are_written_and_read_in_threads(manage, monkeypatch, strategy):
+    """A thread that writes its copy must not be seen by those that read theirs."""
+    monkeypatch.setattr(handlers, "SHARE_FROM_NBYTES", 1)
+    plain = torch.rand(20, 20)
+    manager = manage(strategy, nbytes=7_000)
+    for _ in range(6):
+        source = manager.adopt(plain.clone())
+        twins = [source, *(copy.deepcopy(source) for _ in range(THREADS - 1))]
+
+        def work(number: int, twins: list[Any] = twins) -> Any:
+            mine = twins[number]
+            if number % 2:
+                return mine @ mine
+            mine.mul_(number + 1)
+            return mine + mine.clone().zero_()
+
+        expected = [plain @ plain if n % 2 else plain * (n + 1) for n in range(THREADS)]
+        assert_same(expected, in_threads(work))
+        del source, twins
+    assert_idle(manager)
+
+
+def test_the_budget_and_the_strategy_change_while_threads_work(manage):
+    manager = manage("lru", nbytes=20_000)
+    plain = [torch.rand(16, 16) for _ in range(THREADS)]
+    expected = [work_on(plain, p.clone(), 8) for p in plain[:-1]]
+    shared = [manager.adopt(p.clone()) for p in plain]
+
+    def work(number: int) -> Any:
+        if number < THREADS - 1:
+            return work_on(shared, shared[number].clone(), 8)
+        for i in range(30):
+            manager.budget = (20_000, 5_000, 12_000)[i % 3]
+            manager.strategy = ("genoa", "lru", "flow")[i % 3]
+        return None
+
+    assert_same([*expected, None], in_threads(work))
+    assert_idle(manager, limit_nbytes=20_000)
+
+
+class Gate:
+    """Stops the first caller of a function at its door, until somebody lets it in."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.opened.wait(20)
+        return self.function(*args, **kwargs)
+
+
+def gated(monkeypatch: Any, owner: Any, name: str) -> Gate:
+    gate = Gate(getattr(owner, name))
+    monkeypatch.setattr(owner, name, gate)
+    return gate
+
+
+def two_at_once(gate: Gate, first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
+    """Run `first` up to the gate, then `second` until it waits or is done, then let `first` on."""
+    with ThreadPoolExecutor(2) as pool:
+        run = contextvars.copy_context().run
+        one = pool.submit(run, first)
+        assert gate.reached.wait(20)
+        two = pool.submit(contextvars.copy_context().run, second)
+        threading.Event().wait(0.1)  # `second` has come as far as it can
+        gate.opened.set()
+        return [one.result(), two.result()]
+
+
+def test_a_copy_that_another_thread_is_just_issuing_is_waited_for(manage, monkeypatch):
+    manager = manage()
+    plain = torch.rand(30, 30)
+    ref = manager.adopt(plain.clone())
+    gate = gated(monkeypatch, manager.residency.transfer, "fetch")
+    results = two_at_once(gate, lambda: ref + 1, lambda: ref * 2)
+    assert_same([plain + 1, plain * 2], results)
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(3), lambda x: x.t()[2:].zero_()])
+def test_what_is_written_while_it_is_evicted_is_not_lost(manage, monkeypatch, write):
+    manager = manage(nbytes=20_000)
+    plain = torch.rand(40, 40)
+    ref = manager.adopt(plain.clone()) + 1
+    plain = plain + 1
+    other = manager.adopt(torch.rand(60, 60))  # pushes `ref` out
+    gate = gated(monkeypatch, manager.residency.transfer, "write_back")
+    two_at_once(gate, other.toGPU, lambda: write(ref))
+    write(plain)
+    assert_same(plain, ref)
+    assert_same(plain + 0, ref + 0)
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("writes_source", [True, False])
+def test_a_sharer_writes_while_another_one_is_read(manage, monkeypatch, writes_source):
+    manager = manage()
+    plain = torch.rand(30, 30)
+    source = manager.adopt(plain.clone())
+    twin = copy.deepcopy(source)
+    read, written = (twin, source) if writes_source else (source, twin)
+    device = manager.residency.main
+    gate = gated(monkeypatch, device, "before_operator")
+    results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
+    assert_same([plain * 2, torch.zeros(30, 30)], results)
+    assert_same([plain, torch.zeros(30, 30)], [read, written])
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("writes_source", [True, False])
+def test_a_sharer_writes_while_another_one_is_read_at_home(manage, monkeypatch, writes_source):
+    manager = manage(nbytes=100)  # nothing fits: everything runs at home
+    plain = torch.rand(30, 30)
+    source = manager.adopt(plain.clone())
+    twin = copy.deepcopy(source)
+    read, written = (twin, source) if writes_source else (source, twin)
+    gate = gated(monkeypatch, manager.residency.host, "before_operator")
+    results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
+    assert_same([plain * 2, torch.zeros(30, 30)], results)
+    assert_idle(manager)
