@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .block import Block
 
@@ -18,19 +19,21 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[tuple[int, int, weakref.ref[Block]]]] = {}
+        #: The weak hold on the storage keeps its address from being given to another one, as long
+        #: as the row is there: a block may outlive the storage it was adopted from.
+        self._blocks: dict[int, list[tuple[int, int, weakref.ref[Block], StorageWeakRef]]] = {}
 
     def add(self, storage: torch.UntypedStorage, start: int, stop: int, block: Block) -> None:
         """Note that `block` stands for the bytes from `start` to `stop` of a storage."""
         key = storage._cdata
         rows = [row for row in self._blocks.get(key, ()) if row[2]() is not None]
-        rows.append((start, stop, weakref.ref(block)))
+        rows.append((start, stop, weakref.ref(block), StorageWeakRef(storage)))
         self._blocks[key] = rows
         weakref.finalize(block, self._forget, key).atexit = False
 
     def find(self, storage: torch.UntypedStorage, start: int, stop: int) -> tuple[Block, int] | None:
         """Return the block that covers the range, and the byte of the storage where it begins."""
-        for row_start, row_stop, reference in self._blocks.get(storage._cdata, ()):
+        for row_start, row_stop, reference, _ in self._blocks.get(storage._cdata, ()):
             block = reference()
             if block is not None and row_start <= start and stop <= row_stop:
                 return block, row_start
@@ -40,12 +43,12 @@ class Table:
         """Whether a block covers part of the range."""
         return any(
             reference() is not None and row_start < stop and start < row_stop
-            for row_start, row_stop, reference in self._blocks.get(storage._cdata, ())
+            for row_start, row_stop, reference, _ in self._blocks.get(storage._cdata, ())
         )
 
     def __len__(self) -> int:
         return sum(
-            reference() is not None for rows in self._blocks.values() for _, _, reference in rows
+            row[2]() is not None for rows in self._blocks.values() for row in rows
         )
 
     def _forget(self, key: int) -> None:
