@@ -253,9 +253,17 @@ class Residency(Movement):
     def copy_on_write(self, block: Block) -> Block:
         """Return a new block that shares the bytes of another until one of them is written."""
         with self.lock:
+            self.refresh(block)
+            is_exposed = block.exposure is not None
+        # Whoever holds exposed bytes may write them unseen: those are copied now.
+        home = self.bring_home(block) if is_exposed else None
+        with self.lock:
             twin = Block(block.nbytes)
             twin.is_persistent = block.is_persistent
-            block.share_with(twin)
+            if home is None:
+                block.share_with(twin)
+            else:
+                twin.replicas[self.host] = Replica(twin, self.host, copy_of(home.base), CLEAN)
         return twin
 
     def expose(self, block: Block, device: Device, why: str, *, forever: bool = False) -> Any:
