@@ -374,8 +374,10 @@ class TensorsManager:
         for device in residency.accelerators:
             replica = block.replicas.get(device)
             if replica is not None:
+                # It stays, empty: aliases keep views over its storage.
+                with residency.lock:
+                    residency._arrive(replica)
                 residency.evict(replica, "its storage changes")
-                block.replicas.pop(device, None)
 
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""
