@@ -40,6 +40,8 @@ class Books:
     ) -> None:
         self.host = host
         self.accelerators = list(accelerators)
+        #: Where operators run that need no decision.
+        self.fast_device = self.main
         self.strategy = strategy
         self.log = log
         self.lock = threading.RLock()
@@ -60,11 +62,6 @@ class Books:
         self._going: deque[Replica] = deque()
         self._pins_by_thread: dict[int, int] = {}
         self._deaths: list[int] = []
-
-    @property
-    def fast_device(self) -> Device:
-        """Where operators run that need no decision."""
-        return self.accelerators[0] if self.accelerators else self.host
 
     @property
     def main(self) -> Device:
@@ -121,6 +118,7 @@ class Books:
             d2h_bytes_per_s=clocks.d2h_bytes_per_s,
             compute_ns=clocks.compute_ns,
             compute_free_ns=clocks.compute_free_ns,
+            d2h_free_ns=clocks.d2h_free_ns,
         )
 
     def _still_coming(self, device: Device, reached_ns: int) -> list[Replica]:
@@ -212,6 +210,8 @@ class Resident(Sequence[BlockSnapshot]):
         self._books = books
         self._device = device
         self._all: list[BlockSnapshot] | None = None
+        #: Number of the last operator.
+        self.newest = books.tick
 
     def get(self, block_id: int) -> BlockSnapshot | None:
         """Describe one block; None if the device does not hold it."""

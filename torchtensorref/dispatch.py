@@ -1,45 +1,156 @@
-"""What torch calls for every operator that meets a TensorRef.
+"""What torch calls for every operator that meets a TensorRef, and the fast path through it.
 
-Where every operand is ready on the accelerator the operator runs at once (`fast.py`); everything
-else goes through the six phases of `op_call.py`.
+Where every operand is ready on the accelerator nothing has to be decided, so nobody is asked: no
+lock but the one that counts a result, no manager, no flattening, no event. What is not plain enough
+for that goes through the six phases of `op_call.py`, which can do everything.
 """
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from .fast import SLOW, try_fast
+from .budget import SHORTAGES
+from .costs import operator_cost
+from .devices.base import Device
 from .manager import tensorsManager
 from .op_call import OpCall
-from .schema import plan_of
+from .schema import OpPlan, plan_of
+from .views import make_ref
+
+#: Returned by the fast path where the operator has to take the long way. Nothing has happened then.
+SLOW = object()
+
+_NO_KWARGS: dict[str, Any] = {}
+_Tensor = torch.Tensor
+_is_inference_mode = torch.is_inference_mode_enabled
+_function_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
-def dispatch(ref_type: type, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(
+    ref_type: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
     """Run one operator in which at least one operand is a TensorRef."""
     try:
         plan = op._ref_plan
     except AttributeError:
         if not isinstance(op, OpOverload):
-            return _run_higher_order(ref_type, op, args, kwargs)
+            return _run_higher_order(ref_type, op, args, kwargs or {})
         # On the operator itself: the dictionary would hash it, in Python, at every call.
         plan = op._ref_plan = plan_of(op)
-    if torch.is_inference_mode_enabled() and plan.op.is_view and _is_normal(args[0]):
+    if plan.is_fast and (not kwargs or not plan.has_kwarg_tensors):
+        first = args[0]
+        residency = tensorsManager._residency
+        if type(first) is ref_type and first._d is residency.fast_device is first._b.ready:
+            run = _view if plan.is_true_view else _run_ready
+            result = run(ref_type, plan, args, kwargs or _NO_KWARGS, residency)
+            if result is not SLOW:
+                return result
+    if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         # Also there, a view of a normal tensor is a normal tensor: autograd counts its versions.
         with torch.inference_mode(False):
-            return OpCall(ref_type, plan, args, kwargs, tensorsManager).run()
-    residency = tensorsManager.residency
-    if plan.is_fast and not (kwargs and plan.has_kwarg_tensors):
-        result = try_fast(ref_type, plan, args, kwargs, residency)
-        if result is not SLOW:
-            return result
-    return OpCall(ref_type, plan, args, kwargs, tensorsManager).run()
+            return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
+    return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
 
 
-def _is_normal(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+def _run_ready(
+    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, residency: Any
+) -> Any:
+    """Run an operator whose operands are all ready on the accelerator; `SLOW` if one is not."""
+    device = residency.fast_device
+    ident = get_ident()
+    hazards = residency.hazards
+    outer = hazards.get(ident)
+    # Announce first, look second: an evictor closes first and looks second (Movement._seize), so
+    # that one of the two sees the other.
+    hazards[ident] = args if outer is None else outer + args
+    try:
+        plain_args = []
+        tick = residency.tick
+        for arg in args:
+            if type(arg) is ref_type:
+                block = arg._b
+                if block.ready is not device or arg._d is not device:
+                    return SLOW
+                block.last_use = tick
+                plain_args.append(arg._t)
+            elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
+                return SLOW
+            else:
+                plain_args.append(arg)
+        writes = plan.writes
+        if writes and not args[0]._b.owned:
+            return SLOW
+        residency.tick = tick + 1
+        out = (plan.op if _function_modes() else plan.binding)(*plain_args, **kwargs)
+        if device.is_simulated:
+            _charge(ref_type, plan, args, plain_args, kwargs, out, device)
+        if writes:
+            return args[0]
+        return _wrap(ref_type, out, residency.born(out, device), device, args[0])
+    except SHORTAGES:
+        return SLOW
+    finally:
+        if outer is None:
+            del hazards[ident]
+        else:
+            hazards[ident] = outer
+
+
+def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, _: Any) -> Any:
+    """Address arithmetic on a ready operand. No announcement: no kernel reads its bytes.
+
+    An evictor may empty the storage meanwhile; then torch refuses the view, or the view is of a
+    storage that is filled again before anybody reads it.
+    """
+    first = args[0]
+    if _is_inference_mode() and not first.is_inference():
+        return SLOW
+    try:
+        out = (plan.op if _function_modes() else plan.binding)(first._t, *args[1:], **kwargs)
+    except RuntimeError:
+        return SLOW  # the program's own mistake is raised again on the long way
+    if type(out) is not _Tensor:
+        block, device = first._b, first._d
+        return type(out)([_wrap(ref_type, part, block, device, first) for part in out])
+    if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
+        return make_ref(ref_type, out, first._b, first._d, first.device)
+    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    ref._b = first._b
+    ref._t = out
+    ref._d = first._d
+    return ref
+
+
+def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
+    """Make the TensorRef of a result: with few arguments, so in half the time, where they do."""
+    if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
+        return make_ref(ref_type, out, block, device, like.device)
+    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    ref._b = block
+    ref._t = out
+    ref._d = device
+    return ref
+
+
+def _charge(
+    ref_type: Any,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    plain_args: list[Any],
+    kwargs: Any,
+    out: Any,
+    device: Device,
+) -> None:
+    """Let a simulated device spend the time that the operator takes."""
+    flops, nbytes, dtype_name = operator_cost(plan, plain_args, kwargs, out)
+    bases = [arg._b.base_on(device) for arg in args if type(arg) is ref_type]
+    writes = bases[:1] if plan.writes else ()
+    device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 
 
 def _run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:

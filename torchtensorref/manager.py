@@ -103,6 +103,7 @@ class TensorsManager:
                 self.bring_all_home()
                 self._residency.ledgers.clear()
                 self._residency.accelerators[:] = devices
+                self._residency.fast_device = self._residency.main
                 for device, budget in budgets:
                     self._residency.open_ledger(device, budget)
                 self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}

@@ -48,17 +48,25 @@ class TensorRef(Faces, Tensor):
     _d: Any = None
     _h: Tensor | None = None
 
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(TensorRef, op, args, kwargs or {})
+    #: Whether a TensorRef has ever been labelled other than cpu (`torch.set_default_device`, cuda).
+    labels_vary = False
 
-    def __new__(cls, data: Any) -> Any:
-        """Return the TensorRef that shares the memory of `data`, a tensor."""
+    __torch_dispatch__ = classmethod(dispatch)
+
+    def __new__(cls, data: Any, requires_grad: bool | None = None, **noted: Any) -> Any:
+        """Return the TensorRef that shares the memory of `data`, a tensor.
+
+        Libraries make a parameter anew as `type(p)(data, requires_grad, **p.__dict__)`, on the meta
+        device too (accelerate's `init_empty_weights`): what a parameter notes makes another one.
+        """
         if not isinstance(data, Tensor):
             raise TypeError(f"TensorRef refers to a tensor; got {type(data).__name__}")
-        return tensorsManager.adopt(data)
+        made = tensorsManager.adopt(data)
+        if noted.get("_is_param"):
+            return torch.nn.Parameter(made, requires_grad=requires_grad is not False)
+        return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, requires_grad: bool | None = None, **noted: Any) -> None:
         """Nothing more: `__new__` has made it."""
 
     @property

@@ -30,6 +30,8 @@ def make_ref(
         dtype=plain.dtype,
         device=label,
     )
+    if label.type != "cpu":
+        ref_type.labels_vary = True  # type: ignore[attr-defined]
     ref._b = block
     if device.is_host:
         ref._h = plain

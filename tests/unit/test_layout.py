@@ -21,7 +21,7 @@ ROWS = (
     ("blocks",),
     ("budget", "transfer", "schema", "costs", "views"),
     ("residency", "adoption", "strategy_choice", "reports", "manager"),
-    ("handlers", "dispatch"),
+    ("op_call", "handlers", "dispatch"),
     ("tensor", "regions", "faces", "casts"),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),

@@ -198,7 +198,7 @@ class AcceleratorDevice(Device):
         if not self._has_streams:
             return self._copy_in_order(source, target, after)
         if self._in_stream is None:
-            self._in_stream = self._module.Stream(device=self.torch_device)
+            self._in_stream = self._new_stream()
         event = self._copy_aside(source, target, after, self._in_stream, asynchronous)
         return self._keep(base, event)
 
@@ -209,11 +209,18 @@ class AcceleratorDevice(Device):
         if not self._has_streams:
             return self._copy_in_order(source, destination, after)
         if self._out_stream is None:
-            self._out_stream = self._module.Stream(device=self.torch_device)
+            self._out_stream = self._new_stream()
         # Without an order of the caller's, what compute was given so far may write these bytes.
         after = self.record() if after is None else after
         event = self._copy_aside(source, destination, after, self._out_stream, asynchronous)
         return self._keep(base, event)
+
+    def _new_stream(self) -> Any:
+        """Make a side stream; modules of one device (`torch.cpu`) take no device for it."""
+        try:
+            return self._module.Stream(device=self.torch_device)
+        except TypeError:
+            return self._module.Stream()
 
     def _copy_aside(
         self,
