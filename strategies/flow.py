@@ -8,13 +8,15 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, Protocol
 
 from ..history import NEVER, History
 from ..strategy import Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
 from ._gate import LatestStart
 from ._ghost import Referee
+from ._order import Farthest
 from ._room import PassingRoom
 from .lru import by_age, until_freed
 
@@ -34,11 +36,19 @@ WRITE_BACK_SHARE = 1 / 8
 VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.9
 
+#: How much dearer a byte of a larger block is: the block needs its whole room while it comes, so
+#: a large one that is kept saves more than its bytes. Per share of the budget that it takes.
+LARGE_COST = 8.0
+
 #: Looked at again when less than this share of what is looked ahead is known to be there.
 LOOK_AGAIN_SHARE = 3 / 4
 
 #: Above any distance: blocks that the forecast does not contain go first.
 _UNFORESEEN = 1e15
+
+
+#: Describes a block that the device holds; None for any other.
+Look = Callable[[int], BlockSnapshot | None]
 
 
 class Forecaster(Protocol):
@@ -112,8 +122,16 @@ class Flow(Strategy):
         self.queue_count = queue_count
         self.referee = Referee(self.history.next_use)
         self._room = PassingRoom()
+        self._order = Farthest()
+        self._order_is_void = True
+        self._accesses_until_void = 0
+        self._small: dict[int, int] = {}
+        self._small_nbytes = 0
+        self._may_be_dirty: set[int] = set()
+        self._made: set[int] = set()
         self._gate = LatestStart()
         self._limit_nbytes = 0
+        self._small_limit = 0
         self._leap_count = 0
         self._present_until = 0  # up to this position all that comes is known to be there
         self._wait_until_ns = 0  # on the compute clock: nothing is urgent before
@@ -127,9 +145,13 @@ class Flow(Strategy):
         history.access(block_id, nbytes, access.struct, is_persistent=access.is_persistent)
         if access.is_persistent:
             self._room.advance(history.start, history.end)
-        if not access.was_resident or history.leap_count != self._leap_count:
+        if history.leap_count != self._leap_count:
             self._leap_count = history.leap_count
+            self._order_is_void = True
             self._look_again()
+        elif not access.was_resident:
+            self._look_again()
+        self._note_use(access)
         if self._limit_nbytes:
             fetched_nbytes = 0 if access.was_resident else nbytes
             self.referee.access(block_id, nbytes, fetched_nbytes, self._limit_nbytes)
@@ -138,6 +160,7 @@ class Flow(Strategy):
         """Record where an operator made a block."""
         self.history.birth(block_id, nbytes)
         self._room.birth(block_id, nbytes, self.history.end)
+        self._made.add(block_id)
         if self._limit_nbytes:
             self.referee.birth(block_id, nbytes, self._limit_nbytes)
 
@@ -145,6 +168,10 @@ class Flow(Strategy):
         """Forget a block."""
         self.history.death(block_id)
         self._room.death(block_id)
+        self._order.forget(block_id)
+        self._small_nbytes -= self._small.pop(block_id, 0)
+        self._may_be_dirty.discard(block_id)
+        self._made.discard(block_id)
         self.referee.death(block_id)
 
     # -- what to do about it -----------------------------------------------------------------
@@ -153,7 +180,7 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
     ) -> Iterable[int]:
         """Return the blocks whose next use is farthest, dirty ones later than clean ones."""
-        self._limit_nbytes = device.limit_nbytes
+        self._set_limit(device.limit_nbytes)
         self._look_again()
         if not self._follows(VICTIM_CONFIDENCE):
             return list(until_freed(by_age(candidates), need_nbytes))
@@ -163,36 +190,104 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[Prefetch]:
         """Return the next blocks missing, each with victims that are used later than it is."""
-        self._limit_nbytes = device.limit_nbytes
+        self._set_limit(device.limit_nbytes)
         history = self.history
         self._gate.advance(device, history.start, history.end)
         if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
             return ()
         if self._present_until > history.end + LOOK_AGAIN_SHARE * self._horizon():
             return ()
-        held = {block.block_id: block for block in resident}
-        wanted = self._missing(held, self.queue_count)
-        if not wanted or self._can_wait(device, held):
+        look = _look_into(resident)
+        wanted = self._missing(look, self.queue_count)
+        if not wanted or self._can_wait(device, look):
             return ()
-        return self._issue(device, held, wanted)
+        self._put_in_order(resident)
+        return self._issue(device, look, wanted, _newest(resident))
 
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[int]:
         """Return the dirty blocks among those that are evicted next, if it will come to that."""
-        if not any(block.is_dirty and block.is_persistent for block in resident):
+        if not self._may_be_dirty or device.d2h_free_ns > max(
+            device.now_ns, device.compute_free_ns
+        ):
             return ()
         near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
         if device.free_nbytes > near_nbytes or not self._follows(VICTIM_CONFIDENCE):
             return ()
-        dirty = {block.block_id for block in resident if block.is_dirty and block.is_persistent}
-        ordered = self._by_score(device, resident)
-        return [block for block in until_freed(ordered, near_nbytes) if block in dirty]
+        self._put_in_order(resident)
+        for _, block in self._by_distance(device, _look_into(resident), 1.0):
+            if block.is_dirty and block.is_persistent:
+                return (block.block_id,)
+            near_nbytes -= block.nbytes
+            if near_nbytes <= 0:
+                break
+        return ()
 
     # -- how it is decided -------------------------------------------------------------------
 
+    def _set_limit(self, limit_nbytes: int) -> None:
+        if limit_nbytes != self._limit_nbytes:
+            self._limit_nbytes = limit_nbytes
+            self._small_limit = min(SMALL_NBYTES, int(limit_nbytes * SMALL_SHARE))
+            self._order_is_void = True
+
     def _follows(self, least_confidence: float) -> bool:
         return self.referee.is_followed and self.history.confidence >= least_confidence
+
+    def _note_use(self, access: Access) -> None:
+        """Note what follows from a use: when the next one is, and what may be dirty."""
+        block_id = access.block_id
+        if access.is_persistent and (access.is_write or block_id in self._made):
+            self._may_be_dirty.add(block_id)
+            self._made.discard(block_id)
+        self._accesses_until_void -= 1
+        if not self._order_is_void:
+            self._note_position(block_id, access.nbytes, is_persistent=access.is_persistent)
+
+    def _note_position(self, block_id: int, nbytes: int, *, is_persistent: bool) -> None:
+        history = self.history
+        distance = history.next_use(block_id)
+        if distance != NEVER:
+            self._order.note(block_id, history.cursor + distance)
+            if nbytes <= self._small_limit and block_id not in self._small:
+                self._small[block_id] = nbytes
+                self._small_nbytes += nbytes
+        elif is_persistent:
+            self._order.note(block_id, _UNFORESEEN - history.end)
+
+    def _put_in_order(self, resident: Sequence[BlockSnapshot]) -> None:
+        """Work the order out anew where the forecast has changed, and now and then."""
+        if not self._order_is_void and self._accesses_until_void > 0:
+            return
+        self._order_is_void = False
+        self._accesses_until_void = self.history.distinct_count + 64
+        self._order.clear()
+        for block in sorted(resident, key=lambda block: -block.last_use):
+            self._note_position(block.block_id, block.nbytes, is_persistent=block.is_persistent)
+
+    def _by_distance(
+        self, device: DeviceSnapshot, look: Look, dirty_cost: float
+    ) -> Iterator[tuple[float, BlockSnapshot]]:
+        """Yield (distance, block) of what may be given back ahead of need, best first."""
+        cursor, order = self.history.cursor, self._order
+        keeps_small = self._small_nbytes <= device.limit_nbytes * SMALL_TOTAL_SHARE
+        dearer: list[tuple[float, int, float, BlockSnapshot]] = []
+        for block_id, position in order.descending():
+            block = look(block_id)
+            if block is None:
+                order.forget(block_id)
+                continue
+            if keeps_small and block_id in self._small:
+                continue
+            distance = position - cursor
+            cost = 1 + LARGE_COST * block.nbytes / device.limit_nbytes
+            cost *= dirty_cost if block.is_dirty else 1
+            while dearer and -dearer[0][0] >= distance:
+                yield heappop(dearer)[2:]
+            heappush(dearer, (-distance / cost, block_id, distance, block))
+        while dearer:
+            yield heappop(dearer)[2:]
 
     def _look_again(self) -> None:
         self._present_until = 0
@@ -211,13 +306,14 @@ class Flow(Strategy):
         is_lost = self.history.cursor < 0
 
         def score(block: BlockSnapshot) -> float:
+            cost = 1 + LARGE_COST * block.nbytes / device.limit_nbytes
             distance = self.history.next_use(block.block_id)
             if distance == NEVER:
                 if is_lost or block.is_persistent:
                     return _UNFORESEEN - block.last_use
                 # Nothing is known of a fresh temporary: give it as long as it has waited.
                 distance = 2 * (newest - block.last_use)
-            return distance / dirty_cost if block.is_dirty else distance
+            return distance / cost / dirty_cost if block.is_dirty else distance / cost
 
         ordered = sorted(blocks, key=lambda block: (-score(block), block.last_use, -block.nbytes))
         return self._small_ones_last(device, ordered)
@@ -246,7 +342,7 @@ class Flow(Strategy):
             device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
         )
 
-    def _missing(self, held: dict[int, BlockSnapshot], most: int | None) -> list[_Wanted]:
+    def _missing(self, look: Look, most: int | None) -> list[_Wanted]:
         """Return the blocks that will be used and are not there, in the order of use.
 
         Notes
@@ -258,7 +354,7 @@ class Flow(Strategy):
         known = max(0, self._present_until - history.end)
         wanted: dict[int, _Wanted] = {}
         for distance, block_id in history.upcoming(horizon, known):
-            if block_id in held or block_id in wanted:
+            if block_id in wanted or look(block_id) is not None:
                 continue
             wanted[block_id] = _Wanted(distance, block_id, history.nbytes(block_id))
             if most is not None and len(wanted) >= most:
@@ -267,19 +363,19 @@ class Flow(Strategy):
         self._present_until = history.end + first
         return list(wanted.values())
 
-    def _can_wait(self, device: DeviceSnapshot, held: dict[int, BlockSnapshot]) -> bool:
+    def _can_wait(self, device: DeviceSnapshot, look: Look) -> bool:
         """Say whether compute is so far behind the link that no copy has to start yet."""
         if not device.compute_ns:
             return False
         if device.compute_ns < self._wait_until_ns:
             return True
-        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(held, None))
+        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(look, None))
         slack_ns = self._gate.slack_ns(device, self.history.cursor, queue)
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0
 
     def _issue(
-        self, device: DeviceSnapshot, held: dict[int, BlockSnapshot], wanted: list[_Wanted]
+        self, device: DeviceSnapshot, look: Look, wanted: list[_Wanted], newest: int
     ) -> list[Prefetch]:
         """Choose copies and their victims until the queue is full or the next would do harm."""
         history = self.history
@@ -287,45 +383,69 @@ class Flow(Strategy):
         queue_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
         queue_nbytes -= device.in_flight_nbytes
         queue_count = self.queue_count - device.in_flight_count
-        order: Iterator[BlockSnapshot] | None = None
+        victims_left = self._at_rest(device, look, newest)
         issued: list[Prefetch] = []
+        coming: list[tuple[int, float]] = []
         for distance, block_id, nbytes in wanted:
             is_first = not issued and device.in_flight_count == 0
             if len(issued) >= queue_count or (not is_first and nbytes > queue_nbytes):
                 break
             reserve_nbytes = self._room.reserve_nbytes(history.cursor, distance)
             reserve_nbytes = min(reserve_nbytes, device.limit_nbytes // 2)
-            victims: list[int] = []
-            while room_nbytes < nbytes + reserve_nbytes:
-                if order is None:
-                    order = iter(self._by_score(device, self._at_rest(device, held)))
-                victim = next(order, None)
-                if victim is None or history.next_use(victim.block_id) <= distance:
-                    return issued
-                victims.append(victim.block_id)
-                room_nbytes += victim.nbytes
+            victims: list[BlockSnapshot] = []
             room_nbytes -= nbytes
+            while room_nbytes < reserve_nbytes:
+                next_use, victim = next(victims_left, (0.0, None))
+                if victim is None or next_use <= distance:
+                    return self._noted(issued, coming, victims_left)
+                victims.append(victim)
+                room_nbytes += victim.nbytes
             queue_nbytes -= nbytes
             self.referee.prefetched(nbytes, device.limit_nbytes)
-            issued.append(Prefetch(block_id, tuple(victims)))
+            coming.append((block_id, history.cursor + distance))
+            issued.append(Prefetch(block_id, tuple(victim.block_id for victim in victims)))
+        return self._noted(issued, coming, victims_left)
+
+    def _noted(
+        self, issued: list[Prefetch], coming: list[tuple[int, float]], victims_left: Iterator[Any]
+    ) -> list[Prefetch]:
+        victims_left.close()  # what it has looked at goes back into the order
+        for wish in issued:
+            for victim in wish.victims:
+                self._order.forget(victim)
+        for block_id, position in coming:
+            self._order.note(block_id, position)
         return issued
 
     def _at_rest(
-        self, device: DeviceSnapshot, held: dict[int, BlockSnapshot]
-    ) -> list[BlockSnapshot]:
+        self, device: DeviceSnapshot, look: Look, newest: int
+    ) -> Iterator[tuple[float, BlockSnapshot]]:
         """Leave out what the last operator uses, if a copy in its place had to wait too long.
 
         The block used last is the one that is used again last: the best victim, once the operator
         is through. Meanwhile the link idles. To spare the block costs a block's bytes per period.
         """
-        blocks = list(held.values())
-        newest = max((block.last_use for block in blocks), default=0)
+        dirty_cost = 1 + device.h2d_bytes_per_s / max(device.d2h_bytes_per_s, 1.0)
         idle_ns = device.compute_free_ns - max(device.link_free_ns, device.now_ns)
         idle_nbytes = max(0, idle_ns) * device.h2d_bytes_per_s / 1e9
         excess_nbytes = self.history.living_nbytes - device.limit_nbytes
-        spared_nbytes = max(
-            (block.nbytes for block in blocks if block.last_use == newest), default=0
-        )
-        if device.compute_free_ns and idle_nbytes * excess_nbytes < spared_nbytes**2:
-            return blocks
-        return [block for block in blocks if block.last_use != newest]
+        for distance, block in self._by_distance(device, look, dirty_cost):
+            if block.last_use == newest and (
+                not device.compute_free_ns or idle_nbytes * excess_nbytes >= block.nbytes**2
+            ):
+                continue
+            yield distance, block
+
+
+def _look_into(resident: Sequence[BlockSnapshot]) -> Look:
+    """Return a function that describes one block, or says that it is not there."""
+    look: Look | None = getattr(resident, "get", None)
+    return look or {block.block_id: block for block in resident}.get
+
+
+def _newest(resident: Sequence[BlockSnapshot]) -> int:
+    """Return the number of the last operator."""
+    newest: int | None = getattr(resident, "newest", None)
+    if newest is None:
+        newest = max((block.last_use for block in resident), default=0)
+    return newest

@@ -9,7 +9,7 @@ import torch
 
 from .blocks.block import Block, Replica
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
-from .books import Books
+from .books import Books, Resident
 from .budget import OutOfBudgetError
 from .devices.base import Device, empty_bytes
 from .errors import TransferError
@@ -119,27 +119,44 @@ class Movement(Books):
         with self.lock:
             if not self._seize(replica):
                 return 0
-            self._note_arrival(replica)
-            dirty = replica.state is DIRTY
-            if not dirty:
+            self._note_arrivals()
+            if replica.state is CLEAN:
                 return self._drop(replica, why)
             replica.pins += 1
         try:
-            self.write_back(replica)
+            self.write_back(replica, wait=False)
         finally:
             with self.lock:
                 replica.pins -= 1
         with self.lock:
-            if replica.state is CLEAN and self._seize(replica):
-                return self._drop(replica, why)
+            return self._let_go(replica, why)
+
+    def _let_go(self, replica: Replica, why: str) -> int:
+        """Drop a replica whose bytes are at home or on their way there (lock held).
+
+        Notes
+        -----
+        Nobody waits for the copy: home is filling until it has arrived, and who reads it waits
+        then. What is written meanwhile ends the copy first, so a copy in flight is current.
+        """
+        block = self.block_of(replica)
+        home = block.replicas.get(self.host) if block is not None else None
+        if home is None or not self._seize(replica):
             return 0
+        if replica.state is DIRTY:
+            if home.state is not FILLING or home.arrival is None:
+                return 0
+            if not replica.device.keeps_leaving_bytes:
+                home.arrival.wait()
+            replica.become(CLEAN, "on its way home")
+        return self._drop(replica, why)
 
     def give_back(self, replica: Replica, why: str) -> None:
         """`evict` where nobody waits for the room: bytes that cannot be copied home stay."""
         try:
             self.evict(replica, why)
         except TransferError as error:
-            self.log.note(f"b{replica.block_id}", f"kept {replica.device.name}", str(error)[:80])
+            self._note_failure(replica, error)
 
     def _seize(self, replica: Replica) -> bool:
         """Close the fast path to a replica; False if somebody holds it (lock held)."""
@@ -217,9 +234,11 @@ class Movement(Books):
                 home.become(INVALID, "write-back failed")
             raise
         self.log.note(block.name, "write back", f"from {replica.device.name}")
-        if wait:
-            with self.lock:
+        with self.lock:
+            if wait:
                 self._arrive(home)
+            else:
+                self._going.append(home)
 
     def _home_replica(self, block: Block) -> Replica:
         """Return the replica at home, with bytes that may be stale (lock held)."""
@@ -231,8 +250,7 @@ class Movement(Books):
 
     def _arrive(self, replica: Replica) -> None:
         """Wait for the copy that fills a replica and make it readable (lock held)."""
-        while replica.state is FILLING and replica.arrival is None:
-            self.unpinned.wait(PATIENCE_S)  # another thread is just issuing it
+        self._wait_for_issue(replica)
         arrival = replica.arrival
         if replica.state is not FILLING or arrival is None:
             return
@@ -248,6 +266,11 @@ class Movement(Books):
             arrival.wait()
             replica.arrival = None
             replica.become(CLEAN, "arrived")
+
+    def _wait_for_issue(self, replica: Replica) -> None:
+        """Let another thread that is just issuing the copy into a replica do so (lock held)."""
+        while replica.state is FILLING and replica.arrival is None:
+            self.unpinned.wait(PATIENCE_S)
 
     def bring_home(self, block: Block) -> Replica:
         """Make the bytes at home current; return that replica."""
@@ -302,6 +325,9 @@ class Movement(Books):
             replica.become(FILLING, "fetch issued")
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
+            if ahead:
+                with self.lock:
+                    self._coming.setdefault(device, []).append(replica)
         except BaseException:
             with self.lock:
                 replica.become(INVALID, "fetch failed")
@@ -337,6 +363,9 @@ class Movement(Books):
     def peek(self, block: Block) -> torch.Tensor:
         """Return host bytes with the current content; changes no state, keeps nothing."""
         with self.lock:
+            home = block.replicas.get(self.host)
+            if home is not None and DIRTY not in (r.state for r in block.replicas.values()):
+                self._arrive(home)  # its bytes may be on their way home, and nowhere else
             home = block.readable_on(self.host)
             if home is not None:
                 return home.base
@@ -347,12 +376,10 @@ class Movement(Books):
 
     def look_ahead(self, device: Device) -> None:
         """Ask the strategy what to write back and fetch early, and issue it; never waits."""
+        resident = Resident(self, device)
         with self.lock:
             self.bury()
-            replicas = self.ledgers[device].replicas()
-            for replica in replicas:
-                self._note_arrival(replica)
-            resident = [s for r in replicas if (s := self.snapshot_of(r)) is not None]
+            self._note_arrivals()
             seen = self.device_snapshot(device)
         with self.strategy_lock:
             leaving = list(self.strategy.write_back(seen, resident))
@@ -360,19 +387,46 @@ class Movement(Books):
         for block_id in leaving:
             block = self.known.get(block_id)
             dirty = block.replicas.get(device) if block is not None else None
-            if dirty is not None and dirty.state is DIRTY and not dirty.pins:
-                self.write_back(dirty, wait=False)
+            if dirty is not None and dirty.state is DIRTY:
+                self._write_back_early(dirty)
         for wish in coming:
             if not self.prefetch(device, wish.block_id, wish.victims):
                 return
 
-    def _note_arrival(self, replica: Replica) -> None:
-        """See whether the write-back of a replica has ended meanwhile (lock held)."""
-        if replica.state is DIRTY:
-            block = self.block_of(replica)
-            home = block.replicas.get(self.host) if block is not None else None
-            if home is not None and home.arrival is not None and home.arrival.is_done():
+    def _write_back_early(self, replica: Replica) -> None:
+        """Issue a copy home of what no operator holds; if it fails, nothing is lost."""
+        with self.lock:
+            if not self._seize(replica):
+                return
+            replica.pins += 1
+        try:
+            self.write_back(replica, wait=False)
+        except TransferError as error:
+            self._note_failure(replica, error)
+        finally:
+            with self.lock:
+                replica.pins -= 1
+                self.unpinned.notify_all()
+
+    def _note_failure(self, replica: Replica, error: Exception) -> None:
+        self.log.note(f"b{replica.block_id}", f"no copy {replica.device.name}", str(error)[:80])
+
+    def _note_arrivals(self) -> None:
+        """See which copies home have ended meanwhile, in their order (lock held)."""
+        going = self._going
+        while going:
+            home = going[0]
+            if home.state is FILLING and home.arrival is not None:
+                if not home.arrival.is_done():
+                    return
                 self._arrive(home)
+            going.popleft()
+
+    def settle_home(self) -> None:
+        """Wait for every copy home that nobody has waited for."""
+        with self.lock:
+            while self._going:
+                self._arrive(self._going.popleft())
 
     def prefetch(self, device: Device, block_id: int, victims: Sequence[int]) -> bool:
         """Issue the copy of one block ahead of need, in the room of its victims.
@@ -391,10 +445,10 @@ class Movement(Books):
             replica = block.replicas.get(device)
             if replica is not None and replica.state is not INVALID:
                 return False
-            if block.readable_on(self.host) is None:
-                return False
-            candidates = self.candidates(device)
-            chosen = [r for number in victims if (r := candidates.get(number)) is not None]
+            home = block.replicas.get(self.host)
+            if home is None or home.state is not CLEAN:
+                return home is not None and home.state is FILLING  # later: it is on its way home
+            chosen = self.chosen(device, victims)
             ledger = self.ledgers[device]
             free_nbytes = ledger.budget.limit_nbytes - ledger.resident_nbytes
             if free_nbytes + sum(r.nbytes for r in chosen) < block.nbytes:

@@ -59,6 +59,8 @@ class DeviceSnapshot:
     compute_ns: int = 0
     #: When the device will be through with the operators issued so far; 0 if not known.
     compute_free_ns: int = 0
+    #: When the copy engine from it is free again.
+    d2h_free_ns: int = 0
 
     @property
     def free_nbytes(self) -> int:

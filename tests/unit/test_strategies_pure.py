@@ -8,7 +8,7 @@ from torchTensorRef.strategies import AVAILABLE
 from torchTensorRef.strategies.flow import Flow
 from torchTensorRef.strategies.genoa import Genoa
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
-from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, Strategy
+from torchTensorRef.strategy import Access, BlockSnapshot, DeviceSnapshot, Strategy
 
 from ..support.cache_model import CacheModel, Operand, Step, least_misses, uses
 from ..support.traces import Trace, back, blocks_of, sweep
@@ -123,7 +123,7 @@ def block(
 def learned(trace: Trace, **options: int) -> Flow:
     strategy = Flow(**options)
     for block_id, struct in trace:
-        strategy.history.access(block_id, 1_000, struct)
+        strategy.on_access(Access(block_id, 1_000, struct, True, True, True))
     return strategy
 
 
