@@ -1,0 +1,52 @@
+"""Run a program unmodified: once where torch is plain, once where what it makes is injected."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._pytree import tree_map_only
+
+import torchTensorRef
+from torchTensorRef.inject import hooks
+
+from .differential import copied
+from .programs import assert_same
+
+
+@contextmanager
+def injected() -> Iterator[None]:
+    """What is made inside is a TensorRef, also in a test whose fixture says otherwise."""
+    token = hooks.is_disabled.set(False)
+    try:
+        yield
+    finally:
+        hooks.is_disabled.reset(token)
+
+
+def seed(number: int = 0) -> None:
+    """Start every generator that a program may draw from."""
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def plain_result(program: Callable[[], Any]) -> Any:
+    """What plain torch makes of a program; copied, since it may write on what it has returned."""
+    seed()
+    with torchTensorRef.disabled():
+        return tree_map_only(torch.Tensor, copied, program())
+
+
+def assert_same_injected(program: Callable[[], Any], manager: Any) -> None:
+    """A program that nothing was changed in gives the bits of plain torch."""
+    plain = plain_result(program)
+    seed()
+    with injected():
+        ours = program()
+    manager.check()
+    assert_same(plain, ours)
