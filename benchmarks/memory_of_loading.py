@@ -4,8 +4,8 @@
 
 A Llama of about 1 GB is saved once and loaded in fresh processes, in several ways. What is measured
 is the growth of resident memory from before the loading to its peak, sampled by psutil. Pages of a
-mapped file count as soon as they are touched, although the system may take them back at any time: so a
-conversion (`bfloat16`) shows the file as well as the weights, with us as without.
+mapped file count as soon as they are touched, although the system may take them back at any time: a
+conversion (`bfloat16`) shows the file beside the weights, with us as without.
 """
 
 from __future__ import annotations

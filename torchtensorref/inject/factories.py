@@ -87,7 +87,7 @@ def own_memory_factory(
 ) -> Any:
     """Call a factory whose result owns its memory, and wrap the result."""
     if state.active and not _is_disabled():
-        if _decisions[_getframe(1).f_globals.get("__name__")]:
+        if _decisions[_getframe(1).f_globals.get("__name__", "")]:
             return _make(wrapped, args, kwargs, _fresh)
         if kwargs or _function_modes():
             return wrapped(*args, **_with_known_device(kwargs))
@@ -284,7 +284,7 @@ class Adoption:
             if not storage.resizable():
                 # Read from a file. Were the first of several views adopted alone, the others could
                 # not share a block with it.
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._wholes.append(self._manager.adopt_tensor(whole, sole=True))
         return self._manager.adopt_tensor(tensor, sole=True)
 

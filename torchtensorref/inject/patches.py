@@ -8,14 +8,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _FunctionWrapper = wrapt.FunctionWrapper[..., Any]
+else:
+    _FunctionWrapper = wrapt.FunctionWrapper  # generic in new versions only
+
+
+class PatchedFunction(_FunctionWrapper):
     """A function of another library, and what we do around it.
 
     To everyone who asks (hash, ==, name, signature, isinstance) it is the function itself, so
@@ -34,7 +40,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As the original, so that it loads where we are not.
         original = self.__wrapped__
-        reduced = original.__qualname__
+        reduced: Any = original.__qualname__
         if not isinstance(original, FunctionType):
             reduced = original.__reduce_ex__(protocol)
         if isinstance(reduced, str):
@@ -51,7 +57,7 @@ class Patch:
     wrapper: Wrapper
     reason: str
     original: Any = field(default=None, init=False)
-    patched: PatchedFunction | None = field(default=None, init=False)
+    patched: Any = field(default=None, init=False)
     #: Why the row does not match this version of the library; "" where it does.
     absence: str = field(default="", init=False)
 
@@ -78,8 +84,9 @@ class Patch:
             return
         self.absence = ""
         self.original = original
-        self.patched = PatchedFunction(original, self.wrapper)
-        setattr(owner, name, self.patched)
+        patched: Any = PatchedFunction(original, self.wrapper)
+        self.patched = patched
+        setattr(owner, name, patched)
 
     def uninstall(self) -> None:
         """Put the same object back, unless somebody else has replaced ours since."""

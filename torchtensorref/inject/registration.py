@@ -25,7 +25,8 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
         return None
     core = _core()
     if type(tensor) is core.ref_type:
-        tensor._b.is_persistent = True
+        ref: Any = tensor
+        ref._b.is_persistent = True
         return None
     if not injectTo.decisions[_module_behind(sys._getframe(1))]:
         return None
