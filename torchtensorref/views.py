@@ -33,7 +33,9 @@ def make_ref(
     if label.type != "cpu":
         ref_type.labels_vary = True  # type: ignore[attr-defined]
     ref._b = block
-    if device.is_host:
+    if block.sharers is not None and block.owner is not block:
+        pass  # the block may leave these replicas, and a view that was kept would stay behind
+    elif device.is_host:
         ref._h = plain
     else:
         ref._t = plain
