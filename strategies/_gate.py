@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..strategy import DeviceSnapshot
 
-#: The least margin before the latest start: this share of the time looked ahead, or two copies.
+#: The margin before the latest start: this share of the time until a block is due, and two copies.
 MARGIN_SHARE = 0.1
 
 
@@ -48,17 +48,19 @@ class LatestStart:
         first = cursor - self._start
         if not device.compute_ns or first < 0 or first >= len(self._spent_ns):
             return 0.0
-        ahead_ns = max(0, device.compute_free_ns - device.now_ns)
-        queued_ns = max(0, device.link_free_ns - device.now_ns)
+        # A copy takes the room of what was used last: it starts no earlier than compute, which the
+        # host has run ahead of, is through with it.
+        queued_ns = max(0, device.link_free_ns - max(device.now_ns, device.compute_free_ns))
         slack_ns = float("inf")
-        link_ns = largest_ns = due_ns = 0.0
+        link_ns = largest_ns = 0.0
         for distance, nbytes in missing:
             index = min(first + distance, len(self._spent_ns) - 1)
             copy_ns = nbytes / device.h2d_bytes_per_s * 1e9
             link_ns += copy_ns
             largest_ns = max(largest_ns, copy_ns)
             due_ns = self._spent_ns[index] - self._spent_ns[first]
-            slack_ns = min(slack_ns, ahead_ns + due_ns - queued_ns - link_ns)
+            sure_ns = due_ns * (1 - MARGIN_SHARE)
+            slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
         if link_ns == 0:
             return 0.0
-        return slack_ns - max(2 * largest_ns, MARGIN_SHARE * due_ns)
+        return slack_ns - 2 * largest_ns
