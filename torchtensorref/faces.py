@@ -144,6 +144,16 @@ class Faces:
         """Return the tensor itself: staging is the runtime's business."""
         return self
 
+    # -- others like it -------------------------------------------------------------------------
+
+    def new_tensor(self: Any, data: Any, **options: Any) -> Any:
+        """Return a tensor of these values, with this one's dtype and label unless others are named."""
+        return _adopted(_empty_like(self).new_tensor(_readable(data), **options))
+
+    def new(self: Any, *args: Any, **options: Any) -> Any:
+        """Return a tensor of a size or of values, with this one's dtype and label."""
+        return _adopted(_empty_like(self).new(*map(_readable, args), **options))
+
     # -- serialising ----------------------------------------------------------------------------
 
     def __reduce_ex__(self: Any, proto: Any) -> Any:
@@ -204,6 +214,24 @@ class Faces:
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask for the host: changes the label and moves no bytes."""
         return Tensor.cpu(self, *args, **kwargs)
+
+
+def _empty_like(ref: Any) -> Tensor:
+    """Make a plain tensor to call what torch answers in C++ from a tensor's own memory."""
+    return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
+
+
+def _readable(values: Any) -> Any:
+    """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
+    if type(values) is tensorsManager.ref_type:
+        return tensorsManager.peek(values).clone()
+    if type(values) not in (list, tuple):
+        return values
+    return type(values)(map(_readable, values))
+
+
+def _adopted(plain: Tensor) -> Any:
+    return tensorsManager.adopt_tensor(plain, sole=True)
 
 
 #: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.
