@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --budget 24MiB
 PYTEST_ARGS ?=
+# Names of models or families; without any, all of them, and docs/compatibility.md is written.
+MODELS ?=
+SOAK_ARGS ?= --minutes 30
 
 BIN := $(VENV)/bin
 # Errors only: without a progress bar its warnings would drown what matters.
@@ -14,7 +17,7 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test lint clean
+.PHONY: demo test compatibility soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -24,6 +27,13 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	@echo "==> pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Some ten minutes: every model of tests/conformance/zoo, with plain torch and with us.
+compatibility: $(VENV)/compatibility.stamp
+	@$(BIN)/python -m tests.conformance.models $(MODELS)
+
+soak: $(VENV)/test.stamp
+	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
 
 # mypy finds only packages that are really there, which an editable install is not, so it gets a
 # plain one in a folder of its own. The tests must not see it: they run against the edited files.

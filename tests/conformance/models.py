@@ -164,10 +164,9 @@ def _difference(plain: Any, run: Callable[[], Any]) -> str:
 
 def _count(outcome: Outcome) -> None:
     stats = tensorsManager.stats()
-    if stats["peak_resident_nbytes"] > stats["budget_nbytes"]:
-        outcome.failures["budget"] = (
-            f"{stats['peak_resident_nbytes']} bytes were resident, {stats['budget_nbytes']} budgeted"
-        )
+    peak_nbytes, budget_nbytes = stats["peak_resident_nbytes"], stats["budget_nbytes"]
+    if peak_nbytes > budget_nbytes:
+        outcome.failures["budget"] = f"{peak_nbytes} bytes were resident, {budget_nbytes} budgeted"
     if not outcome.op_count:
         outcome.op_count = stats["op_count"]
         outcome.accelerated_count = stats["op_count"] - stats["host_op_count"]
@@ -246,14 +245,15 @@ def page(outcomes: list[Outcome]) -> str:
         "",
         "<!-- Written by `make compatibility`; edit tests/conformance/models.py instead. -->",
         "",
-        f"{sum(o.identical for o in tried)} of {len(tried)} models give the bits of plain torch.",
-        "Each is made from a tiny config with seeded weights while torchTensorRef is installed, and",
-        "used unmodified under a budget of a quarter of its weights on a simulated accelerator of",
-        "that size with poisoned memory, under the strategies `flow` and `lru`. Compared are its",
-        "weights, every output of every run, the caches among them, and all gradients. The last",
-        "column is the share of operators that ran on the accelerator; what draws random numbers",
-        "with the label cpu, needs more than the whole budget, or reads a few rows of a table that",
-        "is at home, runs on the host.",
+        f"{sum(o.identical for o in tried)} of {len(tried)} models give the bits of plain torch. Each",
+        "is made from a tiny config with seeded weights while torchTensorRef is installed, and used",
+        "unmodified under a budget of a quarter of its weights, on a simulated accelerator of that",
+        "size with poisoned memory, under the strategies `flow` and `lru`. Compared are its weights,",
+        "every output of every run, caches among them, and all gradients.",
+        "",
+        "The last column is the share of operators that ran on the accelerator. On the host run",
+        "those that draw random numbers with the label cpu, that need more than the whole budget, or",
+        "that read a few rows of a table which is at home.",
         "",
         f"Made with {versions}.",
         "",
