@@ -57,7 +57,8 @@ class Books:
         #: Blocks by number, for strategies that name blocks which are not on the device.
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         #: Replicas that a copy was issued into and that nobody has seen arrive, by device.
-        self._coming: dict[Device, list[Replica]] = {}
+        #: Weak: what the program has let go of must not be held by its own copy.
+        self._coming: dict[Device, list[weakref.ref[Replica]]] = {}
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
         self._pins_by_thread: dict[int, int] = {}
@@ -128,14 +129,15 @@ class Books:
             return []
         left = [
             replica
-            for replica in coming
-            if replica.state is FILLING
+            for reference in coming
+            if (replica := reference()) is not None
+            and replica.state is FILLING
             and (
                 (arrival := replica.arrival) is None
                 or (arrival.end_ns > reached_ns if arrival.end_ns else not arrival.is_done())
             )
         ]
-        self._coming[device] = left
+        self._coming[device] = [weakref.ref(replica) for replica in left]
         return left
 
     def candidates(self, device: Device) -> dict[int, Replica]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -327,7 +328,7 @@ class Movement(Books):
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             if ahead:
                 with self.lock:
-                    self._coming.setdefault(device, []).append(replica)
+                    self._coming.setdefault(device, []).append(weakref.ref(replica))
         except BaseException:
             with self.lock:
                 replica.become(INVALID, "fetch failed")

@@ -325,7 +325,16 @@ class OpCall:
             return make_ref(self.ref_type, plain, source, device, label)
         if plain._is_zerotensor() or not plain.untyped_storage().resizable():
             plain = plain.clone()
-        block = self.residency.born(plain, device)
+        try:
+            block = self.residency.born(plain, device)
+        except SHORTAGES as error:
+            if not self.written:
+                raise
+            # What it has written cannot be written again, so it cannot run again: the result is
+            # there, and goes home.
+            self._note_fallback(_reason(error))
+            plain, device = plain.cpu(), self.residency.host
+            block = self.residency.born(plain, device)
         self._note_birth(block)
         return make_ref(self.ref_type, plain, block, device, label)
 
