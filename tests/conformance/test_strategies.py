@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_what_dies_is_given_back_at_once(manage, strategy):
 
 def largest_operator_nbytes(sizes: list[int]) -> int:
     """Bytes of x(8, a) @ w(a, b) -> y(8, b), the largest of a chain."""
-    return max(4 * (8 * a + a * b + 8 * b) for a, b in zip(sizes, sizes[1:], strict=False))
+    return max(4 * (8 * a + a * b + 8 * b) for a, b in pairwise(sizes))
 
 
 SIZES = [16, 64, 96, 32, 8]
@@ -101,7 +102,7 @@ def chain(weights: list[Any], x: Any) -> Any:
 
 
 def chain_of(manager: Any) -> tuple[list[Any], Any]:
-    weights = [torch.rand(a, b) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    weights = [torch.rand(a, b) for a, b in pairwise(SIZES)]
     return [manager.adopt(w.clone()) for w in weights], manager.adopt(torch.rand(8, SIZES[0]))
 
 

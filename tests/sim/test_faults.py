@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from torchTensorRef import schema
-from torchTensorRef.errors import TransferError
 from torchTensorRef.transfer import ATTEMPTS
 
 from ..support.programs import Adversary, RandomEviction, assert_same, unchanged
@@ -117,9 +116,14 @@ def faults_left(device: Any, kind: str) -> int:
     return len(device._faults._numbers[kind])
 
 
-@pytest.mark.parametrize(("strategy", "nbytes"), [*CASES, ("random", 1_200), ("adversary", 1_200)])
+@pytest.mark.parametrize(
+    ("strategy", "nbytes"), [*CASES[:-1], ("random", 1_200), ("adversary", 1_200)]
+)
 def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes):
-    """The n-th copy and all further attempts at it fail: no retry helps, the host must."""
+    """The n-th copy and all further attempts at it fail: no retry helps, the host must.
+
+    Not with the smallest budget: what must run at home and cannot be brought there has to fail.
+    """
     made = {"random": lambda: RandomEviction(1), "adversary": lambda: Adversary(1)}
     number = 0
     while True:
@@ -140,13 +144,18 @@ def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes):
             break
 
 
+class KernelFailedError(Exception):
+    """No RuntimeError: a view that torch refuses on the fast path is asked for again."""
+
+
 class Bomb:
     """Raises on the n-th call of any operator's kernel: before it, or after it has written."""
 
     def __init__(self, monkeypatch: Any, error: BaseException, *, after: bool) -> None:
         self.error, self.after = error, after
         self.countdown = 0
-        monkeypatch.setattr(schema.OpPlan, "op", _BombedOp(schema.OpPlan.op, self))
+        for slot in ("op", "binding"):
+            monkeypatch.setattr(schema.OpPlan, slot, _BombedOp(getattr(schema.OpPlan, slot), self))
 
     def explode(self) -> bool:
         self.countdown -= 1
@@ -199,7 +208,9 @@ class _Callable:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("error", [RuntimeError("kernel"), KeyboardInterrupt()], ids=["kernel", "ctrl-c"])
+@pytest.mark.parametrize(
+    "error", [KernelFailedError("kernel"), KeyboardInterrupt()], ids=["kernel", "ctrl-c"]
+)
 @pytest.mark.parametrize(("strategy", "nbytes"), [("lru", 1 << 20), ("genoa", 1_200)])
 def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, error, after):
     manager = manage(strategy, nbytes=nbytes)
@@ -211,8 +222,7 @@ def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, e
         bomb.countdown = number
         try:
             step.run()
-        except type(error) as seen:
-            assert seen is error
+        except type(error):
             error.__traceback__ = error.__context__ = None
         else:
             break
@@ -223,4 +233,4 @@ def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, e
         # What a half-run step leaves is what plain torch would have: start from a known state.
         step = Step(manager.adopt)
         assert_same(plain[0], state_of(step, step.run()))
-    assert number > 15
+    assert number > 20

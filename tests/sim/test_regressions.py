@@ -1,5 +1,7 @@
 """Bugs that were found, each with its story."""
 
+import copy
+
 import pytest
 import torch
 
@@ -67,3 +69,49 @@ def test_in_inference_mode_a_view_of_a_normal_tensor_is_normal(manager, look):
     assert torch.equal(seen, expected)
     assert product.is_inference()
     assert not seen.is_inference()
+
+
+def test_strides_over_dimensions_of_size_one_are_kept(manager):
+    # #2, found by random programs: a slice is contiguous and yet has a stride of its own there.
+    plain = torch.rand(2, 3, 2)
+    result, plain_result = manager.adopt(plain.clone()) * 2, plain * 2
+    assert result[::2].stride() == plain_result[::2].stride()
+
+
+def test_a_view_of_a_copy_follows_it_when_it_parts(manager):
+    """#2, found by random programs: the view stayed on the bytes the copy had shared."""
+    source = manager.adopt(torch.arange(5.0))
+    twin = copy.deepcopy(source)
+    twin.toGPU()
+    view = twin[1:]
+    twin.add_(1)
+    view.mul_(2)
+    assert (twin + 0).tolist() == [1, 4, 6, 8, 10]
+    assert (source + 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_was_fetched_ahead_goes_with_the_last_ref(manager):
+    """#2, found by random programs: the list of copies under way kept the bytes, and nobody
+    could evict them."""
+    ref = manager.adopt(torch.rand(50)) + 0
+    ref.toCPU()
+    device = manager.residency.main
+    manager.residency.known[ref._b.block_id] = ref._b
+    assert manager.residency.prefetch(device, ref._b.block_id, ())
+    assert device.resident_nbytes == 200
+    del ref
+    assert device.resident_nbytes == 0
+
+
+def test_statistics_are_written_once_when_the_results_do_not_fit(manage):
+    """#2, found by threads: the operator ran again at home, with the statistics it had written."""
+    manager = manage(nbytes=2000)
+    large = manager.adopt(torch.rand(400)) + 0
+    held = large.target  # 1600 bytes that cannot be evicted
+    x, mean, var = torch.rand(5, 10), torch.zeros(10), torch.ones(10)
+    refs = [manager.adopt(t.clone()) for t in (x, mean, var)]
+    result = torch.nn.functional.batch_norm(*refs, training=True)
+    expected = torch.nn.functional.batch_norm(x, mean, var, training=True)
+    for ref, plain in zip([result, *refs], [expected, x, mean, var], strict=True):
+        assert torch.equal(manager.release(ref), plain)
+    del held

@@ -1,4 +1,4 @@
-"""Many threads, shared and own tensors, too little room: right results, no deadlock, right books."""
+"""Many threads, shared and own tensors, too little room: right results and books, no deadlock."""
 
 from __future__ import annotations
 

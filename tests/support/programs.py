@@ -43,7 +43,9 @@ def managed_result(program: Program, manager: Any) -> Any:
 
 def assert_same(plain: Any, ours: Any) -> None:
     """Equal to the bit in everything that can be seen."""
-    found = differences(*(tree_map_only(torch.Tensor, torch.Tensor.detach, x) for x in (plain, ours)))
+    found = differences(
+        *(tree_map_only(torch.Tensor, torch.Tensor.detach, x) for x in (plain, ours))
+    )
     assert not found, "; ".join(found[:10])
 
 
@@ -52,7 +54,7 @@ def assert_right(program: Program, manager: Any) -> None:
     assert_same(plain_result(program), managed_result(program, manager))
 
 
-# -- strategies that misbehave ----------------------------------------------------------------------
+# -- strategies that misbehave ---------------------------------------------------------------------
 
 
 class RandomEviction(Strategy):
@@ -145,7 +147,7 @@ class Adversary(Strategy):
         return [Prefetch(number, tuple(self._nonsense(resident))) for number in numbers]
 
 
-# -- programs ---------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 
 
 def scattered(bring: Bring) -> Any:
