@@ -41,7 +41,8 @@ class Books:
         self.host = host
         self.accelerators = list(accelerators)
         #: Where operators run that need no decision.
-        self.fast_device = self.main
+        self.fast_device: Any = self.main
+        self.fast_host: Any = host
         self.strategy = strategy
         self.log = log
         self.lock = threading.RLock()
@@ -52,6 +53,8 @@ class Books:
         self.counts = Counts()
         #: Number of the operator that runs; the clock of recency.
         self.tick = 0
+        #: Who writes down what a module's call does while it is learned (`regions.py`).
+        self.recorder: Any = None
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
         #: Blocks by number, for strategies that name blocks which are not on the device.
@@ -85,7 +88,10 @@ class Books:
         while graveyard:
             death = graveyard.popleft()
             ledger = self.ledgers.get(death.device)
-            if ledger is not None and ledger.remove_key(death.key):
+            if ledger is not None:
+                ledger.remove_key(death.key)
+            # Also of what was not on an accelerator; a living block may have lost one replica.
+            if death.block_id not in self.known:
                 self._deaths.append(death.block_id)
         for ledger in self.ledgers.values():
             if ledger.dead:
