@@ -57,6 +57,8 @@ class Books:
         self.recorder: Any = None
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
+        #: Replicas whose copy a thread is just issuing, without the lock.
+        self.issuing: set[Replica] = set()
         #: Blocks by number, for strategies that name blocks which are not on the device.
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         #: Replicas that a copy was issued into and that nobody has seen arrive, by device.

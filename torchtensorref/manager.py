@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .adoption import block_for, is_adoptable, replace_in_place
-from .blocks.block import Block
+from .blocks.block import Block, Replica
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .blocks.table import Table
 from .budget import BudgetSetting, resolve_budget
@@ -510,7 +510,7 @@ class TensorsManager:
                     if block is not None:
                         found += [
                             f"{text}; story: {'; '.join(self.log.story(block.name)) or 'none'}"
-                            for text in _block_violations(block)
+                            for text in _block_violations(block, residency.issuing)
                         ]
         return found
 
@@ -547,7 +547,7 @@ def _ledger_violations(device: Device, ledger: Any) -> list[str]:
     return found
 
 
-def _block_violations(block: Block) -> list[str]:
+def _block_violations(block: Block, issuing: set[Replica]) -> list[str]:
     found = []
     states = [replica.state for replica in block.replicas.values()]
     if CLEAN not in states and DIRTY not in states and FILLING not in states:
@@ -557,7 +557,7 @@ def _block_violations(block: Block) -> list[str]:
     if DIRTY in states and CLEAN in states:
         found.append(f"{block.name}: clean and dirty replicas at once; one of them is stale")
     for replica in block.replicas.values():
-        if replica.state is FILLING and replica.arrival is None:
+        if replica.state is FILLING and replica.arrival is None and replica not in issuing:
             found.append(f"{block.name}: filling on {replica.device.name} and no copy in flight")
     if block.ready is not None and block.readable_on(block.ready) is None:
         found.append(f"{block.name}: ready on {block.ready.name} but not readable there")

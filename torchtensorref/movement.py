@@ -228,12 +228,15 @@ class Movement(Books):
                     self._arrive(home)
                 return
             home.become(FILLING, "write-back issued")
+            self.issuing.add(home)
         try:
             home.arrival = self.transfer.write_back(replica, home)
         except BaseException:
             with self.lock:
                 home.become(INVALID, "write-back failed")
             raise
+        finally:
+            self.issuing.discard(home)
         self.log.note(block.name, "write back", f"from {replica.device.name}")
         with self.lock:
             if wait:
@@ -324,6 +327,7 @@ class Movement(Books):
             device.refill(replica.base, block.nbytes)
             self.ledgers[device].add(replica)
             replica.become(FILLING, "fetch issued")
+            self.issuing.add(replica)
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             if ahead:
@@ -335,6 +339,8 @@ class Movement(Books):
                 device.empty(replica.base)
                 self.ledgers[device].remove(replica)
             raise
+        finally:
+            self.issuing.discard(replica)
         self.log.note(block.name, f"fetch {device.name}", "ahead" if ahead else "an operator reads")
 
     def refresh(self, block: Block) -> None:
