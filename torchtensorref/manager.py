@@ -129,7 +129,7 @@ class TensorsManager:
         self._budget_setting = setting
         for device, budget in budgets:
             self._residency.open_ledger(device, budget)
-            self._residency.make_room_patiently(device, 0, "the budget was lowered")
+            self._residency.fit_budget(device)
 
     @property
     def strategy(self) -> Any:

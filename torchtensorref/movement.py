@@ -197,6 +197,25 @@ class Movement(Books):
             device.name, need_nbytes, ledger.budget.limit_nbytes, ledger.resident_nbytes
         )
 
+    def fit_budget(self, device: Device) -> None:
+        """Evict down to a budget that was lowered, as other threads let go of what they hold.
+
+        Raises
+        ------
+        OutOfBudgetError
+            More than that is exposed there. The budget holds all the same.
+        """
+        for _ in range(PATIENCE_ROUNDS):
+            try:
+                return self.make_room(device, 0, "the budget was lowered")
+            except (HeldByOthersError, OutOfBudgetError):
+                with self.lock:
+                    replicas = self.ledgers[device].replicas()
+                    if not self.hazards and not any(replica.pins for replica in replicas):
+                        break
+                    self.unpinned.wait(PATIENCE_S)
+        return self.make_room_patiently(device, 0, "the budget was lowered")
+
     def evict_some(self, device: Device, need_nbytes: int) -> None:
         """Evict at least so much although the ledger sees room: the device says otherwise."""
         with self.lock:
