@@ -120,6 +120,9 @@ def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, _: An
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, first._b, first._d, first.device)
     ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    if 1 in out.size() and out.stride() != ref.stride():
+        # Contiguous, but what it strides over dimensions of size 1 can be anything.
+        return make_ref(ref_type, out, first._b, first._d, first.device)
     ref._b = first._b
     ref._t = out
     ref._d = first._d
@@ -131,6 +134,8 @@ def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: An
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, block, device, like.device)
     ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    if 1 in out.size() and out.stride() != ref.stride():
+        return make_ref(ref_type, out, block, device, like.device)
     ref._b = block
     ref._t = out
     ref._d = device
