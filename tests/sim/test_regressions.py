@@ -106,7 +106,7 @@ def test_what_was_fetched_ahead_goes_with_the_last_ref(manager):
 def test_statistics_are_written_once_when_the_results_do_not_fit(manage):
     """#2, found by threads: the operator ran again at home, with the statistics it had written."""
     manager = manage(nbytes=2000)
-    large = manager.adopt(torch.rand(400)) + 0
+    large = manager.adopt(torch.rand(400)).toGPU()
     held = large.target  # 1600 bytes that cannot be evicted
     x, mean, var = torch.rand(5, 10), torch.zeros(10), torch.ones(10)
     refs = [manager.adopt(t.clone()) for t in (x, mean, var)]
