@@ -8,6 +8,18 @@ the bytes that have to be moved, and those are at least what the optimal policy 
 used again last) moves. At any operator both hold at once: what MIN has moved so far had to be
 copied, and the operators from there on have still to run. The largest such sum is the floor; for
 one step of a loop it is max(S / link, compute), and for a cold start the weights come first.
+
+Activations, caches and gradients take room as weights do (THEORY 3.1: B is what the budget leaves
+to the weights), so the policy in the floor has them in its trace: a result comes for nothing, takes
+room while it is used again, and has to be copied like any other if it was evicted meanwhile. The
+bytes that the table compares with (`bytes_over_min`) are those of the parameters and of what lives
+as long as they do, with the whole budget for them.
+
+A program whose phases are bound in turn by the link and by compute (an optimizer after four
+passes) cannot overlap them further than the budget reaches: of what a stretch of the program uses,
+no more than a budget can be there when it begins. So a stretch takes as long as its operators, and
+as long as the copies of what it uses less one budget; stretches that do not overlap add up. The
+floor is the larger of the two bounds.
 """
 
 from __future__ import annotations
@@ -24,6 +36,9 @@ from torch.utils._pytree import tree_leaves
 
 from torchTensorRef.costs import GATHERS, flop_rule, touched_nbytes
 from torchTensorRef.schema import plan_of
+
+#: Places in the program between which stretches are looked for.
+STRETCH_EDGES = 150
 
 #: Operators after which a storage still in use counts as one that stays (optimizer state).
 LONG_LIFE = 400
@@ -108,24 +123,50 @@ class Recorder(TorchDispatchMode):
         """The least time for the whole program, from an empty device; see above."""
         left_ns = sum(self.took_ns)
         floor_ns = 0.0
-        moved = self.min_nbytes_so_far(budget_nbytes)
+        moved = self._moved_so_far(budget_nbytes, self.trace)
         for nbytes, took_ns in zip(moved, self.took_ns, strict=True):
             floor_ns = max(floor_ns, nbytes / self.spec.h2d_bytes_per_s * 1e9 + left_ns)
             left_ns -= took_ns
-        return floor_ns
+        return max(floor_ns, self._stretches_ns(budget_nbytes))
+
+    def _stretches_ns(self, budget_nbytes: int) -> float:
+        """The largest sum, over stretches one after another, of what each takes at the least."""
+        step = max(1, len(self.trace) // STRETCH_EDGES)
+        edges = [*range(0, len(self.trace), step), len(self.trace)]
+        least_ns = [0.0] * len(edges)  # from the edge to the end
+        for first in range(len(edges) - 2, -1, -1):
+            used: set[int] = set()
+            used_nbytes, took_ns = 0, 0.0
+            there_nbytes = budget_nbytes if first else 0  # nothing is there when it all begins
+            for last in range(first, len(edges) - 1):
+                for position in range(edges[last], edges[last + 1]):
+                    took_ns += self.took_ns[position]
+                    for number in self.trace[position]:
+                        life = self.lives[number]
+                        if number not in used and (life.is_given or life.first < edges[first]):
+                            used_nbytes += life.nbytes
+                        used.add(number)
+                copied_ns = (used_nbytes - there_nbytes) / self.spec.h2d_bytes_per_s * 1e9
+                stretch_ns = max(took_ns, copied_ns) + least_ns[last + 1]
+                least_ns[first] = max(least_ns[first], stretch_ns)
+        return least_ns[0]
 
     def min_nbytes(self, budget_nbytes: int) -> int:
         """Bytes that MIN copies to the device for the whole program."""
         return self.min_nbytes_so_far(budget_nbytes)[-1]
 
     def min_nbytes_so_far(self, budget_nbytes: int) -> list[int]:
-        """Bytes that MIN has copied to the device before each operator, for what stays.
+        """Bytes that MIN has copied to the device before each operator, for what stays."""
+        trace = [tuple(n for n in bundle if self.stays(n)) for bundle in self.trace]
+        return self._moved_so_far(budget_nbytes, trace)
+
+    def _moved_so_far(self, budget_nbytes: int, trace: list[tuple[int, ...]]) -> list[int]:
+        """Bytes that MIN has copied to the device before each operator of a trace.
 
         An operator's operands must be there together; evicted is what is used again last. Blocks
         are small against the budget, so that this greedy choice is the optimum up to one block
         (THEORY 1.2). What the program makes itself has its first use for nothing.
         """
-        trace = [tuple(n for n in bundle if self.stays(n)) for bundle in self.trace]
         uses: dict[int, list[int]] = defaultdict(list)
         for position, bundle in enumerate(trace):
             for number in bundle:

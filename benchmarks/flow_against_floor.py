@@ -1,6 +1,7 @@
-"""How near to the floor does each strategy come, at budgets below and above the weights?
+"""How near to the floor each strategy comes, at budgets below and above the weights.
 
-`python -m benchmarks.flow_against_floor [--programs decode,training] [--strategies flow,lru]` runs
+`python -m benchmarks.flow_against_floor [--programs decode,training] [--strategies flow,lru]
+[--budgets 50] [--write benchmarks/results/flow_against_floor.md]` runs
 every program under every budget and strategy on a simulated device, in virtual time, and compares
 the results with plain torch. Per row: time over the floor, bytes copied over the exact minimum, the
 share of time that compute stood idle waiting for a copy, peak within the budget, identical.
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -104,24 +108,43 @@ def measure(program: Program, spec: DeviceSpec, budget_nbytes: int, strategy: An
     return found, stats
 
 
-def row_of(program: Program, budget: int, strategy: str, plain: Any) -> dict[str, Any]:
-    """Measure one cell of the table."""
-    spec, recorder, expected, w_nbytes = plain
-    budget_nbytes = w_nbytes * budget // 100
-    found, stats = measure(program, spec, budget_nbytes, STRATEGIES[strategy])
-    least_nbytes = recorder.min_nbytes(budget_nbytes)
-    floor_ns = recorder.floor_ns(budget_nbytes)
-    moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
-    return {
-        "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
-        "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
-        "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
-        "identical": identical(expected, found),
-        "peak_share": round(stats["peak_resident_nbytes"] / budget_nbytes, 4),
-        "moved_nbytes": moved_nbytes,
-        "time_ns": stats["time_ns"],
-        "host_fallbacks": stats["host_fallback_count"],
-    }
+class Plain(NamedTuple):
+    """What is known of a program without running it under us."""
+
+    program: Program
+    spec: DeviceSpec
+    recorder: Recorder
+    expected: Any
+    w_nbytes: int
+
+
+def plain_run(program: Program) -> Plain:
+    """Run a program on plain tensors, and write down what it needs."""
+    with disabled():
+        spec = scaled_spec(program, program.make())
+        model = program.make()
+    recorder, expected = record(program, model, spec)
+    return Plain(program, spec, recorder, expected, weights_nbytes(model))
+
+
+def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[str, Any]]:
+    """Measure the cells of one budget: (strategy, row) one after the other."""
+    budget_nbytes = plain.w_nbytes * budget // 100
+    least_nbytes = plain.recorder.min_nbytes(budget_nbytes)
+    floor_ns = plain.recorder.floor_ns(budget_nbytes)
+    for strategy in strategies:
+        found, stats = measure(plain.program, plain.spec, budget_nbytes, STRATEGIES[strategy])
+        moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+        yield strategy, {
+            "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
+            "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
+            "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
+            "identical": identical(plain.expected, found),
+            "peak_share": round(stats["peak_resident_nbytes"] / budget_nbytes, 4),
+            "moved_nbytes": moved_nbytes,
+            "time_ns": stats["time_ns"],
+            "host_fallbacks": stats["host_fallback_count"],
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,6 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--programs", default=",".join(p.name for p in PROGRAMS))
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args(arguments)
     programs = [p for p in PROGRAMS if p.name in options.programs.split(",")]
     strategies = options.strategies.split(",")
@@ -140,18 +164,16 @@ def main(arguments: list[str] | None = None) -> int:
     with Progress(console=console) as progress:
         task = progress.add_task("", total=len(programs) * len(budgets) * len(strategies))
         for program in programs:
-            with disabled():
-                spec = scaled_spec(program, program.make())
-                model = program.make()
-            w_nbytes = weights_nbytes(model)
-            plain = (spec, *record(program, model, spec), w_nbytes)
+            plain = plain_run(program)
             for budget in budgets:
-                for strategy in strategies:
-                    progress.update(task, description=f"{program.name} {budget} % {strategy}")
-                    row = row_of(program, budget, strategy, plain)
+                progress.update(task, description=f"{program.name} {budget} %")
+                for strategy, row in rows_of(plain, budget, strategies):
                     results.setdefault(program.name, {}).setdefault(budget, {})[strategy] = row
                     progress.advance(task)
     Console(width=110).print(table_of(results))
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(markdown_of(results))
     print("RESULT " + json.dumps(results))
     return 0
 
@@ -159,15 +181,15 @@ def main(arguments: list[str] | None = None) -> int:
 def table_of(results: dict[str, Any]) -> Table:
     """One row per program, budget and strategy."""
     table = Table(title="virtual time over the floor, bytes over the exact minimum")
-    for heading in ("program", "budget", "strategy", "time", "bytes", "stalled", "peak", "identical"):
+    for heading in ("program", "strategy", "budget", "time", "bytes", "stalled", "peak", "same"):
         table.add_column(heading, justify="left" if heading in ("program", "strategy") else "right")
     for program, by_budget in results.items():
         for budget, by_strategy in by_budget.items():
             for strategy, row in by_strategy.items():
                 table.add_row(
                     program,
-                    f"{budget} %",
                     strategy,
+                    f"{budget} %",
                     f"{row['time_over_floor']:.3f}",
                     f"{row['bytes_over_min']:.3f}",
                     f"{row['stall_share']:.1%}",
@@ -176,6 +198,34 @@ def table_of(results: dict[str, Any]) -> Table:
                 )
         table.add_section()
     return table
+
+
+def markdown_of(results: dict[str, Any]) -> str:
+    """The table as a page, with what it was measured on."""
+    card = SPECS["rx6600xt"]
+    lines = [
+        "# Flow against the floor",
+        "",
+        "Written by `python -m benchmarks.flow_against_floor --write FILE`; its docstring and that",
+        "of `floor.py` say what the columns mean. Virtual time: the same on every machine.",
+        "",
+        f"Device: {card.name} with speeds divided by (16 GB / weights), h2d and d2h "
+        f"{card.h2d_bytes_per_s / 1e9:g} GB/s, memory {card.memory_bytes_per_s / 1e9:g} GB/s, host "
+        f"memory {card.host_memory_bytes_per_s / 1e9:g} GB/s.",
+        f"torch {torch.__version__}, Python {platform.python_version()}.",
+        "",
+        "| program | budget | strategy | time / floor | bytes / min | stalled | peak | identical |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for program, by_budget in results.items():
+        for budget, by_strategy in by_budget.items():
+            for strategy, row in by_strategy.items():
+                lines.append(
+                    f"| {program} | {budget} % | {strategy} | {row['time_over_floor']:.3f} "
+                    f"| {row['bytes_over_min']:.3f} | {row['stall_share']:.1%} "
+                    f"| {row['peak_share']:.1%} | {row['identical']} |"
+                )
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -182,14 +182,18 @@ def route(model: nn.Module) -> torch.Tensor:
 
 
 def wander(model: nn.Module) -> torch.Tensor:
-    """Use 60 matrices in an order that nobody can foretell."""
+    """Use 120 matrices, each under 1 % of the weights, in an order that nobody can foretell."""
     generator = torch.Generator().manual_seed(4)
-    order = torch.randint(60, (1500,), generator=generator).tolist()
+    order = torch.randint(120, (1500,), generator=generator).tolist()
     with torch.inference_mode():
         x = torch.randn(1, 96, generator=generator)
         for number in order:
             x = torch.tanh(model[number](x))
     return x
+
+
+def _square(width: int) -> nn.Module:
+    return nn.Linear(width, width)
 
 
 def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -206,5 +210,5 @@ PROGRAMS = (
     Program("balanced", _seeded(lambda: tower(48)), forward_passes, compute_to_copy=1.0),
     Program("training", _seeded(lambda: tower(16)), train, compute_to_copy=1.0),
     Program("experts", _seeded(MixtureOfExperts), route),
-    Program("random", _seeded(lambda: nn.ModuleList(nn.Linear(96, 96) for _ in range(60))), wander),
+    Program("random", _seeded(lambda: nn.ModuleList(map(_square, [96] * 120))), wander),
 )
