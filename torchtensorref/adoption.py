@@ -86,6 +86,7 @@ def block_for(
             block.exposure = Exposure(residency.host, None, "memory from outside", forever=True)
     block.replicas[residency.host] = Replica(block, residency.host, base, CLEAN)
     table.add(storage, start, stop, block)
+    residency.settle_at_home(block)
     return block, start
 
 

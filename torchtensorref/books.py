@@ -43,6 +43,8 @@ class Books:
         #: Where operators run that need no decision.
         self.fast_device: Any = self.main
         self.fast_host: Any = host
+        #: Whether anything ever had to be given back: until then strategies need not watch.
+        self.is_pressed = False
         self.strategy = strategy
         self.log = log
         self.lock = threading.RLock()

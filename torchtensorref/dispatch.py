@@ -19,7 +19,7 @@ from .devices.base import Device
 from .manager import tensorsManager
 from .op_call import OpCall
 from .schema import OpPlan, plan_of
-from .views import make_ref
+from .views import KEYS, make_ref
 
 #: Returned by the fast path where the operator has to take the long way. Nothing has happened then.
 SLOW = object()
@@ -44,10 +44,16 @@ def dispatch(
         plan = op._ref_plan = plan_of(op)
     if plan.is_fast and (not kwargs or not plan.has_kwarg_tensors):
         first = args[0]
+        if plan.is_list_first and first:
+            first = first[0]
         residency = tensorsManager._residency
-        if type(first) is ref_type and first._d is residency.fast_device is first._b.ready:
+        if (
+            type(first) is ref_type
+            and first._d is first._b.ready
+            and (first._d is residency.fast_device or first._d is residency.fast_host)
+        ):
             run = _view if plan.is_true_view else _run_ready
-            result = run(ref_type, plan, args, kwargs or _NO_KWARGS, residency)
+            result = run(ref_type, plan, args, kwargs or _NO_KWARGS, residency, first)
             if result is not SLOW:
                 return result
     if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
@@ -58,10 +64,15 @@ def dispatch(
 
 
 def _run_ready(
-    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, residency: Any
+    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, residency: Any, first: Any
 ) -> Any:
     """Run an operator whose operands are all ready on the accelerator; `SLOW` if one is not."""
-    device = residency.fast_device
+    device = first._d
+    if plan.is_list_first:
+        list_length = len(args[0])
+        args = (*args[0], *args[1:])
+    if first._b.nbytes >= plan.fast_below_nbytes:
+        return SLOW
     ident = get_ident()
     hazards = residency.hazards
     outer = hazards.get(ident)
@@ -83,15 +94,20 @@ def _run_ready(
             else:
                 plain_args.append(arg)
         writes = plan.writes
-        if writes and not args[0]._b.owned:
+        if writes and not first._b.owned:
             return SLOW
+        if plan.is_list_first:
+            plain_args[:list_length] = [plain_args[:list_length]]
         residency.tick = tick + 1
         out = (plan.op if _function_modes() else plan.binding)(*plain_args, **kwargs)
         if device.is_simulated:
             _charge(ref_type, plan, args, plain_args, kwargs, out, device)
         if writes:
-            return args[0]
-        return _wrap(ref_type, out, residency.born(out, device), device, args[0])
+            return first
+        if plan.is_number:
+            device.record().synchronize()  # the host waits for what it reads
+            return out
+        return _wrap(ref_type, out, residency.born(out, device), device, first)
     except SHORTAGES:
         return SLOW
     finally:
@@ -101,13 +117,14 @@ def _run_ready(
             hazards[ident] = outer
 
 
-def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, _: Any) -> Any:
+def _view(
+    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, residency: Any, first: Any
+) -> Any:
     """Address arithmetic on a ready operand. No announcement: no kernel reads its bytes.
 
     An evictor may empty the storage meanwhile; then torch refuses the view, or the view is of a
     storage that is filled again before anybody reads it.
     """
-    first = args[0]
     if _is_inference_mode() and not first.is_inference():
         return SLOW
     try:
@@ -119,7 +136,7 @@ def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, _: An
         return type(out)([_wrap(ref_type, part, block, device, first) for part in out])
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, first._b, first._d, first.device)
-    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype, _extra_dispatch_keys=KEYS)
     if 1 in out.size() and out.stride() != ref.stride():
         # Contiguous, but what it strides over dimensions of size 1 can be anything.
         return make_ref(ref_type, out, first._b, first._d, first.device)
@@ -133,7 +150,7 @@ def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: An
     """Make the TensorRef of a result: with few arguments, so in half the time, where they do."""
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, block, device, like.device)
-    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype)
+    ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype, _extra_dispatch_keys=KEYS)
     if 1 in out.size() and out.stride() != ref.stride():
         return make_ref(ref_type, out, block, device, like.device)
     ref._b = block

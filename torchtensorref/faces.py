@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
 from .manager import tensorsManager
 
 _str_intern = torch._tensor_str._str_intern
@@ -58,7 +57,9 @@ class Faces:
 
     def __format__(self: Any, spec: str) -> str:
         """Format as a tensor: a number where it has no dimension."""
-        return format(self._peek(), spec) if self.dim() == 0 else format(str(self), spec)
+        if self.dim() == 0 and self.device.type != "meta":
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
 
     def tolist(self: Any) -> Any:
         """Return the values as nested lists of Python numbers, or one number."""
@@ -181,10 +182,13 @@ class Faces:
             return Tensor.__deepcopy__(self, memo)  # raises torch's own explanation
         if id(self) in memo:
             return memo[id(self)]
-        # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
-        block = memo.get(id(self._b))
-        twin = tensorsManager.copy_of(self, block)
-        memo[id(self._b)] = twin._b
+        if getattr(self, "_is_param", False):
+            # A parameter is cloned: of all that shares its memory only itself comes along.
+            twin = self.detach().clone(memory_format=torch.preserve_format)
+        else:
+            # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
+            twin = tensorsManager.copy_of(self, memo.get(id(self._b)))
+            memo[id(self._b)] = twin._b
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         for name, value in self.__dict__.items():
@@ -264,8 +268,3 @@ def _without_foreign_device(args: Any, kwargs: Any) -> tuple[Any, Any, str]:
             else:
                 args = args[1:]
     return args, kwargs, wished
-
-
-def refuse_names(names: Any) -> None:
-    """Named tensors cannot be wrapped; say so clearly."""
-    raise ConfigError(f"Named tensors are not supported by torchTensorRef: {names}")

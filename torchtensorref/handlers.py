@@ -163,4 +163,5 @@ def install(ref_type: type) -> None:
     for op, handler, _ in TABLE:
         plan = plan_of(op)
         plan.handler = handler
-        plan.is_fast = False
+        plan.is_fast = plan.is_fast and handler is _share
+        plan.fast_below_nbytes = SHARE_FROM_NBYTES

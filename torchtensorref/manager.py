@@ -51,6 +51,8 @@ class TensorsManager:
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
         self._devices_by_name: dict[str, Device] = {}
+        #: The native regions (`regions.py`), once the tensors are there.
+        self.native: Any = None
 
     # -- settings -------------------------------------------------------------------------------
 
@@ -104,6 +106,9 @@ class TensorsManager:
                 self._residency.ledgers.clear()
                 self._residency.accelerators[:] = devices
                 self._residency.fast_device = self._residency.main
+                self._residency.is_pressed = False
+                self.native.forget()
+                self.native.watch()
                 for device, budget in budgets:
                     self._residency.open_ledger(device, budget)
                 self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}
@@ -148,6 +153,15 @@ class TensorsManager:
                         block = self._residency.block_of(replica)
                         if block is not None:
                             block.ready = None
+
+    @property
+    def regions(self) -> bool:
+        """Whether modules whose operators need no interception run natively."""
+        return self.native is not None and self.native.enabled
+
+    @regions.setter
+    def regions(self, wanted: bool) -> None:
+        self.native.enabled = bool(wanted)
 
     def device_named(self, name: str) -> Device:
         """Return one of the devices in use by its name."""
@@ -291,7 +305,8 @@ class TensorsManager:
                 if block is not None and block.block_id in given_back:
                     residency.give_back(replica, f"{strategy.name}: given back")
         if kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch:
-            residency.look_ahead(device)
+            if residency.is_pressed:
+                residency.look_ahead(device)
 
     # -- one tensor -----------------------------------------------------------------------------
 
@@ -432,7 +447,8 @@ class TensorsManager:
                 "hit_count": counts.hit_count,
                 "miss_count": counts.miss_count,
                 "op_count": counts.op_count,
-                "native_op_region_count": 0,
+                "native_op_region_count": self.native.native_count,
+                "native_op_count": self.native.native_op_count,
                 "host_op_count": counts.host_op_count,
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
                 "host_fallback_reasons": dict(counts.host_fallbacks),
@@ -446,6 +462,7 @@ class TensorsManager:
         with residency.lock:
             residency.counts = Counts()
             residency.transfer.counts = TransferCounts()
+            self.native.native_count = self.native.native_op_count = 0
             for device in residency.ledgers:
                 device.reset_peak()
 

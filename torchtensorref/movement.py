@@ -53,6 +53,8 @@ class Movement(Books):
                 excess_nbytes = ledger.budget.excess_nbytes(ledger.resident_nbytes, need_nbytes)
                 if excess_nbytes <= 0:
                     return
+                if not self.is_pressed:
+                    self._feel_pressure()
                 candidates = self.candidates(device)
                 evictable_nbytes = sum(r.nbytes for r in candidates.values())
                 held_nbytes = ledger.resident_nbytes - evictable_nbytes
@@ -65,6 +67,16 @@ class Movement(Books):
                 self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
             self._evict_enough(device, seen, snapshots, candidates, excess_nbytes, why)
         self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
+
+    def _feel_pressure(self) -> None:
+        """From now on the strategy wants to see each use of what stays (lock held)."""
+        self.is_pressed = True
+        if self.strategy.watches_accesses:
+            for ledger in self.ledgers.values():
+                for replica in ledger.replicas():
+                    block = self.block_of(replica)
+                    if block is not None and block.is_persistent:
+                        block.ready = None
 
     def _raise_no_room(self, device: Device, need: int, limit: int, held: int) -> None:
         me = threading.get_ident()

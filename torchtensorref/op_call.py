@@ -15,10 +15,15 @@ from .errors import TransferError
 from .manager import TensorsManager
 from .schema import OpPlan
 from .strategy import Access, OpSnapshot
-from .views import make_ref, plain_on, replace_metadata
+from .views import make_ref, plain_on, replace_metadata, view_with
 
 #: Operators after which a tensor that is still used counts as one that stays: optimizer state.
 PERSISTENT_AFTER = 1000
+
+
+_SetExcluded = torch._C._SetExcludeDispatchKeyGuard
+_CONJUGATE = torch._C._dispatch_key_parse("Conjugate")
+_NEGATIVE = torch._C._dispatch_key_parse("Negative")
 
 
 class OpCall:
@@ -75,7 +80,9 @@ class OpCall:
         device = self.place()
         self.residency.tick += 1
         self.residency.counts.op_count += 1
-        self._tell_accesses()
+        self._tell_accesses(device)
+        if self.residency.recorder is not None:
+            self.residency.recorder.note(self, device)
         try:
             return self._run_down_the_ladder(device)
         finally:
@@ -175,7 +182,7 @@ class OpCall:
             name = residency.strategy.place(snapshot)
         return self.manager.device_named(name)
 
-    def _tell_accesses(self) -> None:
+    def _tell_accesses(self, device: Device) -> None:
         strategy, tick = self.residency.strategy, self.residency.tick
         with self.residency.strategy_lock:
             for block in self.blocks:
@@ -185,6 +192,8 @@ class OpCall:
                     self.residency.known[block.block_id] = block
                 elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
+                if device.is_host:
+                    continue  # the accelerator does not need it for this
                 replica = block.replicas.get(self.accelerator)
                 strategy.on_access(
                     Access(
@@ -256,7 +265,7 @@ class OpCall:
             with residency.lock:
                 for block in self.blocks:
                     if device.is_host:
-                        block.ready = None
+                        residency.settle_at_home(block)
                     else:
                         residency.set_ready(block, device)
 
@@ -277,7 +286,7 @@ class OpCall:
         writes = [block.replicas[device].base for block in self.written]
         device.before_operator(reads, writes)
         try:
-            out = self.plan.op(*args, **kwargs)
+            out = self._call_kernel(args, kwargs)
         finally:
             # Also after an exception: a kernel may have written part of what it writes.
             for block in self.written:
@@ -288,7 +297,19 @@ class OpCall:
             device.record().synchronize()  # the program reads a number: the host waits for it
         return out
 
+    def _call_kernel(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if any(plain.is_complex() for plain in self.plain_of.values()):
+            # Under dispatch torch looks at no key above it, so a kernel that conjugates lazily and
+            # calls another operator would read the bytes as they are: linalg_pinv was wrong so.
+            with _SetExcluded(_CONJUGATE, False), _SetExcluded(_NEGATIVE, False):
+                return self.plan.op(*args, **kwargs)
+        return self.plan.op(*args, **kwargs)
+
     def _wrap(self, out: Any, device: Device) -> Any:
+        for name in self.plan.write_names if not self.plan.is_flat else ():
+            lists = self.plan.argument(name, self.args, self.kwargs)
+            for original in lists if isinstance(lists, (list, tuple)) else ():
+                self._follow_metadata(original, device)
         twins = self.plan.result_of_write
         if isinstance(out, torch.Tensor):
             return self._wrap_one(out, device, twins[0] if twins else None)
@@ -362,12 +383,13 @@ class OpCall:
             return
         plain = self.plain_of[id(ref)]
         if plain.size() == ref.size() and plain.stride() == ref.stride():
-            if plain.storage_offset() == ref.storage_offset():
+            same_bits = plain.is_conj() == ref.is_conj() and plain.is_neg() == ref.is_neg()
+            if same_bits and plain.storage_offset() == ref.storage_offset():
                 return
         block = ref._b
         replica = block.replicas[device]
         if plain.untyped_storage().nbytes() != replica.nbytes:
-            grown = plain.clone()
+            grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
             plain.untyped_storage().resize_(replica.nbytes)
             block, plain = self.residency.born(grown, device), grown
         if ref is original:
@@ -385,12 +407,16 @@ class OpCall:
         return (self.plan.number, *(ref.size() for ref in self.refs[:3]))
 
     def _note_birth(self, block: Block) -> None:
+        if self.residency.recorder is not None:
+            self.residency.recorder.birth(block)
         self.born.append(block)
         _ = block.replicas  # told to the strategy, its death has to be told too
         expected = self.manager.expected_results
         if len(expected) > 4096:
             expected.clear()
         expected[self._result_key()] = block.nbytes
+        if block.replicas.get(self.accelerator) is None:
+            return  # made on the host: no birth there
         with self.residency.strategy_lock:
             struct = hash((self.plan.number, block.nbytes))
             self.residency.strategy.on_birth(block.block_id, block.nbytes, struct)

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 UNDECLARED_WRITES: dict[OpOverload, tuple[str, ...]] = {
     # Training mode updates the running statistics in place.
     aten.native_batch_norm.default: ("running_mean", "running_var"),
+    aten.native_batch_norm.out: ("running_mean", "running_var"),
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
     aten.miopen_batch_norm.default: ("running_mean", "running_var"),
     # Composite: reaches us whole under inference mode, and then calls the ones above.
@@ -39,6 +40,10 @@ UNDECLARED_ALIASES = {
     aten.lift.default,
     aten.lift_fresh.default,
 }
+
+#: Operators whose kernel is made of others and conjugates lazily between them: see
+#: `OpCall._call_kernel`, which the fast path does without.
+CONJUGATES_INSIDE = {aten.linalg_pinv.atol_rtol_tensor}
 
 #: Tagged as random, but only one argument makes them so; elsewhere they are as deterministic as any.
 RANDOM_ONLY_WITH = {
@@ -111,11 +116,14 @@ class OpPlan:
         "alias_position",
         "argument_names",
         "binding",
+        "fast_below_nbytes",
         "flops",
         "handler",
         "has_kwarg_tensors",
         "is_fast",
         "is_flat",
+        "is_list_first",
+        "is_number",
         "is_random",
         "is_true_view",
         "is_view_tagged",
@@ -142,6 +150,10 @@ class OpPlan:
         types = [str(argument.type) for argument in arguments]
         #: No lists of tensors: operands are found in one flat pass.
         self.is_flat = not any(kind in _LIST_TYPES for kind in types)
+        #: A list of tensors first, and no tensor after it: `cat`, `stack`.
+        self.is_list_first = (
+            bool(types) and types[0] == "List[Tensor]" and not any("Tensor" in t for t in types[1:])
+        )
         self.has_kwarg_tensors = any(
             argument.kwarg_only and ("Tensor" in kind)
             for argument, kind in zip(arguments, types, strict=True)
@@ -173,18 +185,24 @@ class OpPlan:
         #: Only rows of the first operand are read: while it is away, gathering where it lives and
         #: moving the rows is cheaper than moving the table.
         self.runs_at_home = op in RUNS_AT_HOME
+        #: Reads one number of a tensor: the host waits for it.
+        self.is_number = op is aten._local_scalar_dense.default
         #: May take the fast path: one flat pass finds the operands, and the result is either one
         #: fresh tensor, a view of the first operand, or the operand that was written.
         self.is_fast = (
-            self.is_flat
+            (self.is_flat or self.is_list_first)
             and op not in (aten._conj.default, aten._neg_view.default)
+            and op not in CONJUGATES_INSIDE
             and not self.is_random
             and not self.has_write_beyond_first()
             and (
                 self.is_true_view
                 or (self.returns_tensor and not self.may_alias and not self.is_view_tagged)
+                or self.is_number
             )
         )
+        #: Larger first operands take the long way all the same.
+        self.fast_below_nbytes = float("inf")
         #: What runs it on plain tensors in the least time.
         self.binding: Any = BINDINGS.get(op, op)
         self.handler: Any = None

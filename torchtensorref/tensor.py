@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import handlers
+from . import above_autograd, handlers
 from .dispatch import dispatch
 from .faces import Faces
 from .manager import tensorsManager
+from .regions import Regions
 from .views import alias_of, replace_metadata
 
 
@@ -113,4 +114,7 @@ class TensorRef(Faces, Tensor):
 
 
 tensorsManager.ref_type = TensorRef
+tensorsManager.native = Regions(tensorsManager)
+tensorsManager.native.watch()
 handlers.install(TensorRef)
+above_autograd.install()

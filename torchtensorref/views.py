@@ -9,6 +9,11 @@ import torch
 from .blocks.block import Block
 from .devices.base import Device
 
+#: A dispatch key above autograd that torch itself leaves alone. Every TensorRef carries it, so that
+#: `above_autograd` can treat a few operators there; elsewhere it falls through inside torch.
+KEY_NAME = "DeferredInit"
+KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 # Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
 _empty = torch._C._VariableFunctions.empty
@@ -29,15 +34,16 @@ def make_ref(
         storage_offset=plain.storage_offset(),
         dtype=plain.dtype,
         device=label,
+        _extra_dispatch_keys=KEYS,
     )
     if label.type != "cpu":
         ref_type.labels_vary = True  # type: ignore[attr-defined]
     ref._b = block
     if block.sharers is not None and block.owner is not block:
         pass  # the block may leave these replicas, and a view that was kept would stay behind
-    elif device.is_host:
-        ref._h = plain
     else:
+        if device.is_host:
+            ref._h = plain
         ref._t = plain
         ref._d = device
     if plain.is_conj() or plain.is_neg():
@@ -61,6 +67,7 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         storage_offset=ref.storage_offset(),
         dtype=ref.dtype,
         device=ref.device,
+        _extra_dispatch_keys=KEYS,
     )
     if block is None or block is ref._b:
         twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h

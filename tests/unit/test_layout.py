@@ -15,14 +15,14 @@ STRATEGIES = ROOT / "strategies"
 
 #: Lowest first. A module may use its own row and the rows before it.
 ROWS = (
-    ("errors", "units", "config", "events", "_version"),
+    ("errors", "units", "config", "events", "world", "_version"),
     ("strategy", "history"),
     ("devices",),
     ("blocks",),
     ("budget", "transfer", "schema", "costs", "views"),
     ("residency", "adoption", "strategy_choice", "reports", "manager"),
-    ("op_call", "handlers", "dispatch"),
-    ("tensor", "regions", "faces", "casts"),
+    ("op_call", "handlers", "above_autograd", "dispatch"),
+    ("exchange", "recorder", "tensor", "regions", "faces", "casts"),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),
 )

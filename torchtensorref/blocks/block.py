@@ -155,6 +155,8 @@ class Block:
     exposure: Exposure | None = None
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
     sharers: list[weakref.ref[Block]] | None = None
+    #: Whether the bytes at home have changed their storage object: views kept of it are of no use.
+    is_rehoused = False
     #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
     result: torch.Tensor | None = None
     births: Births | None = None

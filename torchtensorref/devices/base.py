@@ -228,6 +228,9 @@ class Device(ABC):
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:
         """Advance the clock as `after_operator` does, and note no use of any base."""
 
+    def charge_time(self, compute_ns: int, op_count: int) -> None:
+        """Advance the clock by operators that nobody saw singly."""
+
     @abstractmethod
     def record(self) -> Event:
         """An event at the end of what compute has been given so far."""

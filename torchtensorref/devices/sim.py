@@ -133,6 +133,17 @@ class SimDevice(SimEngines):
         with self._lock:
             self._unnoted_ns = self._run(flops, nbytes, dtype_name)
 
+    def charge_time(self, compute_ns: int, op_count: int) -> None:  # noqa: D102
+        machine = self.machine
+        with self._lock:
+            start_ns = max(machine.now_ns, self._compute_ns)
+            if self._awaited_ns > start_ns:
+                self.stall_ns += self._awaited_ns - start_ns
+                start_ns = self._awaited_ns
+            machine.now_ns += op_count * self._dispatch_ns
+            self._worked_ns += compute_ns
+            self._compute_ns = self._unnoted_ns = max(start_ns + compute_ns, machine.now_ns)
+
     def clocks(self) -> Clocks:  # noqa: D102
         with self._lock:
             return Clocks(

@@ -11,22 +11,17 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from ..config import settings
+from ..world import disabled as disabled
+from ..world import is_disabled as is_disabled
 
 PACKAGE = __package__.rpartition(".")[0]
 
 OLDEST_TORCH = (2, 9)
-
-#: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
-is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
-
 
 @dataclass
 class HookState:
@@ -152,22 +147,6 @@ def uninstall() -> None:
     patches = sys.modules.get(f"{PACKAGE}.inject.torch_")
     if patches is not None:
         patches.undo()
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """Leave everything plain inside: what torch makes there stays a plain tensor.
-
-    Notes
-    -----
-    Holds for the current thread or task. TensorRefs met inside still work, and operators on them
-    give TensorRefs. Scopes nest.
-    """
-    token = is_disabled.set(True)
-    try:
-        yield
-    finally:
-        is_disabled.reset(token)
 
 
 def _after_fork() -> None:

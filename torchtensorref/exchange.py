@@ -1,0 +1,167 @@
+"""Exchange of tensors inside arguments and results: containers, caches, model outputs."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DEPTH = 8
+
+
+class Kind(enum.Enum):
+    """How to look into a value; decided once per type."""
+
+    CLOSED = "closed"  # holds no tensor of the call, or holds the whole program
+    TENSOR = "tensor"
+    LIST = "list"
+    TUPLE = "tuple"
+    DICT = "dict"
+    OBJECT = "object"
+
+
+CLOSED, TENSOR, LIST, TUPLE, DICT, OBJECT = Kind
+
+_NEVER_OPENED = (
+    torch.nn.Module,
+    type,
+    enum.Enum,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+)
+
+
+def _classify(kind: type) -> Kind:
+    if issubclass(kind, torch.Tensor):
+        return TENSOR
+    # A configuration describes a model and holds no tensors; it is long to look through.
+    if issubclass(kind, _NEVER_OPENED) or kind.__name__.endswith("Config"):
+        return CLOSED
+    for base, found in ((list, LIST), (tuple, TUPLE), (dict, DICT)):
+        if issubclass(kind, base):
+            return found
+    return OBJECT if "__dict__" in dir(kind) else CLOSED
+
+
+_kinds: dict[type, Kind] = {}
+
+
+def kind_of(value: Any) -> Kind:
+    """Return how to look into a value."""
+    kind = type(value)
+    found = _kinds.get(kind)
+    if found is None:
+        found = _kinds[kind] = _classify(kind)
+    return found
+
+
+class Exchange:
+    """Replaces tensors in place in what a call is given and gives back, and can undo it."""
+
+    def __init__(self, ref_type: type) -> None:
+        self._ref_type = ref_type
+        #: What containers held before, to be put back if the call fails.
+        self._before: list[tuple[Any, Any]] = []
+        #: Plain tensors by identity, with the TensorRef each stands for; None: the program's own.
+        self._known: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def find(self, value: Any) -> list[Any]:
+        """Return the distinct TensorRefs inside a value, in order; remember its plain tensors."""
+        found: dict[int, Any] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is self._ref_type:
+                found[id(tensor)] = tensor
+            else:
+                self._known[id(tensor)] = (tensor, None)
+            return tensor
+
+        self._walk(value, note, set(), 0, before=None)
+        return list(found.values())
+
+    def unwrap(self, value: Any, plain_of: Callable[[Any], torch.Tensor]) -> Any:
+        """Put plain tensors in the place of TensorRefs; containers change in place."""
+
+        def swap(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is not self._ref_type:
+                return tensor
+            plain = plain_of(tensor)
+            self._known[id(plain)] = (plain, tensor)
+            return plain
+
+        return self._walk(value, swap, set(), 0, before=self._before)
+
+    def wrap(self, value: Any, ref_of: Callable[[torch.Tensor], Any]) -> Any:
+        """Put TensorRefs in the place of plain tensors, the same ones for what was unwrapped."""
+
+        def swap(tensor: torch.Tensor) -> Any:
+            known = self._known.get(id(tensor))
+            if known is not None:
+                return tensor if known[1] is None else known[1]
+            if type(tensor) is self._ref_type:
+                return tensor
+            ref = ref_of(tensor)
+            self._known[id(tensor)] = (tensor, ref)
+            return ref
+
+        return self._walk(value, swap, set(), 0, before=None)
+
+    def restore(self) -> None:
+        """Put every container back as it was before `unwrap`."""
+        for container, before in reversed(self._before):
+            if isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
+
+    def _walk(
+        self, value: Any, swap: Callable[[Any], Any], seen: set[int], depth: int, before: Any
+    ) -> Any:
+        """Return a value with its tensors replaced; what can be changed in place is."""
+        kind = kind_of(value)
+        if kind is TENSOR:
+            return swap(value)
+        if kind is CLOSED or depth > DEPTH or id(value) in seen:
+            return value
+        if kind is TUPLE:
+            parts = [self._walk(part, swap, seen, depth + 1, before) for part in value]
+            if all(new is old for new, old in zip(parts, value, strict=True)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        seen.add(id(value))
+        if kind is LIST:
+            self._walk_items(value, enumerate(tuple(value)), swap, seen, depth, before)
+        elif kind is DICT:
+            self._walk_items(value, tuple(value.items()), swap, seen, depth, before)
+        else:
+            own = value.__dict__
+            self._walk_items(own, tuple(own.items()), swap, seen, depth, before)
+        return value
+
+    def _walk_items(
+        self, container: Any, items: Any, swap: Any, seen: set[int], depth: int, before: Any
+    ) -> None:
+        if before is not None:
+            before.append((container, container.copy()))
+        for key, part in items:
+            kind = _kinds.get(type(part))
+            if kind is CLOSED:
+                continue
+            new = self._walk(part, swap, seen, depth + 1, before)
+            if new is not part:
+                container[key] = new

@@ -1,0 +1,61 @@
+"""What an intercepted call of a module uses, makes and leaves behind."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from .blocks.block import Block
+
+
+class Recorder:
+    """Written to by every operator while a module is being learned (`regions.py`)."""
+
+    def __init__(self, expected: set[Block]) -> None:
+        self._expected = expected
+        #: Blocks with a higher number came into the world during the call.
+        self._newest = Block(0).block_id
+        self._made: dict[int, weakref.ref[Block]] = {}
+        self._alive_nbytes = 0
+        #: The most bytes that results took at once.
+        self.most_nbytes = 0
+        self._written: set[Block] = set()
+        self._doubt = ""
+
+    def note(self, call: Any, device: Any) -> None:
+        """Note an operator before it runs."""
+        for block in call.blocks:
+            if block in self._expected or id(block) in self._made:
+                continue
+            if block.block_id > self._newest:
+                self.birth(block)  # made by a factory
+            else:
+                self._doubt = f"{call.plan.name} uses a tensor from outside"
+        self._written.update(call.written)
+        if call.special or call.foreign:
+            self._doubt = f"{call.plan.name} has a plain operand"
+        if device is not call.accelerator and not call.plan.runs_at_home:
+            self._doubt = f"{call.plan.name} runs on the host"
+
+    def birth(self, block: Block) -> None:
+        """Note a fresh result."""
+        nbytes = block.nbytes
+        self._made[id(block)] = weakref.ref(block)
+        self._alive_nbytes += nbytes
+        self.most_nbytes = max(self.most_nbytes, self._alive_nbytes)
+        weakref.finalize(block, self._died, id(block), nbytes).atexit = False
+
+    def _died(self, key: int, nbytes: int) -> None:
+        self._alive_nbytes -= nbytes
+        self._made.pop(key, None)
+
+    def doubt(self, own: set[Block], reachable: set[Block]) -> str:
+        """Say what speaks against running the module natively; empty for nothing."""
+        if self._doubt:
+            return self._doubt
+        if self._written & own:
+            return "it writes its own parameters or buffers"
+        alive = [block for reference in self._made.values() if (block := reference()) is not None]
+        if any(block not in reachable for block in alive):
+            return "it leaves tensors behind where neither its arguments nor its result lead"
+        return ""

@@ -1,0 +1,487 @@
+"""Native regions: modules whose operators need no interception run on plain tensors.
+
+Interception is for learning and for safety. A module that needs neither is entered with its
+parameters exchanged for plain resident tensors and its inputs unwrapped, and left with its outputs,
+and what it left behind in its arguments (KV caches), wrapped again. Chosen are the largest modules
+whose blocks fit the budget together with what their operators take in passing; both are measured
+by running them intercepted under a `Recorder` first. Any doubt means interception, never an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from .blocks.block import Block
+from .budget import SHORTAGES
+from .config import settings
+from .exchange import Exchange
+from .manager import TensorsManager
+from .recorder import Recorder
+from .strategy import Access
+from .views import make_ref, plain_on
+from .world import disabled
+
+#: Intercepted calls of one structure before it may run natively.
+CALLS_TO_LEARN = 2
+#: Of the budget, what a module's own blocks may take to be considered at all.
+LARGEST_SHARE = 0.95
+#: And while the budget is too small for all: a larger module comes and goes as one piece.
+SHARE_UNDER_PRESSURE = 1 / 8
+#: Inputs may grow so much beyond what was recorded before the call is recorded again.
+GROWTH = 1.5
+
+_global_hooks = module_hooks._global_forward_pre_hooks
+_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+
+
+@dataclass
+class Structure:
+    """What is known about calls of one module with arguments of one kind."""
+
+    call_count: int = 0
+    #: Why it may not run natively, in words; empty while nothing speaks against it.
+    doubt: str = ""
+    #: Bytes of its inputs when it was recorded, and the most its results took in passing.
+    input_nbytes: int = 0
+    passing_nbytes: int = 0
+    #: Time its operators take on the device, and how many there are.
+    compute_ns: int = 0
+    op_count: int = 0
+
+
+@dataclass
+class Region:
+    """One module that may run natively."""
+
+    module: weakref.ref[nn.Module]
+    structures: dict[Any, Structure] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    depth: int = 0
+    #: Where each parameter and buffer hangs: registry, name, TensorRef, block, plain view, stand-in.
+    slots: list[tuple[dict[str, Any], str, Any, Block, Any, Any]] = field(default_factory=list)
+    #: The modules under it, looked at for hooks before each run, and the distinct blocks.
+    parts: list[nn.Module] = field(default_factory=list)
+    own: list[Block] = field(default_factory=list)
+    refs: tuple[Any, ...] = ()
+
+
+class Regions:
+    """Finds the modules that may run natively, and runs them."""
+
+    def __init__(self, manager: TensorsManager) -> None:
+        self.manager = manager
+        self.native_count = 0
+        #: Operators that ran inside regions, by the count of their recorded calls.
+        self.native_op_count = 0
+        self._enabled = True
+        self._regions: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
+        self._hook: Any = None
+        self._nbytes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        #: Modules inside a region: no regions of their own while the larger one may run.
+        self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # -- finding ----------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether modules may run natively."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, wanted: bool) -> None:
+        self._enabled = wanted
+        self.watch() if wanted else self.forget()
+
+    def watch(self) -> None:
+        """Look at which modules the program calls, until the largest that fit are found."""
+        if self._hook is None and self._enabled:
+            self._hook = module_hooks.register_module_forward_pre_hook(self._on_call)
+
+    def forget(self) -> None:
+        """Let every module run intercepted again, and stop looking."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for module in list(self._regions):
+            module.__dict__.pop("_compiled_call_impl", None)
+        self._regions.clear()
+        self._covered.clear()
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        """A module is about to be called: make it a region if it is the largest that fits."""
+        if (
+            torch.is_grad_enabled()
+            or module in self._covered
+            or module in self._regions
+            or module._compiled_call_impl is not None
+            or not self._could_be(module)
+        ):
+            return
+        region = self._regions[module] = Region(weakref.ref(module))
+        module.__dict__["_compiled_call_impl"] = partial(self._call, region)
+        self._covered.update(part for part in module.modules() if part is not module)
+
+    def _could_be(self, module: nn.Module) -> bool:
+        """Whether a module has managed parameters, and they fit the budget together."""
+        residency = self.manager.residency
+        ledger = residency.ledgers.get(residency.main)
+        if ledger is None or residency.main.torch_device.type != "cpu":
+            # On a real accelerator code that asks a tensor for its device gets another answer
+            # inside a region than outside: not before that has been seen to be harmless there.
+            return False
+        nbytes = self._nbytes.get(module)
+        if nbytes is None:
+            nbytes = self._nbytes[module] = self._own_nbytes(module)
+        share = SHARE_UNDER_PRESSURE if residency.is_pressed else LARGEST_SHARE
+        return 0 < nbytes <= ledger.budget.limit_nbytes * share
+
+    def _own_nbytes(self, module: nn.Module) -> int:
+        """Bytes of the distinct blocks under a module; 0 if something in it is not managed."""
+        blocks = {}
+        for _, _, ref in tensors_of(module):
+            if type(ref) is not self.manager.ref_type:
+                return 0
+            blocks[ref._b] = ref._b.nbytes
+        return sum(blocks.values())
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Take the hook away for a native run: each module inside would pass through it."""
+        hook = self._hook
+        callback = None if hook is None else _global_hooks.pop(hook.id, None)
+        try:
+            yield
+        finally:
+            if callback is not None:
+                _global_hooks[hook.id] = callback
+
+    # -- calling ----------------------------------------------------------------------------
+
+    def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a module's call: natively where nothing speaks against it."""
+        module = region.module()
+        assert module is not None, "a region is called through its module"
+        if region.depth or self._must_be_intercepted(region, module):
+            return module._call_impl(*args, **kwargs)
+        if self.manager.residency.is_pressed and not self._could_be(module):
+            self._covered.difference_update(module.children())
+            return module._call_impl(*args, **kwargs)
+        exchange = Exchange(self.manager.ref_type)
+        inputs = exchange.find((args, kwargs))
+        structure = region.structures.setdefault(_key(inputs, module), Structure())
+        if structure.doubt:
+            return module._call_impl(*args, **kwargs)
+        input_nbytes = sum(ref._b.nbytes for ref in inputs)
+        if (
+            structure.call_count < CALLS_TO_LEARN
+            or input_nbytes > structure.input_nbytes * GROWTH + 4096
+        ):
+            return self._learn(region, module, structure, inputs, args, kwargs)
+        with region.lock:
+            region.depth += 1
+            try:
+                entered = self._enter(region, module, structure, exchange, inputs)
+                if entered is None:
+                    region.depth -= 1
+                    try:
+                        return module._call_impl(*args, **kwargs)
+                    finally:
+                        region.depth += 1
+                return entered.run(args, kwargs)
+            finally:
+                region.depth -= 1
+
+    def _must_be_intercepted(self, region: Region, module: nn.Module) -> bool:
+        """Whether something outside the module wants to see its operators, or its tensors."""
+        if not self._enabled or torch.is_grad_enabled() or settings.check >= 2 or settings.trace:
+            return True
+        if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
+            return True
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+            return True
+        if not region.parts:
+            region.parts = list(module.modules())
+        for part in region.parts:
+            if part._forward_hooks or part._forward_pre_hooks:
+                return True
+            if part._compiled_call_impl is not None and part is not module:
+                # Compiled, or a smaller region found earlier: what is larger takes its place.
+                if not _is_ours(part):
+                    return True
+                del part.__dict__["_compiled_call_impl"]
+        return False
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def _learn(
+        self,
+        region: Region,
+        module: nn.Module,
+        structure: Structure,
+        inputs: list[Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Run intercepted, and write down what the call uses, makes and leaves behind."""
+        residency = self.manager.residency
+        if residency.recorder is not None:
+            return module._call_impl(*args, **kwargs)
+        own = {ref._b for _, _, ref in tensors_of(module)}
+        recorder = Recorder(own | {ref._b for ref in inputs})
+        before_ns = residency.main.clocks().compute_ns
+        before_ops = residency.counts.op_count
+        fast = residency.fast_device, residency.fast_host
+        residency.recorder, residency.fast_device = recorder, NOWHERE
+        residency.fast_host = NOWHERE
+        try:
+            out = module._call_impl(*args, **kwargs)
+        finally:
+            residency.recorder = None
+            residency.fast_device, residency.fast_host = fast
+        structure.call_count += 1
+        structure.input_nbytes = max(
+            structure.input_nbytes, sum(ref._b.nbytes for ref in inputs)
+        )
+        structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
+        structure.compute_ns = residency.main.clocks().compute_ns - before_ns
+        structure.op_count = residency.counts.op_count - before_ops
+        reachable = {ref._b for ref in Exchange(self.manager.ref_type).find((args, kwargs, out))}
+        structure.doubt = structure.doubt or recorder.doubt(own, reachable)
+        if structure.doubt:
+            self._covered.difference_update(module.children())
+        region.slots.clear()
+        region.parts.clear()
+        return out
+
+    # -- entering ---------------------------------------------------------------------------
+
+    def _enter(
+        self,
+        region: Region,
+        module: nn.Module,
+        structure: Structure,
+        exchange: Exchange,
+        inputs: list[Any],
+    ) -> Entry | None:
+        """Bring everything there, or return None where something speaks against it."""
+        if not region.slots or not self._slots_hold(region):
+            region.slots = []
+            for registry, name, ref in tensors_of(module):
+                if type(ref) is not self.manager.ref_type:
+                    structure.doubt = f"{name} is not managed"
+                    return None
+                region.slots.append((registry, name, ref, ref._b, None, None))
+            region.own = list(dict.fromkeys(slot[3] for slot in region.slots))
+            region.refs = tuple(slot[2] for slot in region.slots)
+        entry = Entry(self, region, module, structure, exchange, inputs)
+        return entry if entry.acquire() else None
+
+    @staticmethod
+    def _slots_hold(region: Region) -> bool:
+        for registry, name, ref, block, _, _ in region.slots:
+            if registry.get(name) is not ref or ref._b is not block:
+                return False
+        return True
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(getattr(module._compiled_call_impl, "func", None), "__name__", "") == "_call"
+
+
+class Entry:
+    """One native run of a region: everything held from `acquire` to the end of `run`."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        region: Region,
+        module: nn.Module,
+        structure: Structure,
+        exchange: Exchange,
+        inputs: list[Any],
+    ) -> None:
+        self.regions = regions
+        self.region = region
+        self.module = module
+        self.structure = structure
+        self.exchange = exchange
+        self.inputs = inputs
+        self.residency = regions.manager.residency
+        self.device = self.residency.main
+        own = region.own
+        self.given = [b for b in dict.fromkeys(r._b for r in inputs) if b not in own]
+        self.blocks = [*own, *self.given]
+        self.held: list[Any] = []
+        self.reserve: Any = None
+        self.made: dict[int, Block] = {}
+
+    def acquire(self) -> bool:
+        """Hold all blocks on the device, with room for what passes; False if that cannot be."""
+        residency = self.residency
+        ledger = residency.ledgers[self.device]
+        total_nbytes = sum(block.nbytes for block in self.blocks) + self.structure.passing_nbytes
+        if total_nbytes > ledger.budget.limit_nbytes:
+            self.structure.doubt = "its blocks and what passes do not fit the budget together"
+            return False
+        if any(block.exposure is not None and block.exposure.alive for block in self.blocks):
+            return False
+        if any(block.is_shared for block in self.region.own):
+            return False
+        self._tell_accesses()
+        passing = self.structure.passing_nbytes
+        try:
+            if not self._are_ready():
+                # What is given may be written inside, unseen: a static cache.
+                self.held = residency.acquire(self.device, self.blocks, self.given, passing)
+            if self.device.is_witness:
+                residency.make_room_patiently(self.device, passing, "a native region")
+                self.reserve = self.device.allocate(passing)
+        except SHORTAGES:
+            self._withdraw()
+            return False
+        return True
+
+    def _are_ready(self) -> bool:
+        """Announce all operands at once; True if nothing has to be decided about any of them."""
+        device = self.device
+        ident = threading.get_ident()
+        hazards = self.residency.hazards
+        self.outer = hazards.get(ident)
+        hazards[ident] = (*self.region.refs, *self.inputs)
+        for block in self.region.own:
+            if block.ready is not device:
+                return False
+        return all(block.ready is device and block.owned for block in self.given)
+
+    def _withdraw(self) -> None:
+        hazards = self.residency.hazards
+        ident = threading.get_ident()
+        if self.outer is None:
+            hazards.pop(ident, None)
+        else:
+            hazards[ident] = self.outer
+
+    def _tell_accesses(self) -> None:
+        """One access per block, so that forecasts do not depend on how operators ran."""
+        residency = self.residency
+        residency.tick += 1
+        strategy = residency.strategy
+        for block in self.blocks:
+            block.last_use = residency.tick
+            block.use_count += 1
+            if block.use_count == 1:
+                residency.known[block.block_id] = block
+        if strategy.watches_accesses and residency.is_pressed:
+            with residency.strategy_lock:
+                for block in self.blocks:
+                    replica = block.replicas.get(self.device)
+                    there = replica is not None and replica.state.value != "invalid"
+                    struct = hash(("region", block.nbytes))
+                    strategy.on_access(
+                        Access(
+                            block.block_id, block.nbytes, struct, block.is_persistent, False, there
+                        )
+                    )
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run the module on plain tensors; put everything back, whatever happens."""
+        regions, exchange, device = self.regions, self.exchange, self.device
+        try:
+            args, kwargs = exchange.unwrap((args, kwargs), lambda ref: plain_on(ref, device))
+            self._exchange_parameters()
+            try:
+                with disabled(), regions.unwatched():
+                    out = self.module._call_impl(*args, **kwargs)
+            except BaseException:
+                exchange.restore()
+                raise
+            finally:
+                for slot in self.region.slots:
+                    slot[0][slot[1]] = slot[2]
+        finally:
+            self.reserve = None
+            self._leave()
+        regions.native_count += 1
+        regions.native_op_count += self.structure.op_count
+        device.charge_time(self.structure.compute_ns, self.structure.op_count)
+        try:
+            return exchange.wrap((out, args, kwargs), self._wrapped)[0]
+        finally:
+            regions.manager.after_operator(device, self.blocks)
+
+    def _exchange_parameters(self) -> None:
+        device = self.device
+        slots = self.region.slots
+        for i, (registry, name, ref, block, view, plain) in enumerate(slots):
+            if view is None or ref._t is not view or ref._d is not device:
+                view = plain_on(ref, device)
+                plain = view
+                if getattr(ref, "_is_param", False):
+                    plain = nn.Parameter(view, requires_grad=ref.requires_grad)
+                slots[i] = (registry, name, ref, block, view, plain)
+            registry[name] = plain
+
+    def _leave(self) -> None:
+        residency = self.residency
+        self._withdraw()
+        if self.held:
+            for block in self.given:
+                residency.written(block, self.device)
+            residency.release(self.held)
+            with residency.lock:
+                for block in self.blocks:
+                    residency.set_ready(block, self.device)
+
+    def _wrapped(self, plain: torch.Tensor) -> Any:
+        """Make the TensorRef of a tensor that the module has made or handed on."""
+        if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
+            return plain
+        key = plain.untyped_storage()._cdata
+        block = self._block_over(key)
+        ref_type = self.regions.manager.ref_type
+        label = torch.device("cpu")
+        if block is None:
+            if not plain.untyped_storage().resizable():
+                plain = plain.clone()
+                key = plain.untyped_storage()._cdata
+            block = self.made[key] = self.residency.born(plain, self.device)
+        return make_ref(ref_type, plain, block, self.device, label)
+
+    def _block_over(self, key: int) -> Block | None:
+        if not self.made:
+            for block in self.blocks:
+                self.made[block.base_on(self.device).untyped_storage()._cdata] = block
+        return self.made.get(key)
+
+
+class _Nowhere:
+    """A device on which no block is ever ready: recorded calls take the long way."""
+
+
+NOWHERE: Any = _Nowhere()
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield where each parameter and buffer under a module hangs, its name, and the tensor."""
+    for part in module.modules():
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    yield registry, name, tensor
+
+
+def _key(inputs: list[Any], module: nn.Module) -> Any:
+    """Calls with equal keys are taken to be of one structure."""
+    size = sum(ref._b.nbytes for ref in inputs)
+    return len(inputs), tuple((ref.dtype, ref.dim()) for ref in inputs[:8]), size.bit_length()

@@ -1,0 +1,26 @@
+"""Whether what torch makes comes under management, here and now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+#: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
+is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Leave everything plain inside: what torch makes there stays a plain tensor.
+
+    Notes
+    -----
+    Holds for the current thread or task. TensorRefs met inside still work, and operators on them
+    give TensorRefs. Scopes nest.
+    """
+    token = is_disabled.set(True)
+    try:
+        yield
+    finally:
+        is_disabled.reset(token)
