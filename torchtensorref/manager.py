@@ -146,7 +146,8 @@ class TensorsManager:
         strategy = make_strategy(setting)
         self._strategy_setting = strategy
         if self._residency is not None:
-            with self._residency.lock, self._residency.strategy_lock:
+            # In this order: what a strategy is told can need the lock (a result's first look).
+            with self._residency.strategy_lock, self._residency.lock:
                 self._residency.strategy = strategy
                 for ledger in self._residency.ledgers.values():
                     for replica in ledger.replicas():

@@ -217,14 +217,17 @@ class Movement(Books):
         OutOfBudgetError
             More than that is exposed there. The budget holds all the same.
         """
+        idle_rounds = 0
         for _ in range(PATIENCE_ROUNDS):
             try:
                 return self.make_room(device, 0, "the budget was lowered")
             except (HeldByOthersError, OutOfBudgetError):
                 with self.lock:
                     replicas = self.ledgers[device].replicas()
-                    if not self.hazards and not any(replica.pins for replica in replicas):
-                        break
+                    idle = not self.hazards and not any(replica.pins for replica in replicas)
+                    idle_rounds = idle_rounds + 1 if idle else 0
+                    if idle_rounds > 3:
+                        break  # held by nothing that will ever end
                     self.unpinned.wait(PATIENCE_S)
         return self.make_room_patiently(device, 0, "the budget was lowered")
 
