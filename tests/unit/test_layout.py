@@ -20,9 +20,19 @@ ROWS = (
     ("devices",),
     ("blocks",),
     ("budget", "transfer", "schema", "costs", "views"),
-    ("residency", "adoption", "strategy_choice", "reports", "manager"),
-    ("op_call", "handlers", "above_autograd", "dispatch"),
-    ("exchange", "recorder", "tensor", "regions", "faces", "casts"),
+    (
+        "books",
+        "movement",
+        "residency",
+        "adoption",
+        "custody",
+        "invariants",
+        "strategy_choice",
+        "reports",
+        "manager",
+    ),
+    ("operands", "op_call", "handlers", "dispatch"),
+    ("exchange", "recorder", "region_entry", "regions", "faces", "above_autograd", "tensor"),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),
 )
@@ -35,7 +45,7 @@ STRICTER = {
 }
 
 #: Modules of 400 lines or more, waiting to be split where it hurts. The list may only get shorter.
-STILL_TOO_LONG = {"residency", "dispatch", "manager"}
+STILL_TOO_LONG = {"movement", "op_call"}
 
 #: The part of us that a strategy may know.
 FOR_STRATEGIES = {"strategy", "history", "errors", "units"}

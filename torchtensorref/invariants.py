@@ -1,0 +1,50 @@
+"""The invariants of the books, written once, as sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .blocks.block import Block, Replica
+from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
+from .devices.base import Device
+
+
+def ledger_violations(device: Device, ledger: Any) -> list[str]:
+    """Say what is wrong with one device's books (lock held)."""
+    found = []
+    counted, recount = ledger.resident_nbytes, ledger.recount_nbytes()
+    if counted != recount:
+        found.append(f"{device.name}: the ledger says {counted} bytes, its entries {recount}")
+    if device.is_simulated and device.resident_nbytes != counted:
+        found.append(
+            f"{device.name}: the ledger says {counted} bytes, its allocator "
+            f"{device.resident_nbytes}"
+        )
+    held = sum(r.nbytes for r in ledger.replicas() if r.pins)
+    if counted > ledger.budget.limit_nbytes + held:
+        found.append(
+            f"{device.name}: {counted} bytes are resident, {ledger.budget.limit_nbytes} budgeted, "
+            f"and only {held} are held"
+        )
+    for replica in ledger.replicas():
+        if replica.state is INVALID:
+            found.append(f"b{replica.block_id}: counted on {device.name} although it is invalid")
+    return found
+
+
+def block_violations(block: Block, issuing: set[Replica]) -> list[str]:
+    """Say what is wrong with one block; `issuing` are filled by copies about to be issued."""
+    found = []
+    states = [replica.state for replica in block.replicas.values()]
+    if CLEAN not in states and DIRTY not in states and FILLING not in states:
+        found.append(f"{block.name}: no readable replica; its bytes are lost")
+    if states.count(DIRTY) > 1:
+        found.append(f"{block.name}: more than one dirty replica")
+    if DIRTY in states and CLEAN in states:
+        found.append(f"{block.name}: clean and dirty replicas at once; one of them is stale")
+    for replica in block.replicas.values():
+        if replica.state is FILLING and replica.arrival is None and replica not in issuing:
+            found.append(f"{block.name}: filling on {replica.device.name} and no copy in flight")
+    if block.ready is not None and block.readable_on(block.ready) is None:
+        found.append(f"{block.name}: ready on {block.ready.name} but not readable there")
+    return found
