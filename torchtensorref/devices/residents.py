@@ -80,7 +80,8 @@ class Residents:
         """Forget one base that died; return it if its bytes had still counted."""
         while self.dead:
             resident = self.dead.popleft()
-            if self.present.pop(resident.key, None) is not None:
+            if self.present.get(resident.key) is resident:
+                del self.present[resident.key]
                 self.nbytes -= resident.nbytes
                 return resident
             del self.emptied[resident.key]

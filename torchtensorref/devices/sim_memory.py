@@ -149,6 +149,8 @@ class SimMemory(Device):
         with self._lock:
             room_ns = self._take_room(nbytes)
             base = empty_bytes(nbytes)
+            # Another thread's base may have died since, and this one have got its number.
+            self._settle()
             resident = self._residents.enter(base, nbytes, self.alloc_count)
             resident.room_ns = room_ns
             resident.entered_ns = self._unnoted_ns
