@@ -6,15 +6,25 @@ What torch gives a tensor in Python or C++ beside operators, and what a wrapper 
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch.multiprocessing.reductions import reduce_tensor
+
 from .manager import tensorsManager
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
+
+
+#: Who asks for addresses only to compare them (which tensors are tied?) or to read at once what is
+#: there (safetensors), and keeps none. A pointer that anybody else is given holds the bytes at home.
+READ_AT_ONCE = frozenset(
+    {"torch", "safetensors", "transformers", "accelerate", "huggingface_hub", "diffusers", "peft"}
+)
 
 
 class Faces:
@@ -93,10 +103,18 @@ class Faces:
         return plain.numpy() if dtype is None else plain.numpy().astype(dtype, copy=False)
 
     def data_ptr(self: Any) -> int:
-        """Return the address of the first element, at home; the bytes stay there from now on."""
+        """Return the address of the first element, at home; the bytes stay there from now on.
+
+        Libraries that only compare addresses, or read the bytes at once (`READ_AT_ONCE`), get the
+        address without that: nothing is held for them.
+        """
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller in READ_AT_ONCE:
+            # Copies that still share their bytes must not look like one tensor.
+            tensorsManager.residency.unshare(self._b)
+            return tensorsManager.plain_at_home(self).data_ptr()
         tensorsManager.expose(self, "data_ptr", forever=True)
-        plain = self.exposed_plain("data_ptr")
-        return plain.data_ptr()
+        return self.exposed_plain("data_ptr").data_ptr()
 
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home while it lives."""
@@ -236,6 +254,22 @@ def _readable(values: Any) -> Any:
 
 def _adopted(plain: Tensor) -> Any:
     return tensorsManager.adopt_tensor(plain, sole=True)
+
+
+def reduce_for_process(ref: Any) -> Any:
+    """Send a TensorRef to another process as torch sends a tensor: its memory becomes shared."""
+    if ref.requires_grad and not ref.is_leaf:
+        raise RuntimeError(
+            "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
+            "does not support crossing process boundaries. If you just want to transfer the data, "
+            "call detach() on the tensor before serializing (e.g., putting it on the queue)."
+        )
+    tensorsManager.share_memory(ref)
+    # Over the very storage at home, whose file the other process maps; a twin would be copied.
+    plain = tensorsManager.plain_at_home(ref).detach()
+    if getattr(ref, "_is_param", False):
+        plain = torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
+    return reduce_tensor(plain.requires_grad_(ref.requires_grad))
 
 
 #: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.

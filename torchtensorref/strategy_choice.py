@@ -15,7 +15,7 @@ BUILT_IN = {
     "lru": ("torchTensorRef.strategies.lru", "LeastRecentlyUsed"),
     "flow": ("torchTensorRef.strategies.flow", "Flow"),
 }
-DEFAULT = "lru"
+DEFAULT = "flow"
 
 #: The entry-point group under which other packages offer theirs.
 ENTRY_POINTS = "torchTensorRef.strategies"
