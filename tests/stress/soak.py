@@ -1,0 +1,402 @@
+"""Random programs on many threads for a long time, while everything that can be set is changed.
+
+`python -m tests.stress.soak [--minutes 30] [--seed 0]` from the root. Every program's result is
+compared with plain torch to the bit. After each round of a few seconds all must be as it was: no
+block, replica, event, byte on the device, file handle or thread more, and memory bounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef.devices.sim import SimDevice
+from torchTensorRef.devices.sim_spec import DeviceSpec
+from torchTensorRef.manager import tensorsManager
+
+from ..support.differential import differences
+
+CAPACITY_NBYTES = 1 << 20
+BUDGETS_NBYTES = (8 << 10, 24 << 10, 96 << 10, 300 << 10, CAPACITY_NBYTES)
+STRATEGIES = ("flow", "lru", "genoa")
+THREADS = 4
+ROUND_S = 10.0
+#: A round that takes so much longer than it should is stuck.
+PATIENCE_S = 120.0
+#: What the memory of the process may grow by after the first rounds: caches fill, heaps fragment.
+GROWTH_NBYTES = 96 << 20
+WARM_UP_ROUNDS = 2
+#: Kinds of objects that must not pile up.
+COUNTED = ("Block", "Replica", "TensorRef", "Exposure", "SimEvent", "UntypedStorage")
+
+# -- programs -------------------------------------------------------------------------------------
+# Each is a function of a generator of its own: threads share torch's.
+
+
+def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Draw a tensor."""
+    return torch.rand(*shape, generator=generator)
+
+
+def pick(generator: torch.Generator, below: int) -> int:
+    """Draw a number."""
+    return int(torch.randint(below, (), generator=generator))
+
+
+def drawn_weights(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Draw the weights of a module, which come from the generator that all threads share."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(-0.3, 0.3, generator=generator)
+    return module
+
+
+def scattered(generator: torch.Generator) -> Any:
+    """Views, writes through views, aliases, copies that share, blocks that die."""
+    tensors = [draw(generator, 24, 24) for _ in range(5)]
+    for _ in range(12):
+        i, j = pick(generator, 5), pick(generator, 5)
+        x, y = tensors[i], tensors[j]
+        kind = pick(generator, 8)
+        if kind == 0:
+            x.t()[1:9].mul_(0.5).add_(y[:8].sin())
+        elif kind == 1:
+            tensors[i] = x.clone()
+            tensors[i][::2] += 1
+        elif kind == 2:
+            tensors[i] = (x @ y.t()).tanh()
+        elif kind == 3:
+            x.view(-1)[::3] = y.view(-1)[:192]
+        elif kind == 4:
+            values, order = x.sort(dim=1)
+            tensors[i] = values.flip(0) + order.to(torch.float32) * 1e-3
+        elif kind == 5:
+            tensors[i] = torch.cat([x[:12], y[12:]])
+        elif kind == 6:
+            x[x > y] = 0.25
+        else:
+            tensors[i] = x.detach().unflatten(1, (4, 6)).transpose(0, 1).reshape(24, 24)
+    return tensors
+
+
+def trained(generator: torch.Generator) -> Any:
+    """Some steps of training; the optimizer is one of four."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 10)
+    )
+    drawn_weights(model, generator)
+    kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+    optimizer = kinds[pick(generator, 4)](model.parameters(), lr=0.01)
+    for _ in range(3):
+        loss = nn.functional.mse_loss(model(draw(generator, 3, 2, 6, 6)), draw(generator, 3, 10))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return [loss.detach(), *(p.detach() for p in model.parameters()), *model.buffers()]
+
+
+def decoded(generator: torch.Generator) -> Any:
+    """Attention with keys and values that grow, as a language model writes."""
+    weights = [draw(generator, 32, 96) - 0.5, draw(generator, 32, 32), draw(generator, 40, 32)]
+    keys, values = torch.empty(1, 4, 0, 8), torch.empty(1, 4, 0, 8)
+    token, seen = torch.tensor([[pick(generator, 40)]]), []
+    with torch.no_grad():
+        for _ in range(6):
+            x = nn.functional.embedding(token, weights[2])
+            q, k, v = (x @ weights[0]).view(1, -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            y = nn.functional.scaled_dot_product_attention(q, keys, values)
+            scores = nn.functional.linear(y.transpose(1, 2).flatten(2) @ weights[1], weights[2])
+            token = scores.argmax(-1)
+            seen.append(token.item())
+    return [seen, keys, values, scores]
+
+
+def exposed(generator: torch.Generator) -> Any:
+    """Arrays that share memory, written on both sides; a view that outlives them."""
+    x = draw(generator, 16, 16)
+    array = x.numpy()
+    array[2] = 5
+    x.add_(1)
+    y = torch.from_numpy(array.copy())
+    part = torch.from_dlpack(x)[3:7]
+    part.mul_(2)
+    del array
+    return [x, y @ x, part, x.tolist()[0][0]]
+
+
+def saved(generator: torch.Generator) -> Any:
+    """Written to a file and read again."""
+    model = drawn_weights(nn.LSTM(8, 16, batch_first=True), generator)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "weights.pt")
+        torch.save(model.state_dict(), path)
+        other = nn.LSTM(8, 16, batch_first=True)
+        other.load_state_dict(torch.load(path, mmap=bool(pick(generator, 2))))
+        result, (hidden, cell) = other(draw(generator, 2, 5, 8))
+        return [x.detach() for x in (result, hidden, cell)]
+
+
+def failed(generator: torch.Generator) -> Any:
+    """Operators that cannot run, in between some that can; what was there stays."""
+    x, y, complaints = draw(generator, 8, 9), draw(generator, 8, 9), []
+    wrong: tuple[Callable[[torch.Tensor, torch.Tensor], Any], ...] = (
+        lambda x, y: x @ y,
+        lambda x, y: x.view(5, 5),
+        lambda x, y: torch.cat([x, y.t()]),
+        lambda x, y: x[99],
+    )
+    for call in wrong:
+        try:
+            call(x, y)
+        except (RuntimeError, IndexError) as error:
+            complaints.append(type(error).__name__)
+        x = x * 1.5 - y
+    return [x, y, complaints]
+
+
+PROGRAMS: tuple[Callable[[torch.Generator], Any], ...] = (
+    scattered,
+    scattered,
+    trained,
+    decoded,
+    exposed,
+    saved,
+    failed,
+)
+
+# -- one round ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What has happened so far."""
+
+    programs: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+    operators: int = 0
+    fetched_nbytes: int = 0
+    evictions: int = 0
+    wrong: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+
+def work(number: int, until: float, tally: Tally) -> None:
+    """Run random programs until it is time, each with plain torch and with us."""
+    chance = random.Random(number)
+    while time.perf_counter() < until and not tally.wrong:
+        program, seed = chance.choice(PROGRAMS), chance.getrandbits(32)
+        with torchTensorRef.disabled():
+            plain = program(torch.Generator().manual_seed(seed))
+        try:
+            found = differences(plain, program(torch.Generator().manual_seed(seed)))
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+            sys.excepthook(type(error), error, error.__traceback__)
+        tally.programs[program.__name__] += 1
+        if found:
+            tally.wrong.append(f"{program.__name__} with seed {seed}: {'; '.join(found[:3])}")
+
+
+def unsettle(chance: random.Random, tally: Tally) -> None:
+    """Change something, or ask for something, while programs run."""
+    device = tensorsManager.residency.main
+    kind = chance.choice(("budget", "budget", "strategy", "fault", "check", "report", "home"))
+    tally.changes[kind] += 1
+    if kind == "budget":
+        tensorsManager.budget = chance.choice(BUDGETS_NBYTES)
+    elif kind == "strategy":
+        tensorsManager.strategy = chance.choice(STRATEGIES)
+    elif kind == "fault":
+        # Far enough apart: a copy is tried again, and one that cannot be made at all is an error.
+        kind = chance.choice(("alloc", "copy"))
+        number = next_fault(device, kind) + chance.randrange(10, 60)
+        device.fail_next(kind, number)
+        planned[kind] = number + (device.copy_count if kind == "copy" else device.alloc_count)
+    elif kind == "check":
+        tensorsManager.check()
+    elif kind == "report":
+        tensorsManager.report()
+    else:
+        tensorsManager.bring_all_home()
+
+
+#: By kind of fault, which one in the life of the device was planned last.
+planned: dict[str, int] = {}
+
+
+def next_fault(device: SimDevice, kind: str) -> int:
+    """How many allocations or copies from now the one is that was planned last."""
+    so_far = device.copy_count if kind == "copy" else device.alloc_count
+    return max(planned.get(kind, 0) - so_far, 0)
+
+
+def play_round(pool: ThreadPoolExecutor, chance: random.Random, tally: Tally) -> bool:
+    """Run programs on every thread for a while; False if they did not come to an end."""
+    until = time.perf_counter() + ROUND_S
+    futures: list[Future[None]] = [
+        pool.submit(work, chance.getrandbits(32), until, tally) for _ in range(THREADS)
+    ]
+    while time.perf_counter() < until and not tally.wrong:
+        time.sleep(chance.random() * 0.2)
+        try:
+            unsettle(chance, tally)
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            tally.wrong.append(f"a change at run time: {type(error).__name__}: {error}"[:2000])
+    done, pending = wait(futures, timeout=PATIENCE_S)
+    for future in done:
+        future.result()
+    return not pending
+
+
+# -- what is left ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is there between two rounds."""
+
+    objects: dict[str, int]
+    resident_nbytes: int
+    handles: int
+    threads: int
+    memory_nbytes: int
+
+
+def look() -> Left:
+    """Count what is left when no program runs."""
+    for _ in range(3):
+        gc.collect()
+    tensorsManager.bring_all_home()
+    tensorsManager.check()
+    process = psutil.Process()
+    kinds = Counter(type(x).__name__ for x in gc.get_objects())
+    return Left(
+        {name: kinds[name] for name in COUNTED},
+        tensorsManager.residency.main.resident_nbytes,
+        process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
+        threading.active_count(),
+        process.memory_info().rss,
+    )
+
+
+def leaks(before: Left, now: Left) -> list[str]:
+    """What has become more, in words."""
+    found = [
+        f"{now.objects[name]} objects of {name}, {count} at first"
+        for name, count in before.objects.items()
+        if now.objects[name] > count
+    ]
+    if now.resident_nbytes:
+        found.append(f"{now.resident_nbytes} bytes on the device that belong to nobody")
+    if now.handles > before.handles:
+        found.append(f"{now.handles} file handles, {before.handles} at first")
+    if now.threads > before.threads:
+        found.append(f"{now.threads} threads, {before.threads} at first")
+    if now.memory_nbytes > before.memory_nbytes + GROWTH_NBYTES:
+        grown = now.memory_nbytes - before.memory_nbytes
+        found.append(f"the process has grown by {grown >> 20} MiB")
+    residency = tensorsManager.residency
+    if residency._pins_by_thread or residency.hazards:
+        found.append("operands are still held although no operator runs")
+    return found
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def prepare(seed: int) -> random.Random:
+    """Set the runtime up on a small simulated accelerator."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES)
+    tensorsManager.device = SimDevice(spec, poison=True, name="sim:soak")
+    tensorsManager.budget = CAPACITY_NBYTES
+    tensorsManager.reset_stats()
+    return random.Random(seed)
+
+
+def soak(minutes: float, seed: int) -> tuple[Tally, bool, int]:
+    """Play rounds for so long; returns the tally, whether it ended, and the growth in bytes."""
+    chance, tally = prepare(seed), Tally()
+    end = time.perf_counter() + minutes * 60
+    first: Left | None = None
+    now: Left | None = None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with ThreadPoolExecutor(THREADS) as pool, Progress(*columns) as progress:
+        task = progress.add_task("soak", total=minutes * 60)
+        rounds = 0
+        while time.perf_counter() < end and not (tally.wrong or tally.leaks):
+            if not play_round(pool, chance, tally):
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(2)  # threads that are stuck cannot be waited for
+            rounds += 1
+            now = look()
+            if rounds == WARM_UP_ROUNDS:
+                first = now
+            if first is not None:
+                tally.leaks += leaks(first, now)
+            done = sum(tally.programs.values())
+            at = minutes * 60 - (end - time.perf_counter())
+            progress.update(task, completed=at, description=f"soak: {done} programs")
+    stats = tensorsManager.stats()
+    tally.operators = stats["op_count"]
+    tally.fetched_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    tally.evictions = stats["evict_count"]
+    grown = now.memory_nbytes - first.memory_nbytes if first and now else 0
+    return tally, first is not None, grown
+
+
+def main() -> int:
+    """Run for the time asked for, and say what has happened."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    tally, has_looked, grown_nbytes = soak(options.minutes, options.seed)
+    for line in (*tally.wrong, *tally.leaks):
+        sys.stdout.write(line + "\n")
+    if not has_looked:
+        sys.stdout.write(f"Too short to look for leaks: that takes {WARM_UP_ROUNDS} rounds.\n")
+    result = {
+        "programs": dict(tally.programs),
+        "changes": dict(tally.changes),
+        "operators": tally.operators,
+        "fetched_nbytes": tally.fetched_nbytes,
+        "evictions": tally.evictions,
+        "grown_nbytes": grown_nbytes,
+        "wrong": len(tally.wrong),
+        "leaks": len(tally.leaks),
+    }
+    sys.stdout.write(f"RESULT {json.dumps(result)}\n")
+    return int(bool(tally.wrong or tally.leaks))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
