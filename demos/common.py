@@ -131,7 +131,8 @@ def table_of(runs: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("identical to\nplain torch")
     for run in runs:
-        stats = run["stats"]
+        stats = dict(run["stats"])
+        stats["fetched_nbytes"] += stats["prefetched_nbytes"]
         names = ("peak_resident", "budget", "fetched", "written_back")
         sizes = [f"{stats[f'{name}_nbytes'] / 2**20:.2f}" for name in names]
         counts = [str(stats[name]) for name in ("op_count", "host_fallback_count")]

@@ -170,6 +170,8 @@ class Regions:
 
     def _must_be_intercepted(self, region: Region, module: nn.Module) -> bool:
         """Whether something outside the module wants to see its operators, or its tensors."""
+        if not self.manager.residency.strategy.allows_regions:
+            return True
         if not self._enabled or torch.is_grad_enabled() or settings.check >= 2 or settings.trace:
             return True
         if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():

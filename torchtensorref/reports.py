@@ -68,8 +68,10 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"  operators  {stats['op_count']}, of which on the host "
         f"{stats['host_op_count'] + stats['host_fallback_count']}",
         f"  operands   hits {stats['hit_count']}, misses {stats['miss_count']}{share}",
-        f"  fetched    {size['fetched_nbytes']} in {stats['fetch_count']} copies, "
-        f"of which ahead {size['prefetched_nbytes']}",
+        f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
+        f"in {stats['fetch_count']} copies",
+        f"  native     {stats['native_op_count']} operators in {stats['native_op_region_count']} "
+        f"calls of regions",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
         f"{size['written_back_nbytes']} written back",
         f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}",

@@ -101,6 +101,9 @@ class Strategy:
     #: True if every use of a persistent block must be told to `on_access`, also of resident ones.
     watches_accesses: bool = False
 
+    #: False if it is there to hold as little as one operator needs: a native region holds more.
+    allows_regions: bool = True
+
     def place(self, op: OpSnapshot) -> str:
         """Return the name of the device on which an operator shall run."""
         return op.default_device
