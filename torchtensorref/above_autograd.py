@@ -123,7 +123,7 @@ class Gradient:
 
     def __call__(self, *values: Any) -> Any:
         """Compute it: on plain tensors, unless something transforms the tensors it is given."""
-        if _functorch_level() is not None or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _functorch_level() is not None or _any_is_batched(values):
             return self._of(values)
         plain = [tensorsManager.plain_at_home(value) for value in values]
         return tensorsManager.adopt(self._of(plain), sole=True)
@@ -151,7 +151,16 @@ class Gradient:
                 )
             )
         parts = tuple(next(found) if need else None for need in self.needs)
-        return parts if inside else tuple(p if p is None else p.detach() for p in parts)
+        return parts if inside else tuple(_without_graph(part) for part in parts)
+
+
+def _any_is_batched(values: Any) -> bool:
+    """Whether a gradient is taken of several cotangents at once (`is_grads_batched`)."""
+    return any(torch._C._functorch.is_legacy_batchedtensor(value) for value in values)
+
+
+def _without_graph(part: Any) -> Any:
+    return part.detach() if part is not None and part.requires_grad else part
 
 
 def _several(results: Any) -> tuple[Any, ...]:

@@ -132,6 +132,8 @@ def _view(
     except RuntimeError:
         return SLOW  # the program's own mistake is raised again on the long way
     if type(out) is not _Tensor:
+        if type(out) is not list and type(out) is not tuple:
+            return SLOW  # a view that is another subclass
         block, device = first._b, first._d
         return type(out)([_wrap(ref_type, part, block, device, first) for part in out])
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():

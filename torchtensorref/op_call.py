@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .blocks.block import Block
 from .budget import SHORTAGES, OutOfBudgetError
@@ -15,7 +16,7 @@ from .errors import TransferError
 from .manager import TensorsManager
 from .schema import OpPlan
 from .strategy import Access, OpSnapshot
-from .views import make_ref, plain_on, replace_metadata, view_with
+from .views import make_ref, parts_of, plain_on, replace_metadata, view_with
 
 #: Operators after which a tensor that is still used counts as one that stays: optimizer state.
 PERSISTENT_AFTER = 1000
@@ -331,9 +332,9 @@ class OpCall:
                 self._follow_metadata(original, device)
                 return original
         if plain.layout is not torch.strided or plain.is_nested:
-            return plain
+            return self._unmanaged(plain)
         if plain.is_quantized or plain.is_mkldnn:
-            return plain
+            return self._unmanaged(plain)
         if plain.device.type == "meta" or type(plain) not in (torch.Tensor, torch.nn.Parameter):
             return plain
         for ref in self.refs:
@@ -358,6 +359,24 @@ class OpCall:
             block = self.residency.born(plain, device)
         self._note_birth(block)
         return make_ref(self.ref_type, plain, block, device, label)
+
+    def _unmanaged(self, plain: torch.Tensor) -> torch.Tensor:
+        """A result that stays plain, and may be made of the operands' own memory.
+
+        Then it is made again of memory that stays where it is as long as the result lives.
+        """
+        parts = {part.untyped_storage()._cdata for part in parts_of(plain)}
+        mine = {plain.untyped_storage()._cdata for plain in self.plain_of.values()}
+        if parts.isdisjoint(mine) or self.plan.writes:
+            return plain
+
+        def held(value: Any) -> Any:
+            if type(value) is self.ref_type:
+                return self.manager.exposed_plain(value, f"part of what {self.plan.name} made")
+            return value
+
+        again: torch.Tensor = self.plan.op(*tree_map(held, self.args), **tree_map(held, self.kwargs))
+        return again
 
     def _original_of(self, ref: Any) -> Any:
         """The program's own tensor for an operand that came back: a plain one stays plain."""

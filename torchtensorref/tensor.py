@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from . import above_autograd, handlers
 from .dispatch import dispatch
-from .faces import Faces
+from .faces import Faces, reduce_for_process
 from .manager import tensorsManager
 from .regions import Regions
 from .views import alias_of, replace_metadata
@@ -117,4 +118,5 @@ tensorsManager.ref_type = TensorRef
 tensorsManager.native = Regions(tensorsManager)
 tensorsManager.native.watch()
 handlers.install(TensorRef)
+ForkingPickler.register(TensorRef, reduce_for_process)
 above_autograd.install()

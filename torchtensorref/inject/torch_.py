@@ -13,6 +13,7 @@ from . import hooks
 from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, Patch
+from .readers import on_plain
 from .registration import on_registration
 
 #: Factories whose result owns fresh memory.
@@ -65,6 +66,15 @@ SHARED_MEMORY = (
 )
 
 
+#: Functions that read the memory of a tensor without an operator.
+READERS = (
+    ("torch", "to_dlpack"),
+    ("torch.utils.dlpack", "to_dlpack"),
+    ("torch", "set_rng_state"),
+    ("torch.random", "set_rng_state"),
+)
+
+
 def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     """Have torch.compile run the files of the runtime, and of wrapt, instead of tracing them."""
     found = [importlib.util.find_spec(name) for name in (hooks.PACKAGE, "wrapt")]
@@ -85,6 +95,7 @@ PATCHES: tuple[Patch | HookPatch | LatePatch, ...] = (
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
     Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
+    *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     HookPatch(
         "torch.nn.modules.module",
         "register_module_parameter_registration_hook",
