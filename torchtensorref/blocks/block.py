@@ -179,7 +179,8 @@ class Block:
 
     def base_on(self, device: Device) -> torch.Tensor:
         """Return the tensor that owns the bytes on a device where the block is ready."""
-        return self.replicas[device].base if self.result is None else self.result
+        result = self.result  # once: another thread may make a replica of it meanwhile
+        return self.replicas[device].base if result is None else result
 
     @property
     def name(self) -> str:
