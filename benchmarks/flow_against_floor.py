@@ -96,7 +96,11 @@ def identical(expected: Any, found: Any) -> bool:
 
 
 def measure(program: Program, spec: DeviceSpec, budget_nbytes: int, strategy: Any) -> Any:
-    """Run the program under a strategy on a fresh device; return its result and the counts."""
+    """Run the program under a strategy on a fresh device; return its result and the counts.
+
+    Native regions are off: strategies are compared by what they decide operator by operator.
+    """
+    tensorsManager.regions = False
     tensorsManager.device = SimDevice(spec.scaled(capacity=budget_nbytes), name="sim:benchmark")
     tensorsManager.budget = budget_nbytes
     tensorsManager.strategy = strategy

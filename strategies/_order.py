@@ -39,7 +39,8 @@ class Farthest:
 
     def descending(self) -> Iterator[tuple[int, float]]:
         """Yield (block, position), farthest first. Do not note anything meanwhile."""
-        heap, seen = self._heap, []
+        heap = self._heap
+        seen: list[tuple[float, int]] = []
         try:
             while heap:
                 entry = heappop(heap)

@@ -8,12 +8,13 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..history import NEVER, History
 from ..strategy import Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
+from ._forecaster import Forecaster, Look, look_into, newest_of
 from ._gate import LatestStart
 from ._ghost import Referee
 from ._order import Farthest
@@ -45,52 +46,6 @@ LOOK_AGAIN_SHARE = 3 / 4
 
 #: Above any distance: blocks that the forecast does not contain go first.
 _UNFORESEEN = 1e15
-
-
-#: Describes a block that the device holds; None for any other.
-Look = Callable[[int], BlockSnapshot | None]
-
-
-class Forecaster(Protocol):
-    """What Flow asks of a forecast. `History` is the one; tests plug in worse ones."""
-
-    start: int
-    end: int
-    cursor: int
-    leap_count: int
-    living_nbytes: int
-
-    def access(
-        self, block_id: int, nbytes: int, struct: int, *, is_persistent: bool = True
-    ) -> None:
-        """Note that the program uses a block."""
-
-    def birth(self, block_id: int, nbytes: int) -> None:
-        """Note that an operator has made a block."""
-
-    def death(self, block_id: int) -> None:
-        """Note that a block is gone."""
-
-    def next_use(self, block_id: int) -> float:
-        """Return after how many accesses a block is used."""
-
-    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (distance, block) of the accesses to come, from `first` to before `limit`."""
-
-    def nbytes(self, block_id: int) -> int:
-        """Return the size of a living block."""
-
-    @property
-    def distinct_count(self) -> int:
-        """How many identities are known."""
-
-    @property
-    def period(self) -> int:
-        """How many accesses the forecast reaches ahead before it repeats itself."""
-
-    @property
-    def confidence(self) -> float:
-        """How often it has been right of late."""
 
 
 class _Wanted(NamedTuple):
@@ -197,12 +152,12 @@ class Flow(Strategy):
             return ()
         if self._present_until > history.end + LOOK_AGAIN_SHARE * self._horizon():
             return ()
-        look = _look_into(resident)
+        look = look_into(resident)
         wanted = self._missing(look, self.queue_count)
         if not wanted or self._can_wait(device, look):
             return ()
         self._put_in_order(resident)
-        return self._issue(device, look, wanted, _newest(resident))
+        return self._issue(device, look, wanted, newest_of(resident))
 
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
@@ -216,7 +171,7 @@ class Flow(Strategy):
         if device.free_nbytes > near_nbytes or not self._follows(VICTIM_CONFIDENCE):
             return ()
         self._put_in_order(resident)
-        for _, block in self._by_distance(device, _look_into(resident), 1.0):
+        for _, block in self._by_distance(device, look_into(resident), 1.0):
             if block.is_dirty and block.is_persistent:
                 return (block.block_id,)
             near_nbytes -= block.nbytes
@@ -407,7 +362,10 @@ class Flow(Strategy):
         return self._noted(issued, coming, victims_left)
 
     def _noted(
-        self, issued: list[Prefetch], coming: list[tuple[int, float]], victims_left: Iterator[Any]
+        self,
+        issued: list[Prefetch],
+        coming: list[tuple[int, float]],
+        victims_left: Generator[tuple[float, BlockSnapshot], None, None],
     ) -> list[Prefetch]:
         victims_left.close()  # what it has looked at goes back into the order
         for wish in issued:
@@ -419,7 +377,7 @@ class Flow(Strategy):
 
     def _at_rest(
         self, device: DeviceSnapshot, look: Look, newest: int
-    ) -> Iterator[tuple[float, BlockSnapshot]]:
+    ) -> Generator[tuple[float, BlockSnapshot], None, None]:
         """Leave out what the last operator uses, if a copy in its place had to wait too long.
 
         The block used last is the one that is used again last: the best victim, once the operator
@@ -435,17 +393,3 @@ class Flow(Strategy):
             ):
                 continue
             yield distance, block
-
-
-def _look_into(resident: Sequence[BlockSnapshot]) -> Look:
-    """Return a function that describes one block, or says that it is not there."""
-    look: Look | None = getattr(resident, "get", None)
-    return look or {block.block_id: block for block in resident}.get
-
-
-def _newest(resident: Sequence[BlockSnapshot]) -> int:
-    """Return the number of the last operator."""
-    newest: int | None = getattr(resident, "newest", None)
-    if newest is None:
-        newest = max((block.last_use for block in resident), default=0)
-    return newest
