@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class Custody:
     table: Table
     #: The class of the refs; `tensor.py` names it, so that nothing here imports upward.
     ref_type: Any
+    #: The native regions (`regions.py`); they look at module calls once there is a parameter.
+    native: Any
 
     @property
     def residency(self) -> Residency:
@@ -74,6 +77,10 @@ class Custody:
         known = tensor.__dict__.get("_ref")
         if known is not None and type(known) is ref_type:
             return known
+        entries = self.residency.native_entries
+        entry = entries.get(threading.get_ident()) if entries else None
+        if entry is not None and (inside := entry.operand(tensor)) is not None:
+            return inside
         return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
 
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
@@ -99,6 +106,7 @@ class Custody:
             return ref
         ref = replace_in_place(tensor, ref)
         ref._b.is_persistent = True
+        self.native.watch()
         return ref
 
     def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:

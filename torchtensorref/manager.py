@@ -51,8 +51,7 @@ class TensorsManager(Custody):
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
         self._devices_by_name: dict[str, Device] = {}
-        #: The native regions (`regions.py`), once the tensors are there.
-        self.native: Any = None
+        self.native = None
 
     # -- settings -------------------------------------------------------------------------------
 
@@ -107,8 +106,7 @@ class TensorsManager(Custody):
                 self._residency.accelerators[:] = devices
                 self._residency.fast_device = self._residency.main
                 self._residency.is_pressed = False
-                self.native.forget()
-                self.native.watch()
+                self.native.start_again()
                 for device, budget in budgets:
                     self._residency.open_ledger(device, budget)
                 self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}

@@ -9,6 +9,7 @@ by running them intercepted under a `Recorder` first. Any doubt means intercepti
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +22,20 @@ from torch.nn.modules import module as module_hooks
 
 from .config import settings
 from .exchange import Exchange
+from .budget import SHORTAGES
 from .manager import TensorsManager
 from .recorder import Recorder
-from .region_entry import Entry, Region, Structure, tensors_of
+from .region_entry import (
+    Entry,
+    Part,
+    Region,
+    Slot,
+    Structure,
+    attributes_of,
+    own_values,
+    same_values,
+    tensors_of,
+)
 
 #: Intercepted calls of one structure before it may run natively.
 CALLS_TO_LEARN = 2
@@ -35,6 +47,7 @@ SHARE_UNDER_PRESSURE = 1 / 8
 GROWTH = 1.5
 
 _global_hooks = module_hooks._global_forward_pre_hooks
+_global_after_hooks = module_hooks._global_forward_hooks
 _modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
@@ -77,9 +90,17 @@ class Regions:
             self._hook.remove()
             self._hook = None
         for module in list(self._regions):
-            module.__dict__.pop("_compiled_call_impl", None)
+            if _is_ours(module):
+                del module.__dict__["_compiled_call_impl"]
         self._regions.clear()
         self._covered.clear()
+
+    def start_again(self) -> None:
+        """Forget what was learned on another device; go on looking if anybody did."""
+        was_watching = self._hook is not None
+        self.forget()
+        if was_watching:
+            self.watch()
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         """A module is about to be called: make it a region if it is the largest that fits."""
@@ -126,7 +147,7 @@ class Regions:
         try:
             yield
         finally:
-            if callback is not None:
+            if callback is not None and self._hook is hook:
                 _global_hooks[hook.id] = callback
 
     # -- calling ----------------------------------------------------------------------------
@@ -135,14 +156,25 @@ class Regions:
         """Stand in for a module's call: natively where nothing speaks against it."""
         module = region.module()
         assert module is not None, "a region is called through its module"
-        if region.depth or self._must_be_intercepted(region, module):
+        me = threading.get_ident()
+        if region.runner == me or self._must_be_intercepted(module):
+            return module._call_impl(*args, **kwargs)
+        with region.lock:  # while another thread runs it, its parameters are plain
+            region.runner = me
+            try:
+                return self._call_alone(region, module, args, kwargs)
+            finally:
+                region.runner = 0
+
+    def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._is_as_learned(region, module):
             return module._call_impl(*args, **kwargs)
         if self.manager.residency.is_pressed and not self._could_be(module):
-            self._covered.difference_update(module.children())
+            self._uncover(module)
             return module._call_impl(*args, **kwargs)
         exchange = Exchange(self.manager.ref_type)
         inputs = exchange.find((args, kwargs))
-        structure = region.structures.setdefault(_key(inputs, module), Structure())
+        structure = region.structures.setdefault(_key(inputs), Structure())
         if structure.doubt:
             return module._call_impl(*args, **kwargs)
         input_nbytes = sum(ref._b.nbytes for ref in inputs)
@@ -151,24 +183,21 @@ class Regions:
             or input_nbytes > structure.input_nbytes * GROWTH + 4096
         ):
             return self._learn(region, module, structure, inputs, args, kwargs)
-        with region.lock:
-            region.depth += 1
-            try:
-                entered = self._enter(region, module, structure, exchange, inputs)
-                if entered is None:
-                    region.depth -= 1
-                    try:
-                        return module._call_impl(*args, **kwargs)
-                    finally:
-                        region.depth += 1
-                out = entered.run(args, kwargs)
-                self.native_count += 1
-                self.native_op_count += structure.op_count
-                return out
-            finally:
-                region.depth -= 1
+        entered = self._enter(region, module, structure, exchange, inputs)
+        if entered is None:
+            return module._call_impl(*args, **kwargs)
+        try:
+            out = entered.run(args, kwargs)
+        except SHORTAGES:
+            if entered.has_changed:
+                raise
+            structure.doubt = "memory ran out inside"
+            return module._call_impl(*args, **kwargs)
+        self.native_count += 1
+        self.native_op_count += structure.op_count
+        return out
 
-    def _must_be_intercepted(self, region: Region, module: nn.Module) -> bool:
+    def _must_be_intercepted(self, module: nn.Module) -> bool:
         """Whether something outside the module wants to see its operators, or its tensors."""
         if not self.manager.residency.strategy.allows_regions:
             return True
@@ -178,17 +207,40 @@ class Regions:
             return True
         if torch.jit.is_tracing() or torch.compiler.is_compiling():
             return True
-        if not region.parts:
-            region.parts = list(module.modules())
+        return len(_global_hooks) > (self._hook is not None) or bool(_global_after_hooks)
+
+    def _is_as_learned(self, region: Region, module: nn.Module) -> bool:
+        """Whether nothing listens inside; what was learned of a module that differs is dropped."""
         for part in region.parts:
-            if part._forward_hooks or part._forward_pre_hooks:
-                return True
-            if part._compiled_call_impl is not None and part is not module:
+            if part.hooks or part.pre_hooks:
+                return False
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        if (
+            region.own_values
+            and same_values(own_values(module), region.own_values)
+            and all(part.is_as_before() for part in region.parts)
+        ):
+            return True
+        parts = list(module.modules())
+        for part in parts[1:]:
+            if isinstance(part, torch._dynamo.OptimizedModule):
+                return False
+            if part._compiled_call_impl is not None:
                 # Compiled, or a smaller region found earlier: what is larger takes its place.
                 if not _is_ours(part):
-                    return True
+                    return False
                 del part.__dict__["_compiled_call_impl"]
-        return False
+        if region.own_values:
+            region.structures.clear()
+            region.forget()
+        region.parts = [Part(part) for part in parts[1:]]
+        region.own_values = own_values(module)
+        return not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+    def _uncover(self, module: nn.Module) -> None:
+        """Let what is under a module be found: the module itself may not run natively."""
+        self._covered.difference_update(module.children())
 
     # -- learning ---------------------------------------------------------------------------
 
@@ -203,32 +255,52 @@ class Regions:
     ) -> Any:
         """Run intercepted, and write down what the call uses, makes and leaves behind."""
         residency = self.manager.residency
-        if residency.recorder is not None:
-            return module._call_impl(*args, **kwargs)
         own = {ref._b for _, _, ref in tensors_of(module)}
-        recorder = Recorder(own | {ref._b for ref in inputs})
+        given = {ref._b for ref in inputs} - own
+        recorder = Recorder(own | given)
+        with residency.lock:
+            if residency.recorder is not None:
+                recorder = None
+            else:
+                residency.recorder = recorder
+                residency.fast_device = residency.fast_host = NOWHERE
+        if recorder is None:
+            return module._call_impl(*args, **kwargs)
         before_ns = residency.main.clocks().compute_ns
         before_ops = residency.counts.op_count
-        fast = residency.fast_device, residency.fast_host
-        residency.recorder, residency.fast_device = recorder, NOWHERE
-        residency.fast_host = NOWHERE
         try:
             out = module._call_impl(*args, **kwargs)
         finally:
-            residency.recorder = None
-            residency.fast_device, residency.fast_host = fast
+            with residency.lock:
+                residency.recorder = None
+                residency.fast_device, residency.fast_host = residency.main, residency.host
         structure.call_count += 1
         structure.input_nbytes = max(structure.input_nbytes, sum(ref._b.nbytes for ref in inputs))
         structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
         structure.compute_ns = residency.main.clocks().compute_ns - before_ns
         structure.op_count = residency.counts.op_count - before_ops
-        reachable = {ref._b for ref in Exchange(self.manager.ref_type).find((args, kwargs, out))}
-        structure.doubt = structure.doubt or recorder.doubt(own, reachable)
+        structure.writes_inputs = structure.writes_inputs or recorder.writes_any(given)
+        structure.doubt = structure.doubt or self._doubt_about(
+            recorder, module, own, (args, kwargs), out
+        )
         if structure.doubt:
-            self._covered.difference_update(module.children())
-        region.slots.clear()
-        region.parts.clear()
+            self._uncover(module)
         return out
+
+    def _doubt_about(
+        self, recorder: Recorder, module: nn.Module, own: Any, given: Any, out: Any
+    ) -> str:
+        """Say what speaks against running natively what has just been recorded."""
+        exchange = Exchange(self.manager.ref_type)
+        before = exchange.find(given)
+        own_plain = {id(plain) for plain in exchange.plain_tensors()}
+        reachable = {ref._b for ref in (*before, *exchange.find(out))}
+        if any(id(plain) not in own_plain for plain in exchange.plain_tensors()):
+            return "its result holds a plain tensor"
+        if not exchange.is_open(out):
+            return "its result goes on by itself"
+        kept = {ref._b for ref in self._kept(module)[0]}
+        return recorder.doubt(own, reachable, kept)
 
     # -- entering ---------------------------------------------------------------------------
 
@@ -244,21 +316,34 @@ class Regions:
         if not region.slots or not self._slots_hold(region):
             region.slots = []
             for registry, name, ref in tensors_of(module):
-                if type(ref) is not self.manager.ref_type:
-                    structure.doubt = f"{name} is not managed"
+                if type(ref) is not self.manager.ref_type or ref.is_inference():
                     return None
-                region.slots.append((registry, name, ref, ref._b, None, None))
-            region.own = list(dict.fromkeys(slot[3] for slot in region.slots))
-            region.refs = tuple(slot[2] for slot in region.slots)
+                weak = weakref.ref(ref, region.forget)
+                region.slots.append(Slot(registry, name, weak, ref._b, None, None))
+            region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
+            region.foreign = frozenset(
+                plain.untyped_storage()._cdata
+                for plain in self._kept(module)[1]
+                if plain.layout is torch.strided
+            )
         entry = Entry(self.manager, self.unwatched(), region, module, structure, exchange, inputs)
         return entry if entry.acquire() else None
 
     @staticmethod
     def _slots_hold(region: Region) -> bool:
-        for registry, name, ref, block, _, _ in region.slots:
-            if registry.get(name) is not ref or ref._b is not block:
+        for registry, name, weak, block, _, _ in region.slots:
+            ref = registry.get(name)
+            if ref is None or weak() is not ref or ref._b is not block:
                 return False
         return True
+
+    def _kept(self, module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the TensorRefs and the plain tensors in the attributes of modules."""
+        exchange = Exchange(self.manager.ref_type)
+        refs = exchange.find(
+            [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
+        )
+        return refs, exchange.plain_tensors()
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -272,7 +357,7 @@ class _Nowhere:
 NOWHERE: Any = _Nowhere()
 
 
-def _key(inputs: list[Any], module: nn.Module) -> Any:
+def _key(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
     size = sum(ref._b.nbytes for ref in inputs)
     return len(inputs), tuple((ref.dtype, ref.dim()) for ref in inputs[:8]), size.bit_length()

@@ -116,7 +116,6 @@ class TensorRef(Faces, Tensor):
 
 tensorsManager.ref_type = TensorRef
 tensorsManager.native = Regions(tensorsManager)
-tensorsManager.native.watch()
 handlers.install(TensorRef)
 ForkingPickler.register(TensorRef, reduce_for_process)
 above_autograd.install()

@@ -27,6 +27,7 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
     if type(tensor) is core.ref_type:
         ref: Any = tensor
         ref._b.is_persistent = True
+        core.manager.native.watch()
         return None
     if not injectTo.decisions[_module_behind(sys._getframe(1))]:
         return None
