@@ -171,11 +171,12 @@ class Block:
         """Make `replicas` when it is asked for: of the fresh result, or empty."""
         if name != "replicas":
             raise AttributeError(name)
-        if self.births is None:
-            self.replicas = {}
-        else:
-            self.births.settle(self)
-        return self.replicas
+        births = self.births
+        if births is not None:
+            births.settle(self)
+        # Never assigned: another thread may have settled it since this one found nothing.
+        replicas: dict[Device, Replica] = self.__dict__.setdefault("replicas", {})
+        return replicas
 
     def base_on(self, device: Device) -> torch.Tensor:
         """Return the tensor that owns the bytes on a device where the block is ready."""
