@@ -145,7 +145,7 @@ class Ledger:
         self.budget = budget
         self.resident_nbytes = 0
         self._lock = lock
-        self._bury_all = bury_all
+        self.bury_all = bury_all
         self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
         self._newborn: dict[int, Newborn] = {}
         #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
@@ -174,7 +174,7 @@ class Ledger:
             self.resident_nbytes -= newborn.nbytes
             assert block.result is not None
             replica = Replica(block, self.device, block.result, DIRTY)
-            self._bury_all()  # its number may have been that of one that has died meanwhile
+            self.bury_all()  # its number may have been that of one that has died meanwhile
             self.add(replica)
             block.replicas = {self.device: replica}
             block.result = block.births = None
