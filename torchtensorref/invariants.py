@@ -8,7 +8,6 @@ from .blocks.block import Block, Replica
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .devices.base import Device
 
-
 #: How often two sums are compared before they count as different: other threads let tensors die.
 READINGS = 50
 
