@@ -203,6 +203,7 @@ class Tally:
 
 def work(number: int, until: float, tally: Tally) -> None:
     """Run random programs until it is time, each with plain torch and with us."""
+    torch.set_num_threads(1)  # each thread has its own number of helpers
     chance = random.Random(number)
     while time.perf_counter() < until and not tally.wrong:
         program, seed = chance.choice(PROGRAMS), chance.getrandbits(32)
@@ -215,7 +216,19 @@ def work(number: int, until: float, tally: Tally) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         tally.programs[program.__name__] += 1
         if found:
-            tally.wrong.append(f"{program.__name__} with seed {seed}: {'; '.join(found[:3])}")
+            settings = f"{tensorsManager.strategy.name}, {tensorsManager.budget:,} bytes"
+            tally.wrong.append(
+                f"{program.__name__} with seed {seed}, then {settings}: {'; '.join(found[:3])}; "
+                f"{again(program, seed, plain)}"
+            )
+
+
+def again(program: Callable[[torch.Generator], Any], seed: int, plain: Any) -> str:
+    """Whether plain torch agrees with itself, and whether we are right the second time."""
+    with torchTensorRef.disabled():
+        steady = not differences(plain, program(torch.Generator().manual_seed(seed)))
+    right = not differences(plain, program(torch.Generator().manual_seed(seed)))
+    return f"plain torch twice the same: {steady}, we the second time: {right}"
 
 
 def unsettle(chance: random.Random, tally: Tally) -> None:
