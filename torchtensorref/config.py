@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import ConfigError, did_you_mean, nearest
 from .units import parse_nbytes, parse_share
+from .world import watch
 
 __all__ = [
     "OPTIONS",
@@ -179,8 +180,8 @@ class Settings:
         0,
         _level(2),
         "0 to 2",
-        "`tensorsManager.check()` never; after each public call; after each operator",
-        "none; medium; very high",
+        "`tensorsManager.check()` never; at exit; after each operator",
+        "none; low; very high",
     )
     sync: bool = _row(
         False, _switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
@@ -332,6 +333,15 @@ def read(environ: Mapping[str, str]) -> Settings:
 settings = read(os.environ)
 
 
+def _apply(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(settings, name, value)
+    watch.on = settings.check >= 2 or settings.shadow or settings.trace >= 3
+
+
+_apply({})
+
+
 def _checked(changes: Mapping[str, object]) -> dict[str, object]:
     """`changes` with every value read, if it was text; ConfigError before any is applied."""
     checked = {}
@@ -376,19 +386,11 @@ def options(**changes: object) -> Iterator[Settings]:
     -----
     Holds for the whole process, in all threads: a switch is read by whichever thread runs
     an operator. Scopes nest; they must end in the reverse order.
-
-    Examples
-    --------
-    >>> with options(trace=2) as inside:
-    ...     inside.trace
-    2
     """
     checked = _checked(changes)
     before = {name: getattr(settings, name) for name in checked}
-    for name, value in checked.items():
-        setattr(settings, name, value)
+    _apply(checked)
     try:
         yield settings
     finally:
-        for name, value in before.items():
-            setattr(settings, name, value)
+        _apply(before)

@@ -20,6 +20,7 @@ from .manager import tensorsManager
 from .op_call import OpCall
 from .schema import OpPlan, plan_of
 from .views import KEYS, make_ref
+from .world import watch
 
 #: Returned by the fast path where the operator has to take the long way. Nothing has happened then.
 SLOW = object()
@@ -42,7 +43,7 @@ def dispatch(
             return _run_higher_order(ref_type, op, args, kwargs or {})
         # On the operator itself: the dictionary would hash it, in Python, at every call.
         plan = op._ref_plan = plan_of(op)
-    if plan.is_fast and (not kwargs or not plan.has_kwarg_tensors):
+    if plan.is_fast and not watch.on and (not kwargs or not plan.has_kwarg_tensors):
         first = args[0]
         if plan.is_list_first and first:
             first = first[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from . import tracing
 from .blocks.block import Block
 from .blocks.states import CLEAN, DIRTY, FILLING
 from .blocks.table import Table
@@ -72,6 +74,9 @@ class TensorsManager(Custody):
                     residency.open_ledger(accelerator, budget)
                 self._devices_by_name = {d.name: d for d in (host, *device)}
                 self._residency = residency
+                tracing.begin(self.log, self.report)
+                if settings.check >= 1:
+                    atexit.register(self.check)
             return self._residency
 
     def _resolve_devices(self, setting: Any) -> list[Device]:

@@ -15,6 +15,7 @@ from .devices.base import Device
 from .errors import TransferError
 from .manager import TensorsManager
 from .schema import OpPlan
+from .shadow import Shadow
 from .strategy import Access, OpSnapshot
 from .views import make_ref, parts_of, plain_on, replace_metadata, view_with
 
@@ -286,12 +287,17 @@ class OpCall:
         reads = [block.replicas[device].base for block in self.blocks]
         writes = [block.replicas[device].base for block in self.written]
         device.before_operator(reads, writes)
+        shadow = Shadow(self.plan, args, kwargs) if settings.shadow else None
+        if settings.trace >= 3:
+            self.residency.log.note("-", self.plan.name, f"on {device.name}")
         try:
             out = self._call_kernel(args, kwargs)
         finally:
             # Also after an exception: a kernel may have written part of what it writes.
             for block in self.written:
                 self.residency.written(block, device)
+        if shadow is not None:
+            shadow.compare(out, device)
         flops, nbytes, dtype_name = operator_cost(self.plan, args, kwargs, out)
         device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
         if not device.is_host and not self.plan.returns_tensors:

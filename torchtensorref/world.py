@@ -10,6 +10,15 @@ from contextvars import ContextVar
 is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
 
 
+class Watch:
+    """Whether somebody wants to see every operator: the fast path reads this one attribute."""
+
+    on = False
+
+
+watch = Watch()
+
+
 @contextmanager
 def disabled() -> Iterator[None]:
     """Leave everything plain inside: what torch makes there stays a plain tensor.

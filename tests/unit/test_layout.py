@@ -19,7 +19,7 @@ ROWS = (
     ("strategy", "history"),
     ("devices",),
     ("blocks",),
-    ("budget", "transfer", "schema", "costs", "views"),
+    ("budget", "transfer", "schema", "costs", "views", "tracing"),
     (
         "books",
         "movement",
@@ -31,7 +31,7 @@ ROWS = (
         "reports",
         "manager",
     ),
-    ("operands", "op_call", "handlers", "dispatch"),
+    ("operands", "shadow", "op_call", "handlers", "dispatch"),
     ("exchange", "recorder", "region_entry", "regions", "faces", "above_autograd", "tensor"),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),

@@ -242,8 +242,6 @@ def write_report(where: str, pid: int) -> None:
         return  # a forked child that ended as a program does
     manager = getattr(sys.modules.get("torchTensorRef.manager"), "tensorsManager", None)
     try:
-        if settings.trace_file is not None and manager is not None:
-            write_trace(settings.trace_file, manager.log.records())
         text = report_of(manager, as_json=where.endswith(".json"))
         if where == "stderr":
             print(text, file=sys.stderr, flush=True)
@@ -262,13 +260,3 @@ def report_of(manager: Any, *, as_json: bool) -> str:
         return "torchTensorRef: the program made no tensor."
     text: str = manager.report()
     return text
-
-
-def write_trace(path: str, records: Any) -> None:
-    """Write events as JSON lines: step, block, event, cause."""
-    with open(path, "w") as lines:
-        for record in records:
-            lines.write(json.dumps(dict(zip(_COLUMNS, record, strict=True))) + "\n")
-
-
-_COLUMNS = ("step", "block", "event", "cause")
