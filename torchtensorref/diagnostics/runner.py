@@ -100,7 +100,7 @@ def apply(chosen: argparse.Namespace) -> None:
     if "strategy" in values:
         make_strategy(values["strategy"])
     if chosen.trace is not None:
-        values |= {"trace_file": chosen.trace, "trace": max(settings.trace, 2)}
+        values["trace_file"] = chosen.trace
     for name, value in values.items():
         setattr(settings, name, value)
     injectTo.extend(values.get("inject_to", ()))
