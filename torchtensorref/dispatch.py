@@ -27,6 +27,7 @@ SLOW = object()
 
 _NO_KWARGS: dict[str, Any] = {}
 _Tensor = torch.Tensor
+_strided = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
 _function_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -108,6 +109,8 @@ def _run_ready(
         if plan.is_number:
             device.record().synchronize()  # the host waits for what it reads
             return out
+        if out.layout is not _strided or out.is_quantized or out.is_nested:
+            return out  # no bytes of its own to move: it stays plain
         return _wrap(ref_type, out, residency.born(out, device), device, first)
     except SHORTAGES:
         return SLOW
