@@ -216,19 +216,23 @@ class Movement(Books):
         ------
         OutOfBudgetError
             More than that is exposed there. The budget holds all the same.
+
+        Notes
+        -----
+        Where others hold more for longer than one can wait, the next operators evict it.
         """
-        idle_rounds = 0
         for _ in range(PATIENCE_ROUNDS):
             try:
                 return self.make_room(device, 0, "the budget was lowered")
             except (HeldByOthersError, OutOfBudgetError):
                 with self.lock:
-                    replicas = self.ledgers[device].replicas()
-                    idle = not self.hazards and not any(replica.pins for replica in replicas)
-                    idle_rounds = idle_rounds + 1 if idle else 0
-                    if idle_rounds > 3:
-                        break  # held by nothing that will ever end
+                    blocks = [self.block_of(r) for r in self.ledgers[device].replicas()]
+                    if any(b is not None and self._held_by_exposure(b, device) for b in blocks):
+                        break
                     self.unpinned.wait(PATIENCE_S)
+        else:
+            self.log.note("-", "budget lowered", "others hold more; the next operators evict")
+            return None
         return self.make_room_patiently(device, 0, "the budget was lowered")
 
     def evict_some(self, device: Device, need_nbytes: int) -> None:
