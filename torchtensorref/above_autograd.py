@@ -262,6 +262,7 @@ def composites_with_out() -> list[str]:
 # -- the table ----------------------------------------------------------------------------------------
 
 _SUBCLASS = "takes another formula for the gradient of a subclass"
+_POINTER = "reads the numbers from memory in C++"
 
 
 def _by_plain(op: OpOverload, node_name: str) -> tuple[OpOverload, Treatment, str]:
@@ -281,7 +282,19 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     (
         aten.tensor_split.tensor_indices_or_sections,
         plain_argument(aten.tensor_split.tensor_indices_or_sections, 1),
-        "reads the numbers from memory in C++",
+        _POINTER,
+    ),
+    # Packed sequences: how many rows are left at each step.
+    *(
+        (op, plain_argument(op, place), _POINTER)
+        for op, place in (
+            (aten.lstm.data, 1),
+            (aten.gru.data, 1),
+            (aten.rnn_tanh.data, 1),
+            (aten.rnn_relu.data, 1),
+            (aten._pad_packed_sequence.default, 1),
+            (aten._pack_padded_sequence_backward.default, 2),
+        )
     ),
 )
 
