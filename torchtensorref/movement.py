@@ -222,18 +222,28 @@ class Movement(Books):
         Where others hold more for longer than one can wait, the next operators evict it.
         """
         for _ in range(PATIENCE_ROUNDS):
-            try:
-                return self.make_room(device, 0, "the budget was lowered")
-            except (HeldByOthersError, OutOfBudgetError):
-                with self.lock:
-                    blocks = [self.block_of(r) for r in self.ledgers[device].replicas()]
+            with self.lock:
+                self.bury()
+                ledger = self.ledgers[device]
+                excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
+                if excess_nbytes <= 0:
+                    return
+                for replica in ledger.replicas():
+                    block = self.block_of(replica)
+                    if block is not None:
+                        block.ready = None  # the long way looks at the budget
+            # What nobody holds just now, little as it may be: what is fetched again must fit.
+            self.evict_some(device, excess_nbytes)
+            with self.lock:
+                if excess_nbytes == ledger.resident_nbytes - ledger.budget.limit_nbytes:
+                    blocks = [self.block_of(r) for r in ledger.replicas()]
                     if any(b is not None and self._held_by_exposure(b, device) for b in blocks):
                         break
                     self.unpinned.wait(PATIENCE_S)
         else:
             self.log.note("-", "budget lowered", "others hold more; the next operators evict")
-            return None
-        return self.make_room_patiently(device, 0, "the budget was lowered")
+            return
+        self.make_room_patiently(device, 0, "the budget was lowered")
 
     def evict_some(self, device: Device, need_nbytes: int) -> None:
         """Evict at least so much although the ledger sees room: the device says otherwise."""
