@@ -126,8 +126,11 @@ class Residency(Movement):
             missing = [b for b in blocks if b.replicas[device].state is INVALID]
             self.counts.miss_count += len(missing)
             self.counts.hit_count += len(blocks) - len(missing)
+            # Also where nothing is missing: the budget may have been lowered.
+            ledger = self.ledgers[device]
+            is_over = ledger.resident_nbytes > ledger.budget.limit_nbytes
         need_nbytes = sum(block.nbytes for block in missing)
-        if need_nbytes or expected:
+        if need_nbytes or expected or is_over:
             try:
                 self.make_room(device, need_nbytes + expected, "operands and results")
             except OutOfBudgetError:
