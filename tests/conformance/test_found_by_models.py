@@ -1,0 +1,122 @@
+"""What models and the soak found, each as the few lines that show it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef.blocks.block import Block
+from torchTensorRef.budget import Budget, Ledger
+from torchTensorRef.tensor import TensorRef
+
+from ..support.injection import assert_same_injected, injected
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_packed_sequences_through_recurrent_layers(manager, kind):
+    def program() -> Any:
+        layer = kind(4, 5, batch_first=True, bidirectional=True)
+        x, lengths = torch.randn(2, 7, 4, requires_grad=True), torch.tensor([7, 5])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        result, counts = nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)
+        result.sum().backward()
+        return [result.detach(), counts, x.grad, *(p.grad for p in layer.parameters())]
+
+    assert_same_injected(program, manager)
+
+
+def test_new_tensors_are_made_of_numbers_lists_and_tensors(manager):
+    def program() -> Any:
+        x = torch.rand(3, dtype=torch.float64)
+        return [
+            x.new_tensor([1, 2]),
+            x.new_tensor([x[0], x[1]]),
+            x.new_tensor(2.5, dtype=torch.float32),
+            x.new_tensor([1.0], requires_grad=True).detach(),
+            x.new([4.0, 5.0]),
+            x.new(2, 3).size(),
+        ]
+
+    assert_same_injected(program, manager)
+    with injected():
+        assert type(torch.rand(2).new_tensor([1])) is TensorRef
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_results_without_bytes_of_their_own_stay_plain(manager):
+    def program() -> Any:
+        x = torch.rand(3, 4)
+        y = x + 1  # fresh, and ready for the fast path
+        quantized = torch.quantize_per_tensor(y, 0.1, 0, torch.quint8)
+        return [y.to_sparse().to_dense(), y.to_sparse_csr().to_dense(), quantized.dequantize()]
+
+    assert_same_injected(program, manager)
+
+
+def test_a_parameter_is_made_anew_on_the_meta_device_from_what_it_notes(manager):
+    with injected():
+        parameter = nn.Linear(3, 4).weight
+    # As accelerate does for weights that are loaded later.
+    empty = type(parameter)(parameter.to("meta"), requires_grad=True, **parameter.__dict__)
+    assert isinstance(empty, nn.Parameter)
+    assert (empty.device.type, empty.shape, empty.requires_grad) == ("meta", (4, 3), True)
+    again = type(parameter)(parameter, requires_grad=False, **parameter.__dict__)
+    assert isinstance(again, nn.Parameter)
+    assert torch.equal(again, parameter)
+    assert not again.requires_grad
+
+
+def test_two_threads_that_ask_for_the_replicas_of_a_fresh_result_find_the_same(manager):
+    device = manager.residency.main
+    lock, arrived = threading.RLock(), threading.Event()
+
+    class Slow(Ledger):
+        def settle(self, block: Block) -> None:
+            arrived.set()
+            super().settle(block)
+
+    for _ in range(20):
+        ledger = Slow(device, Budget(1 << 20), lock, lambda: None)
+        base = device.allocate(64)
+        block = Block(64)
+        ledger.bear(block, base)
+        found = []
+        with lock:
+            other = threading.Thread(target=lambda b=block, f=found: f.append(b.replicas))
+            arrived.clear()
+            other.start()
+            arrived.wait(5)
+            found.append(block.replicas)
+        other.join()
+        assert found[0] is found[1] is block.replicas
+        assert device in block.replicas
+
+
+def test_settings_change_while_operators_run(manage):
+    manager = manage("flow", nbytes=64_000)
+    xs = [manager.adopt(torch.rand(16, 16)) for _ in range(8)]
+    stop, failures = threading.Event(), []
+
+    def compute(number: int) -> None:
+        try:
+            while not stop.is_set():
+                (xs[number] @ xs[number + 1]).tanh()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=compute, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for i in range(60):
+        manager.strategy = ("lru", "flow", "genoa")[i % 3]
+        manager.budget = (3_000, 64_000, 9_000)[i % 3]
+        manager.check()
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "two locks are taken in two orders"
+    assert failures == []
