@@ -17,7 +17,7 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test compatibility soak lint clean
+.PHONY: demo test conformance compatibility soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -27,6 +27,11 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	@echo "==> pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Every operator of torch's own database with plain torch and with us: about half an hour on two cores.
+# CONFORMANCE_ARGS="--resume" goes on with a run broken off, "--only add,mul" runs a part.
+conformance: $(VENV)/test.stamp
+	@$(BIN)/python -m tests.conformance.operators $(CONFORMANCE_ARGS)
 
 # Some ten minutes: every model of tests/conformance/zoo, with plain torch and with us.
 compatibility: $(VENV)/compatibility.stamp

@@ -52,7 +52,7 @@ def _plain_or_ref() -> tuple[type, ...]:
 # -- gradients by plain torch's formula -----------------------------------------------------------
 
 
-def gradient_of_plain(op: OpOverload, node_name: str) -> Treatment:
+def gradient_of_plain(op: OpOverload, node_name: str, *, picks: bool = False) -> Treatment:
     """Treat an operator so that plain torch computes its gradient, on plain tensors at home.
 
     The operator itself runs as ever. For the gradient it is run again, inside plain torch.
@@ -63,6 +63,8 @@ def gradient_of_plain(op: OpOverload, node_name: str) -> Treatment:
         An operator all of whose floating point results have a gradient.
     node_name : str
         The name that torch gives its nodes in the graph; it is seen where a tensor is printed.
+    picks : bool, optional
+        It picks elements, so its gradient depends on no operand that could have one itself.
     """
     node = _node_named(node_name, PlainGradient)
 
@@ -82,7 +84,7 @@ def gradient_of_plain(op: OpOverload, node_name: str) -> Treatment:
             named = dict(zip(kwargs, whole[len(args) :], strict=True))
             return op(*whole[: len(args)], **named)
 
-        return node.apply(function, *tensors)
+        return node.apply(function, picks, *tensors)
 
     return treat
 
@@ -91,9 +93,10 @@ class PlainGradient(torch.autograd.Function):
     """A function of tensors whose gradient plain torch computes; differentiable again and again."""
 
     @staticmethod
-    def forward(ctx: Any, function: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, function: Any, picks: bool, *tensors: Any) -> Any:
         """Run the function itself, managed as any operator."""
         ctx.function = function
+        ctx.picks = picks
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         results = function(*tensors)
@@ -106,10 +109,12 @@ class PlainGradient(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Take the gradient; it is a function of the same kind."""
         tensors = ctx.saved_tensors
+        if ctx.picks:
+            tensors = [tensor.detach() for tensor in tensors]
         given = [place for place, grad in enumerate(cotangents) if grad is not None]
-        gradient = Gradient(ctx.function, ctx.needs_input_grad[1:], given)
-        found = PlainGradient.apply(gradient, *tensors, *(cotangents[place] for place in given))
-        return (None, *found)
+        gradient = Gradient(ctx.function, ctx.needs_input_grad[2:], given)
+        found = PlainGradient.apply(gradient, False, *tensors, *(cotangents[place] for place in given))
+        return (None, None, *found)
 
 
 class Gradient:
@@ -132,26 +137,33 @@ class Gradient:
         count = len(self.needs)
         leaves, cotangents = list(values[:count]), values[count:]
         inside = torch.is_grad_enabled()
-        with torch.enable_grad():
+        # Below our key: tensors that are not plain here would come to this very place again.
+        with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(KEYS):
             if not inside:
                 leaves = [
                     x.detach().requires_grad_(need)
                     for x, need in zip(leaves, self.needs, strict=True)
                 ]
             several = _several(self.function(*leaves))
-        wanted = [leaf for leaf, need in zip(leaves, self.needs, strict=True) if need]
-        with torch.set_grad_enabled(inside):
-            found = iter(
-                torch.autograd.grad(
-                    [several[place] for place in self.given],
-                    wanted,
-                    cotangents,
-                    create_graph=inside or self.keeps_graph,
-                    allow_unused=True,
-                )
-            )
-        parts = tuple(next(found) if need else None for need in self.needs)
+        heads, wanted = [several[place] for place in self.given], []
+        if any(head.requires_grad for head in heads):
+            wanted = [leaf for leaf, need in zip(leaves, self.needs, strict=True) if need]
+        found = iter(self._grads(heads, wanted, cotangents, inside))
+        parts = tuple(next(found, None) if need else None for need in self.needs)
         return parts if inside else tuple(_without_graph(part) for part in parts)
+
+    def _grads(self, heads: Any, wanted: Any, cotangents: Any, inside: bool) -> Any:
+        if not wanted:
+            return ()
+        pairs = [(h, c) for h, c in zip(heads, cotangents, strict=True) if h.requires_grad]
+        with torch.set_grad_enabled(inside):
+            return torch.autograd.grad(
+                [head for head, _ in pairs],
+                wanted,
+                [cotangent for _, cotangent in pairs],
+                create_graph=inside or self.keeps_graph,
+                allow_unused=True,
+            )
 
 
 def _any_is_batched(values: Any) -> bool:
@@ -265,18 +277,20 @@ _SUBCLASS = "takes another formula for the gradient of a subclass"
 _POINTER = "reads the numbers from memory in C++"
 
 
-def _by_plain(op: OpOverload, node_name: str) -> tuple[OpOverload, Treatment, str]:
-    return op, gradient_of_plain(op, node_name), _SUBCLASS
+def _by_plain(
+    op: OpOverload, node_name: str, *, picks: bool = False
+) -> tuple[OpOverload, Treatment, str]:
+    return op, gradient_of_plain(op, node_name, picks=picks), _SUBCLASS
 
 
 #: Operator, treatment, reason. Beside these, every composite operator with `out=` runs whole.
 TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     _by_plain(aten.prod.default, "ProdBackward0"),
     _by_plain(aten.prod.dim_int, "ProdBackward1"),
-    _by_plain(aten.median.default, "MedianBackward0"),
-    _by_plain(aten.nanmedian.default, "NanmedianBackward0"),
-    _by_plain(aten.min.default, "MinBackward1"),
-    _by_plain(aten.max.default, "MaxBackward1"),
+    _by_plain(aten.median.default, "MedianBackward0", picks=True),
+    _by_plain(aten.nanmedian.default, "NanmedianBackward0", picks=True),
+    _by_plain(aten.min.default, "MinBackward1", picks=True),
+    _by_plain(aten.max.default, "MaxBackward1", picks=True),
     (aten.masked_fill.Tensor, _masked_fill, _SUBCLASS),
     (aten.masked_fill_.Tensor, _masked_fill_in_place, _SUBCLASS),
     (

@@ -59,6 +59,9 @@ class Books:
         self.recorder: Any = None
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
+        #: Blocks of the native regions that run, and the regions themselves, by thread.
+        self.native_blocks: dict[int, tuple[Block, ...]] = {}
+        self.native_entries: dict[int, Any] = {}
         #: Replicas whose copy a thread is just issuing, without the lock.
         self.issuing: set[Replica] = set()
         #: Blocks by number, for strategies that name blocks which are not on the device.
@@ -202,13 +205,17 @@ class Books:
 
     def _hazardous_blocks(self) -> set[Block]:
         me = threading.get_ident()
-        return {
+        held = {
             operand._b
             for ident, args in list(self.hazards.items())
             if ident != me
             for operand in args
             if hasattr(operand, "_b")
         }
+        # Of this thread's regions too: an operator inside one can need room.
+        for blocks in list(self.native_blocks.values()):
+            held.update(blocks)
+        return held
 
     def _held_by_exposure(self, block: Block, device: Device) -> bool:
         exposure = block.exposure

@@ -62,6 +62,10 @@ def dispatch(
         # Also there, a view of a normal tensor is a normal tensor: autograd counts its versions.
         with torch.inference_mode(False):
             return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
+    if _function_modes():
+        # They have seen the call; what the runtime does for it, to storages, is not for them.
+        with torch._C.DisableTorchFunction():
+            return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
     return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
 
 
@@ -143,8 +147,8 @@ def _view(
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, first._b, first._d, first.device)
     ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype, _extra_dispatch_keys=KEYS)
-    if 1 in out.size() and out.stride() != ref.stride():
-        # Contiguous, but what it strides over dimensions of size 1 can be anything.
+    if (1 in out.size() or 0 in out.size()) and out.stride() != ref.stride():
+        # Contiguous, but what it strides over dimensions of size 1, or nothing, can be anything.
         return make_ref(ref_type, out, first._b, first._d, first.device)
     ref._b = first._b
     ref._t = out
@@ -157,7 +161,7 @@ def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: An
     if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
         return make_ref(ref_type, out, block, device, like.device)
     ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype, _extra_dispatch_keys=KEYS)
-    if 1 in out.size() and out.stride() != ref.stride():
+    if (1 in out.size() or 0 in out.size()) and out.stride() != ref.stride():
         return make_ref(ref_type, out, block, device, like.device)
     ref._b = block
     ref._t = out

@@ -44,6 +44,21 @@ _NEVER_OPENED = (
     type(None),
 )
 
+#: Closed values that can be part of a result.
+_ALL_THERE = (
+    torch.nn.Module,
+    type,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+)
+
 
 def _classify(kind: type) -> Kind:
     if issubclass(kind, torch.Tensor):
@@ -77,7 +92,7 @@ class Exchange:
         #: What containers held before, to be put back if the call fails.
         self._before: list[tuple[Any, Any]] = []
         #: Plain tensors by identity, with the TensorRef each stands for; None: the program's own.
-        self._known: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.known: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def find(self, value: Any) -> list[Any]:
         """Return the distinct TensorRefs inside a value, in order; remember its plain tensors."""
@@ -87,11 +102,24 @@ class Exchange:
             if type(tensor) is self._ref_type:
                 found[id(tensor)] = tensor
             else:
-                self._known[id(tensor)] = (tensor, None)
+                self.known[id(tensor)] = (tensor, None)
             return tensor
 
         self._walk(value, note, set(), 0, before=None)
         return list(found.values())
+
+    def is_open(self, value: Any) -> bool:
+        """Whether a result is all there: no generator or function that goes on with tensors."""
+        kind = kind_of(value)
+        if kind is CLOSED:
+            return isinstance(value, _ALL_THERE) or type(value).__name__.endswith("Config")
+        if kind is LIST or kind is TUPLE:
+            return all(map(self.is_open, value))
+        return kind is not DICT or all(map(self.is_open, value.values()))
+
+    def plain_tensors(self) -> list[torch.Tensor]:
+        """Return the plain tensors that `find` has met: the program's own."""
+        return [tensor for tensor, ref in self.known.values() if ref is None]
 
     def unwrap(self, value: Any, plain_of: Callable[[Any], torch.Tensor]) -> Any:
         """Put plain tensors in the place of TensorRefs; containers change in place."""
@@ -100,7 +128,7 @@ class Exchange:
             if type(tensor) is not self._ref_type:
                 return tensor
             plain = plain_of(tensor)
-            self._known[id(plain)] = (plain, tensor)
+            self.known[id(plain)] = (plain, tensor)
             return plain
 
         return self._walk(value, swap, set(), 0, before=self._before)
@@ -109,13 +137,13 @@ class Exchange:
         """Put TensorRefs in the place of plain tensors, the same ones for what was unwrapped."""
 
         def swap(tensor: torch.Tensor) -> Any:
-            known = self._known.get(id(tensor))
+            known = self.known.get(id(tensor))
             if known is not None:
                 return tensor if known[1] is None else known[1]
             if type(tensor) is self._ref_type:
                 return tensor
             ref = ref_of(tensor)
-            self._known[id(tensor)] = (tensor, ref)
+            self.known[id(tensor)] = (tensor, ref)
             return ref
 
         return self._walk(value, swap, set(), 0, before=None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
+
+import torch
 
 from .blocks.block import Block
 
@@ -13,6 +16,7 @@ class Recorder:
 
     def __init__(self, expected: set[Block]) -> None:
         self._expected = expected
+        self._thread = threading.get_ident()
         #: Blocks with a higher number came into the world during the call.
         self._newest = Block(0).block_id
         self._made: dict[int, weakref.ref[Block]] = {}
@@ -24,6 +28,10 @@ class Recorder:
 
     def note(self, call: Any, device: Any) -> None:
         """Note an operator before it runs."""
+        if threading.get_ident() != self._thread:
+            return
+        if torch.is_grad_enabled():
+            self.mistrust("it computes gradients")
         for block in call.blocks:
             if block in self._expected or id(block) in self._made:
                 continue
@@ -31,7 +39,10 @@ class Recorder:
                 self.birth(block)  # made by a factory
             else:
                 self._doubt = f"{call.plan.name} uses a tensor from outside"
-        self._written.update(call.written)
+        if "training" not in call.plan.argument_names or call.plan.argument(
+            "training", call.args, call.kwargs
+        ):
+            self._written.update(call.written)  # statistics of a norm, only while it trains
         if call.special or call.foreign:
             self._doubt = f"{call.plan.name} has a plain operand"
         if device is not call.accelerator and not call.plan.runs_at_home:
@@ -39,17 +50,28 @@ class Recorder:
 
     def birth(self, block: Block) -> None:
         """Note a fresh result."""
+        if threading.get_ident() != self._thread:
+            return
         nbytes = block.nbytes
         self._made[id(block)] = weakref.ref(block)
         self._alive_nbytes += nbytes
         self.most_nbytes = max(self.most_nbytes, self._alive_nbytes)
         weakref.finalize(block, self._died, id(block), nbytes).atexit = False
 
+    def mistrust(self, why: str) -> None:
+        """Note what speaks against running the module natively."""
+        if threading.get_ident() == self._thread:
+            self._doubt = why
+
+    def writes_any(self, blocks: set[Block]) -> bool:
+        """Whether one of some blocks was written."""
+        return bool(self._written & blocks)
+
     def _died(self, key: int, nbytes: int) -> None:
         self._alive_nbytes -= nbytes
         self._made.pop(key, None)
 
-    def doubt(self, own: set[Block], reachable: set[Block]) -> str:
+    def doubt(self, own: set[Block], reachable: set[Block], kept: set[Block]) -> str:
         """Say what speaks against running the module natively; empty for nothing."""
         if self._doubt:
             return self._doubt
@@ -58,4 +80,6 @@ class Recorder:
         alive = [block for reference in self._made.values() if (block := reference()) is not None]
         if any(block not in reachable for block in alive):
             return "it leaves tensors behind where neither its arguments nor its result lead"
+        if any(block in kept for block in alive):
+            return "it leaves tensors behind in its attributes"
         return ""

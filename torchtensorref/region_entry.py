@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from .budget import SHORTAGES
 from .exchange import Exchange
 from .manager import TensorsManager
 from .strategy import Access
-from .views import make_ref, plain_on
+from .views import make_ref, plain_on, view_of
 from .world import disabled
+
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -34,22 +36,62 @@ class Structure:
     #: Time its operators take on the device, and how many there are.
     compute_ns: int = 0
     op_count: int = 0
+    #: Whether it writes what it is given: a static cache.
+    writes_inputs: bool = False
+
+
+class Slot(NamedTuple):
+    """Where a parameter or buffer hangs, and the plain tensor that stands in for it."""
+
+    registry: dict[str, Any]
+    name: str
+    ref: weakref.ref[Any]
+    block: Block
+    view: torch.Tensor | None
+    plain: torch.Tensor | None
+
+
+class Part:
+    """A module under a region as it was when it was learned; holds no module above it."""
+
+    __slots__ = ("hooks", "module", "pre_hooks", "state")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.hooks = module._forward_hooks
+        self.pre_hooks = module._forward_pre_hooks
+        self.state = state_of(module)
+
+    def is_as_before(self) -> bool:
+        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
+        return same_state(state_of(self.module), self.state)
 
 
 @dataclass
 class Region:
-    """One module that may run natively."""
+    """One module that may run natively.
+
+    It holds neither the module, which owns it, nor the TensorRefs: a module that is let go of is
+    gone at once, and so is a parameter that is exchanged for another.
+    """
 
     module: weakref.ref[nn.Module]
     structures: dict[Any, Structure] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
-    depth: int = 0
-    #: Where each tensor hangs: registry, name, TensorRef, block, plain view, stand-in.
-    slots: list[tuple[dict[str, Any], str, Any, Block, Any, Any]] = field(default_factory=list)
-    #: The modules under it, looked at for hooks before each run, and the distinct blocks.
-    parts: list[nn.Module] = field(default_factory=list)
-    own: list[Block] = field(default_factory=list)
-    refs: tuple[Any, ...] = ()
+    #: The thread that runs it, natively or inside its own call; others wait.
+    runner: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    #: The modules under it, looked at before each run, and the distinct blocks.
+    parts: list[Part] = field(default_factory=list)
+    #: The module itself as it was when it was learned.
+    state: tuple[Any, ...] = ()
+    #: Storages of plain tensors that the modules have in their attributes: the program's own.
+    foreign: frozenset[int] = frozenset()
+    own: tuple[Block, ...] = ()
+
+    def forget(self) -> None:
+        """Let go of all that was noted about the module's parts and tensors."""
+        self.slots, self.parts, self.own, self.state = [], [], (), ()
 
 
 class Entry:
@@ -74,27 +116,38 @@ class Entry:
         self.inputs = inputs
         self.residency = manager.residency
         self.device = self.residency.main
-        own = region.own
-        self.given = [b for b in dict.fromkeys(r._b for r in inputs) if b not in own]
-        self.blocks = [*own, *self.given]
+        self.slots = region.slots
+        self.own = region.own
+        self.refs: list[Any] = []
+        self.given = tuple(b for b in dict.fromkeys(r._b for r in inputs) if b not in self.own)
+        self.blocks = (*self.own, *self.given)
         self.held: list[Any] = []
         self.reserve: Any = None
+        #: Whether it has changed something that running it again would change again.
+        self.has_changed = False
         self.made: dict[int, Block] = {}
+        #: Plain inputs with their TensorRefs and their versions before the call.
+        self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
+
+    # -- entering ---------------------------------------------------------------------------
 
     def acquire(self) -> bool:
         """Hold all blocks on the device, with room for what passes; False if that cannot be."""
-        residency = self.residency
+        residency, passing = self.residency, self.structure.passing_nbytes
         ledger = residency.ledgers[self.device]
-        total_nbytes = sum(block.nbytes for block in self.blocks) + self.structure.passing_nbytes
-        if total_nbytes > ledger.budget.limit_nbytes:
-            self.structure.doubt = "its blocks and what passes do not fit the budget together"
+        if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
             return False
-        if any(block.exposure is not None and block.exposure.alive for block in self.blocks):
+        for block in self.blocks:
+            if block.exposure is not None and block.exposure.alive:
+                return False
+        if any(block.is_shared for block in self.own):
             return False
-        if any(block.is_shared for block in self.region.own):
+        if residency.is_pressed and not self._are_there():
+            # Fetched one by one, ahead or on demand, they arrive while operators run; fetched as
+            # one bundle, the first operator would wait for the last block.
             return False
         self._tell_accesses()
-        passing = self.structure.passing_nbytes
+        self._announce()
         try:
             if not self._are_ready():
                 # What is given may be written inside, unseen: a static cache.
@@ -104,36 +157,46 @@ class Entry:
                 self.reserve = self.device.allocate(passing)
         except SHORTAGES:
             self._withdraw()
+            self._release()
             return False
+        except BaseException:
+            self._withdraw()
+            self._release()
+            raise
         return True
 
-    def _are_ready(self) -> bool:
-        """Announce all operands at once; True if nothing has to be decided about any of them."""
-        device = self.device
+    def _are_there(self) -> bool:
+        """Whether every block of the module's own is on the device, and has arrived."""
+        return all(block.readable_on(self.device) is not None for block in self.own)
+
+    def _announce(self) -> None:
+        """From here on nobody evicts the blocks, this thread's own operators included."""
         ident = threading.get_ident()
-        hazards = self.residency.hazards
-        self.outer = hazards.get(ident)
-        hazards[ident] = (*self.region.refs, *self.inputs)
-        for block in self.region.own:
+        self.outer = self.residency.native_blocks.get(ident)
+        self.residency.native_blocks[ident] = (*(self.outer or ()), *self.blocks)
+
+    def _withdraw(self) -> None:
+        ident = threading.get_ident()
+        if self.outer is None:
+            del self.residency.native_blocks[ident]
+        else:
+            self.residency.native_blocks[ident] = self.outer
+
+    def _are_ready(self) -> bool:
+        """Whether nothing has to be decided about any of the blocks, which are announced."""
+        device = self.device
+        for block in self.own:
             if block.ready is not device:
                 return False
         return all(block.ready is device and block.owned for block in self.given)
-
-    def _withdraw(self) -> None:
-        hazards = self.residency.hazards
-        ident = threading.get_ident()
-        if self.outer is None:
-            hazards.pop(ident, None)
-        else:
-            hazards[ident] = self.outer
 
     def _tell_accesses(self) -> None:
         """One access per block, so that forecasts do not depend on how operators ran."""
         residency = self.residency
         residency.tick += 1
-        strategy = residency.strategy
+        strategy, tick = residency.strategy, residency.tick
         for block in self.blocks:
-            block.last_use = residency.tick
+            block.last_use = tick
             block.use_count += 1
             if block.use_count == 1:
                 residency.known[block.block_id] = block
@@ -149,73 +212,227 @@ class Entry:
                         )
                     )
 
+    # -- running ----------------------------------------------------------------------------
+
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the module on plain tensors; put everything back, whatever happens."""
         exchange, device = self.exchange, self.device
         try:
-            args, kwargs = exchange.unwrap((args, kwargs), lambda ref: plain_on(ref, device))
-            self._exchange_parameters()
-            try:
-                with disabled(), self.unwatched:
-                    out = self.module._call_impl(*args, **kwargs)
-            except BaseException:
-                exchange.restore()
-                raise
-            finally:
-                for slot in self.region.slots:
-                    slot[0][slot[1]] = slot[2]
+            out, args, kwargs = self._run_plain(args, kwargs)
+            device.charge_time(self.structure.compute_ns, self.structure.op_count)
+            # Still held: what is wrapped now can make others go, not what it shares memory with.
+            out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
         finally:
-            self.reserve = None
+            self._gather_what_stays()
             self._leave()
-        device.charge_time(self.structure.compute_ns, self.structure.op_count)
+        self.manager.after_operator(device, self.blocks)
+        return out
+
+    def _run_plain(self, args: Any, kwargs: Any) -> Any:
+        entries, ident = self.residency.native_entries, threading.get_ident()
+        outer = entries.get(ident)
+        entries[ident] = self
         try:
-            return exchange.wrap((out, args, kwargs), self._wrapped)[0]
+            args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
+            self._exchange_parameters()
+            with disabled(), self.unwatched:
+                return self.module._call_impl(*args, **kwargs), args, kwargs
+        except BaseException:
+            self.exchange.restore()
+            raise
         finally:
-            self.manager.after_operator(device, self.blocks)
+            if outer is None:
+                del entries[ident]
+            else:
+                entries[ident] = outer
+            self.reserve = None
+            self._put_back()
+
+    def _plain_input(self, ref: Any) -> torch.Tensor:
+        plain = plain_on(ref, self.device)
+        self.unwrapped.append((plain, ref, _version(plain)))
+        return plain
 
     def _exchange_parameters(self) -> None:
-        device = self.device
-        slots = self.region.slots
-        for i, (registry, name, ref, block, view, plain) in enumerate(slots):
+        device, slots = self.device, self.slots
+        stand_ins: dict[int, torch.Tensor] = {}
+        for i, (registry, name, weak, block, view, plain) in enumerate(slots):
+            ref = weak()
+            self.refs.append(ref)
             if view is None or ref._t is not view or ref._d is not device:
                 view = plain_on(ref, device)
-                plain = view
-                if getattr(ref, "_is_param", False):
-                    plain = nn.Parameter(view, requires_grad=ref.requires_grad)
-                slots[i] = (registry, name, ref, block, view, plain)
+                plain = stand_ins.get(id(ref))
+                if plain is None:
+                    plain = stand_ins[id(ref)] = _stand_in(ref, block.base_on(device))
+                slots[i] = Slot(registry, name, weak, block, view, plain)
             registry[name] = plain
 
-    def _leave(self) -> None:
-        residency = self.residency
-        self._withdraw()
-        if self.held:
-            for block in self.given:
-                residency.written(block, self.device)
-            residency.release(self.held)
-            with residency.lock:
-                for block in self.blocks:
-                    residency.set_ready(block, self.device)
+    def _put_back(self) -> None:
+        """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
+        known = self.exchange.known
+        for slot, ref in zip(self.slots, self.refs, strict=False):
+            registry, name, _, block, _, plain = slot
+            if plain is None:
+                continue
+            now = registry.get(name)
+            if now is plain:
+                registry[name] = ref
+            elif now is not None and type(now) is not self.manager.ref_type:
+                self._doubt(f"it exchanges {name}")
+                registry[name] = self._parameter_for(now)
+            known[id(plain)] = (plain, ref)
+            if _version(plain):
+                self._doubt(f"it writes {name}")
+                self._note_write(ref, block)
+                self.region.slots = []
 
-    def _wrapped(self, plain: torch.Tensor) -> Any:
+    def _parameter_for(self, plain: torch.Tensor) -> Any:
+        ref = self.ref_for(plain)
+        if isinstance(plain, nn.Parameter) and type(ref) is self.manager.ref_type:
+            ref._is_param = True
+            ref.requires_grad_(plain.requires_grad)
+        return ref
+
+    def _doubt(self, why: str) -> None:
+        self.structure.doubt = self.structure.doubt or why
+
+    def _note_write(self, ref: Any, block: Block) -> None:
+        self.has_changed = True
+        self.residency.written(block, self.device)
+        if not ref.is_inference():
+            torch.autograd.graph.increment_version(ref)
+
+    def _gather_what_stays(self) -> None:
+        """Wrap what an unforeseen branch has left in the attributes of modules."""
+        region = self.region
+        changed = [part.module for part in region.parts if not part.is_as_before()]
+        if not same_state(state_of(self.module), region.state):
+            changed.append(self.module)
+        for module in changed:
+            self.has_changed = True
+            for name in attributes_of(module):
+                value = module.__dict__[name]
+                module.__dict__[name] = self.exchange.wrap(value, self._left_behind)
+        if changed:
+            region.forget()
+
+    def _left_behind(self, plain: torch.Tensor) -> Any:
+        self._doubt("it leaves tensors behind in its attributes")
+        key = plain.untyped_storage()._cdata
+        if key in self.region.foreign:
+            return plain
+        # Over the memory of a result it is an alias. Else nobody knows who holds it besides.
+        return self.ref_for(plain if self._block_over(key) is not None else plain.clone())
+
+    # -- leaving ----------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        for plain, ref, version in self.unwrapped:
+            if plain.is_inference():
+                if not ref._b.owned:
+                    self.residency.written(ref._b, self.device)
+            elif plain._version != version:
+                self._note_write(ref, ref._b)
+        if self.structure.writes_inputs:
+            for block in self.given:
+                if not block.owned:
+                    self.residency.written(block, self.device)
+        self._withdraw()
+        self._release()
+
+    def _release(self) -> None:
+        if not self.held:
+            return
+        residency = self.residency
+        residency.release(self.held)
+        self.held = []
+        with residency.lock:
+            for block in self.blocks:
+                residency.set_ready(block, self.device)
+
+    def operand(self, plain: torch.Tensor) -> Any:
+        """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
+        block = self._block_over(plain.untyped_storage()._cdata)
+        if block is None:
+            return None
+        self._doubt("it uses a tensor from outside")
+        return make_ref(self.manager.ref_type, plain, block, self.device, _CPU)
+
+    def ref_for(self, plain: torch.Tensor) -> Any:
         """Make the TensorRef of a tensor that the module has made or handed on."""
         if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
             return plain
-        key = plain.untyped_storage()._cdata
-        block = self._block_over(key)
-        ref_type = self.manager.ref_type
-        label = torch.device("cpu")
+        if torch.is_inference_mode_enabled() and not plain.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._ref_over(plain)
+        return self._ref_over(plain)
+
+    def _ref_over(self, plain: torch.Tensor) -> Any:
+        storage = plain.untyped_storage()
+        if storage._cdata in self.region.foreign:
+            return plain
+        block, device = self._block_over(storage._cdata), self.device
         if block is None:
-            if not plain.untyped_storage().resizable():
+            if not storage.resizable():
                 plain = plain.clone()
-                key = plain.untyped_storage()._cdata
-            block = self.made[key] = self.residency.born(plain, self.device)
-        return make_ref(ref_type, plain, block, self.device, label)
+            try:
+                block = self.residency.born(plain, device)
+            except SHORTAGES:
+                # It is there, and does not fit: it goes home.
+                plain, device = plain.cpu(), self.residency.host
+                if plain.untyped_storage()._cdata == storage._cdata:
+                    plain = plain.clone()
+                block = self.residency.born(plain, device)
+            else:
+                self.made[plain.untyped_storage()._cdata] = block
+        return make_ref(self.manager.ref_type, plain, block, device, _CPU)
 
     def _block_over(self, key: int) -> Block | None:
         if not self.made:
             for block in self.blocks:
                 self.made[block.base_on(self.device).untyped_storage()._cdata] = block
         return self.made.get(key)
+
+
+def _version(plain: torch.Tensor) -> int:
+    return 0 if plain.is_inference() else plain._version
+
+
+def _stand_in(ref: Any, base: torch.Tensor) -> torch.Tensor:
+    """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
+    with torch.inference_mode(False), torch.no_grad():
+        view = view_of(ref, base).data  # with a count of versions of its own
+        if getattr(ref, "_is_param", False):
+            return nn.Parameter(view, requires_grad=ref.requires_grad)
+        return view
+
+
+def same_state(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether attributes hold the same objects, or equal ones."""
+    try:
+        return now == before
+    except Exception:
+        return False  # what cannot be compared (tensors, arrays) is not the same object
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's attributes and children, and which parameters and buffers it has."""
+    attributes = module.__dict__
+    values = (*attributes.values(), *module._modules.values())
+    if "_compiled_call_impl" in attributes:
+        # What makes it a region is no part of it; that must not hold itself.
+        ours = attributes["_compiled_call_impl"]
+        values = tuple(value for value in values if value is not ours)
+    registries = (module._parameters, module._buffers)
+    return *values, *(name for r in registries for name, x in r.items() if x is not None)
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+
+
+def attributes_of(module: nn.Module) -> list[str]:
+    """Return the names of the attributes that the program has given a module."""
+    return [name for name in module.__dict__ if name not in _OF_TORCH]
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from .budget import SHORTAGES
 from .config import settings
 from .exchange import Exchange
-from .budget import SHORTAGES
 from .manager import TensorsManager
 from .recorder import Recorder
 from .region_entry import (
@@ -32,8 +32,8 @@ from .region_entry import (
     Slot,
     Structure,
     attributes_of,
-    own_values,
-    same_values,
+    same_state,
+    state_of,
     tensors_of,
 )
 
@@ -101,6 +101,10 @@ class Regions:
         self.forget()
         if was_watching:
             self.watch()
+
+    def all_regions(self) -> list[Region]:
+        """Return what is known of every module that may run natively."""
+        return list(self._regions.values())
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         """A module is about to be called: make it a region if it is the largest that fits."""
@@ -217,8 +221,8 @@ class Regions:
         if module._forward_hooks or module._forward_pre_hooks:
             return False
         if (
-            region.own_values
-            and same_values(own_values(module), region.own_values)
+            region.state
+            and same_state(state_of(module), region.state)
             and all(part.is_as_before() for part in region.parts)
         ):
             return True
@@ -231,11 +235,11 @@ class Regions:
                 if not _is_ours(part):
                     return False
                 del part.__dict__["_compiled_call_impl"]
-        if region.own_values:
+        if region.state:
             region.structures.clear()
             region.forget()
         region.parts = [Part(part) for part in parts[1:]]
-        region.own_values = own_values(module)
+        region.state = state_of(module)
         return not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
     def _uncover(self, module: nn.Module) -> None:
@@ -315,10 +319,11 @@ class Regions:
         """Bring everything there, or return None where something speaks against it."""
         if not region.slots or not self._slots_hold(region):
             region.slots = []
+            gone = _forgetter(region)
             for registry, name, ref in tensors_of(module):
                 if type(ref) is not self.manager.ref_type or ref.is_inference():
                     return None
-                weak = weakref.ref(ref, region.forget)
+                weak = weakref.ref(ref, gone)
                 region.slots.append(Slot(registry, name, weak, ref._b, None, None))
             region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
             region.foreign = frozenset(
@@ -344,6 +349,18 @@ class Regions:
             [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
         )
         return refs, exchange.plain_tensors()
+
+
+def _forgetter(region: Region) -> Any:
+    """Return a callback that drops what a region holds; it does not hold the region."""
+    reference = weakref.ref(region)
+
+    def drop(_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.forget()
+
+    return drop
 
 
 def _is_ours(module: nn.Module) -> bool:

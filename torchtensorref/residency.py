@@ -11,10 +11,9 @@ import torch
 from .blocks.block import Block, Exposure, Replica, graveyard
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
-from .devices.base import Device, bytes_of, storage_nbytes
+from .devices.base import Device, bytes_of
 from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError, Movement
 from .transfer import copy_of
-
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.
 AT_HOME_NBYTES = 16
@@ -298,6 +297,8 @@ class Residency(Movement):
         The caller has made the block readable there. The storage is a twin: another object over
         the same memory, by whose users we see when the last holder outside is gone.
         """
+        if self.recorder is not None:
+            self.recorder.mistrust(f"bytes are handed out: {why}")
         self.unshare(block)
         with self.lock:
             self.refresh(block)

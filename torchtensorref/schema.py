@@ -22,6 +22,8 @@ UNDECLARED_WRITES: dict[OpOverload, tuple[str, ...]] = {
     aten.native_batch_norm.out: ("running_mean", "running_var"),
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
     aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+    # The scratch memory that the forward run has filled, and hands over.
+    aten.mkldnn_rnn_layer_backward.default: ("workspace",),
     # Composite: reaches us whole under inference mode, and then calls the ones above.
     aten.batch_norm.default: ("running_mean", "running_var"),
     aten.instance_norm.default: ("running_mean", "running_var"),

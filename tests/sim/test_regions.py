@@ -1,0 +1,725 @@
+"""Native regions: the same results, the books right, and interception where anything is in doubt."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from tests.support.differential import differences
+from torchTensorRef import tensorsManager
+from torchTensorRef.world import is_disabled
+
+AMPLE_NBYTES = 1 << 24
+
+
+class Mlp(nn.Module):
+    """What most tests call: seen once, learned twice, then run natively."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.fixture
+def ample(manage: Callable[..., Any]) -> Any:
+    """A manager with room for everything, gradients off, regions on."""
+    manager = manage("lru", AMPLE_NBYTES)
+    assert manager.regions
+    with torch.no_grad():
+        yield manager
+    manager.regions = True
+    assert not manager.residency.native_blocks
+    assert not manager.residency.native_entries
+    assert manager.residency.recorder is None
+
+
+def native_runs(call: Callable[[], Any]) -> int:
+    """How many regions a call ran natively."""
+    before = tensorsManager.native.native_count
+    call()
+    return tensorsManager.native.native_count - before
+
+
+def learned(module: nn.Module, x: Any) -> nn.Module:
+    """Call a module until it runs natively; each result is that of plain torch."""
+    for i in range(5):
+        count = native_runs(lambda: module(x))
+        assert count == (i >= 3), f"call {i}"
+    return module
+
+
+def assert_equal(plain: Any, ours: Any) -> None:
+    found = differences(plain, ours)
+    assert not found, found
+
+
+def pair(manager: Any, make: Callable[[], nn.Module], seed: int = 0) -> tuple[Any, Any]:
+    """A plain module and the same one managed."""
+    torch.manual_seed(seed)
+    plain = make().eval()
+    return plain, manager.adopt(copy.deepcopy(plain))
+
+
+def follow(manager: Any, plain: Any, ours: Any, x: Any, calls: int = 5, **kwargs: Any) -> int:
+    """Call both with the same input; results are equal. Returns how many calls ran natively."""
+    before = manager.native.native_count
+    for _ in range(calls):
+        assert_equal(plain(x, **kwargs), ours(manager.adopt(x.clone()), **kwargs))
+        manager.check()
+    return int(manager.native.native_count - before)
+
+
+# -- the same results ------------------------------------------------------------------------------
+
+
+def _llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        max_position_embeddings=64,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _generate(cache: str | None) -> Callable[[Any, Any], Any]:
+    def run(model: Any, bring: Any) -> Any:
+        ids = bring(torch.arange(5)[None])
+        options = {} if cache is None else {"cache_implementation": cache}
+        return model.generate(ids, max_new_tokens=7, do_sample=False, pad_token_id=0, **options)
+
+    return run
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: Any) -> Any:
+        return {"last": self.layers(self.embed(ids))}
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(4 << i, 8 << i, 3, 2, 1) for i in range(3))
+        self.norm = nn.ModuleList(nn.GroupNorm(4, 8 << i) for i in range(3))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(8 << i, 4 << i, 4, 2, 1) for i in reversed(range(3))
+        )
+
+    def forward(self, x: Any) -> Any:
+        kept = []
+        for conv, norm in zip(self.down, self.norm, strict=True):
+            kept.append(x)
+            x = nn.functional.silu(norm(conv(x)))
+        for conv in self.up:
+            x = conv(x) + kept.pop()
+        return x
+
+
+def _repeat(make_input: Callable[[], Any], update: bool = False) -> Callable[[Any, Any], Any]:
+    def run(model: Any, bring: Any) -> Any:
+        torch.manual_seed(1)
+        x, seen = bring(make_input()), []
+        for _ in range(4):
+            out = model(x)
+            seen.append(out)
+            x = x - 0.1 * out if update else x
+        return seen
+
+    return run
+
+
+def _enabled(run: Callable[..., Any], *given: Any) -> Any:
+    """Run with what torch makes managed, as in a program."""
+    token = is_disabled.set(False)
+    try:
+        return run(*given)
+    finally:
+        is_disabled.reset(token)
+
+
+PROGRAMS = {
+    "llama, dynamic cache": (_llama, _generate(None)),
+    "llama, static cache": (_llama, _generate("static")),
+    "encoder": (lambda: Encoder().eval(), _repeat(lambda: torch.randint(100, (1, 8)))),
+    "unet": (lambda: UNet().eval(), _repeat(lambda: torch.rand(1, 4, 8, 8), update=True)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_those_of_plain_torch_at_any_budget(
+    manage: Callable[..., Any], name: str, strategy: str
+) -> None:
+    make, run = PROGRAMS[name]
+    torch.manual_seed(0)
+    model = make()
+    nbytes = sum(t.untyped_storage().nbytes() for t in model.state_dict().values())
+    with torch.no_grad():
+        expected = run(model, lambda x: x)
+        for budget in (AMPLE_NBYTES, max(nbytes // 2, 40_000), max(nbytes // 4, 40_000)):
+            manager = manage(strategy, budget)
+            manager.native.forget()
+            manager.regions = True
+            ours = manager.adopt(copy.deepcopy(model))
+            assert_equal(expected, _enabled(run, ours, manager.adopt))
+            manager.check()
+            if budget == AMPLE_NBYTES and strategy != "genoa":
+                assert manager.stats()["native_op_count"] > 0
+            manager.regions = False
+            assert_equal(expected, _enabled(run, ours, manager.adopt))
+            manager.check()
+            manager.regions = True
+            del ours
+
+
+def test_inference_mode_gives_the_same(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    with torch.inference_mode():
+        assert follow(ample, plain, ours, torch.rand(3, 16)) == 2
+
+
+# -- doubts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before learning", "after learning"])
+@pytest.mark.parametrize("where", ["", "second"])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook"], ids=["hook", "pre-hook"]
+)
+def test_hooks_see_the_programs_tensors(ample: Any, register: str, where: str, early: bool) -> None:
+    ours = ample.adopt(Mlp().eval())
+    x = ample.adopt(torch.rand(2, 16))
+    if not early:
+        learned(ours, x)
+    seen: list[Any] = []
+    handle = getattr(ours.get_submodule(where), register)(lambda *given: seen.append(given[1][0]))
+    assert native_runs(lambda: [ours(x) for _ in range(4)]) == 0 or where  # the rest may
+    assert len(seen) == 4
+    assert all(type(one) is ample.ref_type for one in seen)
+    handle.remove()
+    ample.check()
+    assert native_runs(lambda: [ours(x) for _ in range(4)]) > 0
+
+
+def test_global_hooks_see_every_module(ample: Any) -> None:
+    ours = ample.adopt(Mlp().eval())
+    x = ample.adopt(torch.rand(2, 16))
+    learned(ours, x)
+    seen: list[Any] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, out: seen.append(out))
+    try:
+        ours(x)
+    finally:
+        handle.remove()
+    assert len(seen) == 3
+    assert all(type(one) is ample.ref_type for one in seen)
+
+
+class WithTable(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.use = True
+        self.table: Any = torch.rand(16)
+
+    def forward(self, x: Any) -> Any:
+        x = super().forward(x)
+        return x * self.table if self.use else x
+
+
+@pytest.mark.parametrize("is_managed", [True, False])
+@pytest.mark.parametrize("is_used", [True, False], ids=["seen", "only later"])
+def test_tensor_that_is_no_buffer(ample: Any, is_managed: bool, is_used: bool) -> None:
+    plain, ours = pair(ample, WithTable)
+    if is_managed:
+        ours.table = ample.adopt(ours.table)
+    x = torch.rand(2, 16)
+    plain.use = ours.use = is_used
+    assert follow(ample, plain, ours, x) == (0 if is_used else 2)
+    plain.use = ours.use = True
+    follow(ample, plain, ours, x)
+
+
+def test_tensor_that_only_a_branch_uses(ample: Any) -> None:
+    table = torch.rand(16)
+    use = [False]
+
+    class Branching(Mlp):
+        def forward(self, x: Any) -> Any:
+            x = super().forward(x)
+            return x * self.held[0] if use[0] else x
+
+    plain, ours = pair(ample, Branching)
+    plain.held, ours.held = [table], [ample.adopt(table.clone())]
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    use[0] = True
+    follow(ample, plain, ours, x)
+
+
+class Leaving(Mlp):
+    keeps = "result"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.all: list[Any] = []
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        z = self.second(y)
+        if self.keeps == "inside":
+            self.last = y
+        elif self.keeps == "result":
+            self.last = z
+        elif self.keeps == "list":
+            self.all.append(y)
+        return z
+
+
+@pytest.mark.parametrize("keeps", ["inside", "result", "list"])
+@pytest.mark.parametrize("later", [False, True], ids=["always", "after learning"])
+def test_tensors_left_behind_in_the_module(ample: Any, keeps: str, later: bool) -> None:
+    plain, ours = pair(ample, Leaving)
+    x = torch.rand(2, 16)
+    if later:
+        Leaving.keeps = ""
+        assert follow(ample, plain, ours, x) == 2
+    Leaving.keeps = keeps
+    try:
+        follow(ample, plain, ours, x)
+    finally:
+        Leaving.keeps = "result"
+    ample.bring_all_home()
+    assert_equal([plain.last, plain.all], [ours.last, ours.all])
+
+
+def test_buffers_that_are_written(ample: Any) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+
+    plain, ours = pair(ample, make)
+    x = torch.rand(4, 16)
+    assert follow(ample, plain, ours, x) == 2
+    plain.train(), ours.train()
+    assert follow(ample, plain, ours, x) == 0
+    ample.bring_all_home()
+    assert_equal(list(plain.buffers()), [ample.release(b) for b in ours.buffers()])
+    plain.eval(), ours.eval()
+    follow(ample, plain, ours, x)
+
+
+def test_buffer_that_an_unseen_branch_writes(ample: Any) -> None:
+    use = [False]
+
+    class Counting(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(16))
+
+        def forward(self, x: Any) -> Any:
+            if use[0]:
+                self.sum.add_(x[0])
+            return super().forward(x) + self.sum
+
+    plain, ours = pair(ample, Counting)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    use[0] = True
+    assert follow(ample, plain, ours, x) == 1
+    ample.bring_all_home()
+    assert_equal(plain.sum, ours.sum)
+    use[0] = False
+    follow(ample, plain, ours, x)
+
+
+def test_buffer_that_is_exchanged_inside(ample: Any) -> None:
+    use = [False]
+
+    class Exchanging(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(16))
+
+        def forward(self, x: Any) -> Any:
+            if use[0]:
+                self.sum = self.sum + x[0]
+            return super().forward(x) + self.sum
+
+    plain, ours = pair(ample, Exchanging)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    use[0] = True
+    follow(ample, plain, ours, x)
+    ample.bring_all_home()
+    assert_equal(plain.sum, ours.sum)
+
+
+def test_random_operators(ample: Any) -> None:
+    plain, ours = pair(ample, lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)))
+    plain.train(), ours.train()
+    x, seen = torch.rand(4, 16), []
+    for model, bring in ((plain, lambda x: x), (ours, ample.adopt)):
+        torch.manual_seed(3)
+        seen.append([model(bring(x.clone())) for _ in range(5)] + [torch.rand(2)])
+    assert_equal(*seen)
+
+
+def test_branch_that_changes(ample: Any) -> None:
+    way = ["a"]
+
+    class Branching(Mlp):
+        def forward(self, x: Any) -> Any:
+            if way[0] == "a":
+                return super().forward(x)
+            if way[0] == "b":
+                return self.first(x), [x, x.t()], {"w": self.second.weight, "x": x}
+            return None
+
+    plain, ours = pair(ample, Branching)
+    x = torch.rand(2, 16)
+    for way[0] in "abcabc":
+        follow(ample, plain, ours, x)
+
+
+def test_module_or_parameter_exchanged_after_learning(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    other = nn.Linear(16, 16)
+    plain.second, ours.second = other, ample.adopt(copy.deepcopy(other))
+    assert follow(ample, plain, ours, x) == 3  # no new call to be seen first
+    weight = torch.rand(16, 16)
+    plain.first.weight = nn.Parameter(weight)
+    ours.first.weight = nn.Parameter(weight.clone())
+    follow(ample, plain, ours, x)
+    ample.adopt(ours)
+    assert follow(ample, plain, ours, x) > 0
+    plain.first.weight.data.mul_(2), ours.first.weight.data.mul_(2)
+    follow(ample, plain, ours, x)
+    state = {name: torch.rand_like(value) for name, value in plain.state_dict().items()}
+    plain.load_state_dict(state), ours.load_state_dict(state)
+    follow(ample, plain, ours, x)
+    plain.load_state_dict(state, assign=True), ours.load_state_dict(state, assign=True)
+    follow(ample, plain, ours, x)
+
+
+def test_bias_that_comes_after_learning(ample: Any) -> None:
+    plain, ours = pair(ample, lambda: nn.Sequential(nn.Linear(16, 16, bias=False)))
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    bias = torch.rand(16)
+    plain[0].bias = nn.Parameter(bias)
+    ours[0].bias = ample.adopt_in_place(nn.Parameter(bias.clone()))
+    assert follow(ample, plain, ours, x) == 3
+
+
+def test_tied_weights_and_shared_modules(ample: Any) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+            self.head.weight = self.embed.weight
+            self.again = self.block = Mlp()
+
+        def forward(self, ids: Any) -> Any:
+            assert self.head.weight is self.embed.weight
+            return self.head(self.again(self.block(self.embed(ids)))), self.head.weight
+
+    plain, ours = pair(ample, Tied)
+    assert follow(ample, plain, ours, torch.arange(6)) == 2
+    assert ours(torch.arange(3))[1] is ours.embed.weight
+
+
+def test_recursion(ample: Any) -> None:
+    class Recursive(Mlp):
+        def forward(self, x: Any, depth: int = 3) -> Any:
+            x = super().forward(x)
+            return self(x, depth=depth - 1) if depth else x
+
+    plain, ours = pair(ample, Recursive)
+    assert follow(ample, plain, ours, torch.rand(2, 16)) == 3  # it learns from itself
+
+
+def test_generators(ample: Any) -> None:
+    class Yielding(Mlp):
+        def forward(self, x: Any) -> Any:
+            for _ in range(3):
+                x = super().forward(x)
+                yield x
+
+    plain, ours = pair(ample, Yielding)
+    x = torch.rand(2, 16)
+    for _ in range(5):
+        assert_equal(list(plain(x)), list(ours(ample.adopt(x.clone()))))
+    ample.check()
+
+
+def test_exceptions_restore_everything(ample: Any) -> None:
+    fails = [False]
+
+    class Failing(Mlp):
+        def forward(self, x: Any, cache: Any) -> Any:
+            cache["n"] = cache.get("n", 0) + 1
+            cache["x"] = x + cache["x"] if "x" in cache else x * 1
+            y = super().forward(cache["x"])
+            if fails[0]:
+                raise ValueError("inside")
+            return y
+
+    plain, ours = pair(ample, Failing)
+    x = torch.rand(2, 16)
+    caches: list[Any] = [{}, {}]
+    for _ in range(4):
+        assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
+    before = dict(caches[1])
+    fails[0] = True
+    with pytest.raises(ValueError, match="inside"):
+        ours(ample.adopt(x.clone()), caches[1])
+    assert caches[1]["n"] == before["n"]
+    assert caches[1]["x"] is before["x"]
+    assert all(type(p) is ample.ref_type for p in ours.parameters())
+    fails[0] = False
+    assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
+    ample.check()
+
+
+def test_threads_run_the_same_module(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    xs = [torch.rand(3, 16) for _ in range(4)]
+    expected = [plain(x) for x in xs]
+    found: list[str] = []
+
+    def work(i: int) -> None:
+        with torch.no_grad():
+            for n in range(60):
+                part = ours.first if n % 7 == 3 and i == 3 else ours
+                wanted = plain.first(xs[i]) if part is ours.first else expected[i]
+                found.extend(differences(wanted, part(ample.adopt(xs[i].clone()))))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not found, found[:3]
+    ample.check()
+    residency = ample.residency
+    assert residency.fast_device is residency.main
+    assert residency.fast_host is residency.host
+
+
+def test_input_exposed_to_numpy(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    ref = ample.adopt(x.clone())
+    array = ref.numpy()
+    for i in range(3):
+        array[0, i] = i
+        assert_equal(plain(torch.from_numpy(array.copy())), ours(ref))
+    weight = ours.first.weight.detach().numpy()
+    weight[0] = 0
+    plain.first.weight[0] = 0
+    for _ in range(3):
+        assert_equal(plain(x), ours(ample.adopt(x.clone())))
+
+
+def test_numpy_inside(ample: Any) -> None:
+    class Numpy(Mlp):
+        def forward(self, x: Any) -> Any:
+            self.array = super().forward(x).numpy()
+            return torch.from_numpy(self.array) + x
+
+    plain, ours = pair(ample, Numpy)
+    assert follow(ample, plain, ours, torch.rand(2, 16)) == 0
+
+
+def test_views_of_inputs_and_parameters_as_results(ample: Any) -> None:
+    class Viewing(Mlp):
+        def forward(self, x: Any) -> Any:
+            return x.t(), x, self.first.weight[0], self.second.weight
+
+    plain, ours = pair(ample, Viewing)
+    x = ample.adopt(torch.rand(2, 16))
+    learned(ours, x)
+    view, same, row, weight = ours(x)
+    assert same is x
+    assert weight is ours.second.weight
+    view.add_(1), row.zero_()
+    ample.bring_all_home()
+    plain.first.weight[0] = 0
+    assert_equal(plain.first.weight, ours.first.weight)
+    assert_equal(view.t() + 0, x + 0)
+    with torch.no_grad():
+        assert not (ours.first.weight[0] != 0).any().item()
+
+
+def test_inputs_written_inside(ample: Any) -> None:
+    class Writing(Mlp):
+        def forward(self, x: Any, state: Any) -> Any:
+            state.add_(super().forward(x))
+            return state * 2
+
+    plain, ours = pair(ample, Writing)
+    x, states = torch.rand(2, 16), [torch.zeros(2, 16), ample.adopt(torch.zeros(2, 16))]
+    for _ in range(6):
+        assert_equal(plain(x, states[0]), ours(ample.adopt(x.clone()), states[1]))
+        assert_equal(*states)
+        version = states[1]._version
+        ample.bring_all_home()
+        assert_equal(*states)
+    ours(ample.adopt(x.clone()), states[1])
+    assert states[1]._version > version
+
+
+def test_train_and_gradients(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    plain.train(), ours.train()
+    follow(ample, plain, ours, x)
+    for model, bring in ((plain, lambda x: x), (ours, ample.adopt)):
+        with torch.enable_grad():
+            count = native_runs(lambda m=model, b=bring: m(b(x.clone())).sum().backward())
+        assert count == 0
+    assert_equal([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
+
+
+def test_gradients_enabled_inside(ample: Any) -> None:
+    class Enabling(Mlp):
+        @torch.enable_grad()
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)
+
+    ours = ample.adopt(Enabling().eval())
+    x = ample.adopt(torch.rand(2, 16))
+    assert native_runs(lambda: [ours(x) for _ in range(4)]) == 0
+    with torch.enable_grad():
+        ours(x).sum().backward()
+    assert ours.first.weight.grad is not None
+
+
+def test_compiled_submodule_is_left_alone(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    calls = []
+    inner = ours.second._call_impl
+
+    def compiled(*args: Any) -> Any:
+        calls.append(type(args[0]))
+        return inner(*args)
+
+    ours.second._compiled_call_impl = compiled  # what `module.compile()` sets
+    follow(ample, plain, ours, torch.rand(2, 16))
+    assert calls == [ample.ref_type] * 5
+    ample.regions = False
+    assert ours.second._compiled_call_impl is compiled
+
+
+def test_switched_at_run_time(ample: Any) -> None:
+    plain, ours = pair(ample, Mlp)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    ample.regions = False
+    assert "_compiled_call_impl" not in ours.__dict__
+    assert follow(ample, plain, ours, x) == 0
+    ample.regions = True
+    assert follow(ample, plain, ours, x) == 2
+
+    class Switching(Mlp):
+        def forward(self, x: Any) -> Any:
+            ample.regions = False
+            return super().forward(x)
+
+    ours.__class__ = plain.__class__ = Switching
+    follow(ample, plain, ours, x)
+    assert not ample.regions
+    assert ample.native._hook is None
+    count = len(nn.modules.module._global_forward_pre_hooks)
+    ample.regions = True
+    assert len(nn.modules.module._global_forward_pre_hooks) == count + 1
+
+
+def test_copies_and_state_hold_nothing_of_ours(ample: Any) -> None:
+    ours = ample.adopt(Mlp().eval())
+    x = ample.adopt(torch.rand(2, 16))
+    expected = learned(ours, x)(x)
+    for twin in (copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours))):
+        assert "_compiled_call_impl" not in twin.__dict__
+        assert_equal(expected, twin(x))
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    assert b"torchTensorRef" not in file.getvalue()
+    assert b"torchTensorRef" not in pickle.dumps(ours)
+
+
+def test_what_is_let_go_of_is_gone(ample: Any) -> None:
+    ours = ample.adopt(Mlp().eval())
+    x = ample.adopt(torch.rand(2, 16))
+    learned(ours, x)
+    gc.collect()
+    gc.disable()
+    try:
+        old, module = weakref.ref(ours.first.weight), weakref.ref(ours)
+        block = weakref.ref(ours.first.weight._b)
+        ours.first.weight = None
+        assert old() is None
+        assert block() is None
+        inner = weakref.ref(ours.second.weight)
+        del ours
+        assert module() is None
+        assert inner() is None
+    finally:
+        gc.enable()
+    gc.collect()
+    assert ample.stats()["resident_nbytes"] <= 2 * x.nbytes
+
+
+def test_memory_error_inside_leaves_the_program_running(ample: Any) -> None:
+    fails = [False]
+
+    class Full(Mlp):
+        def forward(self, x: Any) -> Any:
+            y = super().forward(x)
+            if fails[0] and type(x) is not ample.ref_type:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            return y
+
+    plain, ours = pair(ample, Full)
+    x = torch.rand(2, 16)
+    assert follow(ample, plain, ours, x) == 2
+    fails[0] = True
+    expected = Mlp.forward(plain, x)
+    assert_equal(expected, ours(ample.adopt(x.clone())))
+
+
+def test_forecasts_are_fed_once_per_block(manage: Callable[..., Any]) -> None:
+    manager = manage("flow", 7_000)
+    plain, ours = pair(manager, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
+    with torch.no_grad():
+        follow(manager, plain, ours, torch.rand(2, 16), calls=8)
+    assert manager.stats()["peak_resident_nbytes"] <= 7_000
