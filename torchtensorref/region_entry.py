@@ -415,11 +415,21 @@ def same_state(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
         return False  # what cannot be compared (tensors, arrays) is not the same object
 
 
+def is_region(module: nn.Module) -> bool:
+    """Whether calls of a module come to us."""
+    standing_in = module.__dict__.get("_compiled_call_impl")
+    return (
+        standing_in is not None
+        and getattr(standing_in, "args", None) is not None
+        and (type(standing_in.args[0]) is Region)
+    )
+
+
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's attributes and children, and which parameters and buffers it has."""
     attributes = module.__dict__
     values = (*attributes.values(), *module._modules.values())
-    if "_compiled_call_impl" in attributes:
+    if is_region(module):
         # What makes it a region is no part of it; that must not hold itself.
         ours = attributes["_compiled_call_impl"]
         values = tuple(value for value in values if value is not ours)

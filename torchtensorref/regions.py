@@ -32,6 +32,7 @@ from .region_entry import (
     Slot,
     Structure,
     attributes_of,
+    is_region,
     same_state,
     state_of,
     tensors_of,
@@ -90,7 +91,7 @@ class Regions:
             self._hook.remove()
             self._hook = None
         for module in list(self._regions):
-            if _is_ours(module):
+            if is_region(module):
                 del module.__dict__["_compiled_call_impl"]
         self._regions.clear()
         self._covered.clear()
@@ -161,7 +162,9 @@ class Regions:
         module = region.module()
         assert module is not None, "a region is called through its module"
         me = threading.get_ident()
-        if region.runner == me or self._must_be_intercepted(module):
+        if region.runner == me or me in self.manager.residency.native_entries:
+            return module._call_impl(*args, **kwargs)
+        if self._must_be_intercepted(module):
             return module._call_impl(*args, **kwargs)
         with region.lock:  # while another thread runs it, its parameters are plain
             region.runner = me
@@ -232,12 +235,13 @@ class Regions:
                 return False
             if part._compiled_call_impl is not None:
                 # Compiled, or a smaller region found earlier: what is larger takes its place.
-                if not _is_ours(part):
+                if not is_region(part):
                     return False
                 del part.__dict__["_compiled_call_impl"]
         if region.state:
             region.structures.clear()
             region.forget()
+        self._covered.update(parts[1:])
         region.parts = [Part(part) for part in parts[1:]]
         region.state = state_of(module)
         return not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
@@ -361,10 +365,6 @@ def _forgetter(region: Region) -> Any:
             found.forget()
 
     return drop
-
-
-def _is_ours(module: nn.Module) -> bool:
-    return getattr(getattr(module._compiled_call_impl, "func", None), "__name__", "") == "_call"
 
 
 class _Nowhere:

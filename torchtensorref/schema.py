@@ -180,7 +180,7 @@ class OpPlan:
         #: Pure address arithmetic: moves no byte, reads no byte, and always aliases argument 0.
         self.is_true_view = (
             declared and not composite and not self.writes and op.is_view and _is_first(schema)
-        )
+        ) or op is aten._unsafe_view.default
         self.is_view_tagged = torch.Tag.inplace_view in op.tags
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
         self.random_argument = RANDOM_ONLY_WITH.get(op)
