@@ -30,7 +30,7 @@ Treatment = Callable[..., Any]
 
 
 def _is_watched(tensors: Any) -> bool:
-    """Whether something beside autograd has to see the operators: a transform, a mode, a subclass."""
+    """Whether something beside autograd has to see the operators: a transform, a mode."""
     return (
         _dispatch_modes() > 0
         or _functorch_level() is not None
@@ -49,7 +49,7 @@ def _plain_or_ref() -> tuple[type, ...]:
     return (torch.Tensor, torch.nn.Parameter, tensorsManager.ref_type)
 
 
-# -- gradients by plain torch's formula -----------------------------------------------------------
+# -- gradients by plain torch's formula ---------------------------------------------------------
 
 
 def gradient_of_plain(op: OpOverload, node_name: str, *, picks: bool = False) -> Treatment:
@@ -113,7 +113,9 @@ class PlainGradient(torch.autograd.Function):
             tensors = [tensor.detach() for tensor in tensors]
         given = [place for place, grad in enumerate(cotangents) if grad is not None]
         gradient = Gradient(ctx.function, ctx.needs_input_grad[2:], given)
-        found = PlainGradient.apply(gradient, False, *tensors, *(cotangents[place] for place in given))
+        found = PlainGradient.apply(
+            gradient, False, *tensors, *(cotangents[place] for place in given)
+        )
         return (None, None, *found)
 
 
@@ -139,14 +141,14 @@ class Gradient:
         inside = torch.is_grad_enabled()
         # Below our key: tensors that are not plain here would come to this very place again.
         with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(KEYS):
-            if not inside:
-                leaves = [
-                    x.detach().requires_grad_(need)
-                    for x, need in zip(leaves, self.needs, strict=True)
-                ]
+            # A derivative of this derivative may be wanted: then what has a graph keeps it.
+            leaves = [
+                leaf if inside and leaf.requires_grad else leaf.detach().requires_grad_(need)
+                for leaf, need in zip(leaves, self.needs, strict=True)
+            ]
             several = _several(self.function(*leaves))
         heads, wanted = [several[place] for place in self.given], []
-        if any(head.requires_grad for head in heads):
+        if any(head is not None and head.requires_grad for head in heads):
             wanted = [leaf for leaf, need in zip(leaves, self.needs, strict=True) if need]
         found = iter(self._grads(heads, wanted, cotangents, inside))
         parts = tuple(next(found, None) if need else None for need in self.needs)
@@ -155,7 +157,11 @@ class Gradient:
     def _grads(self, heads: Any, wanted: Any, cotangents: Any, inside: bool) -> Any:
         if not wanted:
             return ()
-        pairs = [(h, c) for h, c in zip(heads, cotangents, strict=True) if h.requires_grad]
+        pairs = [
+            (head, cotangent)
+            for head, cotangent in zip(heads, cotangents, strict=True)
+            if head is not None and head.requires_grad
+        ]
         with torch.set_grad_enabled(inside):
             return torch.autograd.grad(
                 [head for head, _ in pairs],
@@ -216,7 +222,7 @@ def _masked_fill_in_place(tensor: Any, mask: Any, value: Any) -> Any:
     return tensor.copy_(_MaskedFill.apply(tensor, mask, value))
 
 
-# -- operators that C++ takes apart -----------------------------------------------------------------
+# -- operators that C++ takes apart -------------------------------------------------------------
 
 
 def plain_argument(op: OpOverload, position: int) -> Treatment:
@@ -271,7 +277,7 @@ def composites_with_out() -> list[str]:
     return found
 
 
-# -- the table ----------------------------------------------------------------------------------------
+# -- the table ----------------------------------------------------------------------------------
 
 _SUBCLASS = "takes another formula for the gradient of a subclass"
 _POINTER = "reads the numbers from memory in C++"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from torch.multiprocessing.reductions import reduce_tensor
+
 
 from .manager import tensorsManager
 

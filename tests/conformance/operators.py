@@ -33,7 +33,7 @@ PATIENCE_S = 900
 Result = dict[str, Any]
 
 
-# -- one worker -------------------------------------------------------------------------------------
+# -- one worker ---------------------------------------------------------------------------------
 
 
 class Bench:
@@ -86,10 +86,11 @@ def work(samples: int | None) -> None:
     with torchTensorRef.disabled():
         bench = Bench()
         for line in sys.stdin:
-            print(json.dumps(bench.run(line.strip(), samples)), flush=True)
+            sys.stdout.write(json.dumps(bench.run(line.strip(), samples)) + "\n")
+            sys.stdout.flush()
 
 
-# -- all workers ------------------------------------------------------------------------------------
+# -- all workers --------------------------------------------------------------------------------
 
 
 class Worker:
@@ -196,14 +197,14 @@ def run(names: list[str], options: Any) -> list[Result]:
     return results
 
 
-# -- the report -------------------------------------------------------------------------------------
+# -- the report ---------------------------------------------------------------------------------
 
 HEAD = """\
 # Conformance
 
 Made by `make conformance`; do not edit. Every operator of torch's own test database, all of its
-sample inputs, seven dtypes: float32, float64, bfloat16, float16, int64, bool, complex64. Each call is
-made on plain tensors and on TensorRefs, on a simulated accelerator of 1 MiB with poisoned memory,
+sample inputs, seven dtypes: float32, float64, bfloat16, float16, int64, bool, complex64. Each call
+is made on plain tensors and on TensorRefs, on a simulated accelerator of 1 MiB with poisoned memory,
 under the strategies `genoa` and `flow` in turn, with random evictions after every operator. The two
 are compared in everything that can be seen: values to the bit, gradients to the bit, shape, dtype,
 strides, device label, `requires_grad`, version counters, what is the same object and what shares
@@ -267,7 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
         work(options.samples)
         return 0
     names = options.only.split(",") if options.only else operator_names()
-    print(f"{len(names)} operators, {options.processes} processes, {platform.machine()}")
+    sys.stdout.write(
+        f"{len(names)} operators, {options.processes} processes, {platform.machine()}\n"
+    )
     results = run(names, options)
     if not options.only and options.samples is None:
         PAGE.write_text(page(results))
@@ -278,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
         "skipped": refused.total(),
         "operators": len(results),
     }
-    print("RESULT " + json.dumps(summary))
+    sys.stdout.write("RESULT " + json.dumps(summary) + "\n")
     unexplained = [r["operator"] for r in results if r["failures"] and r["operator"] not in KNOWN]
     return 1 if unexplained else 0
 

@@ -1,4 +1,4 @@
-"""A seeded sample of what `make conformance` runs in full: every tenth operator, or one that broke."""
+"""A seeded sample of what `make conformance` runs in full: one in ten, and what broke before."""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ class Audit(TorchDispatchMode):
     def _note_aliases(self, plan: OpPlan, inputs: Any, result: Any) -> None:
         if plan.may_alias or plan.op in UNDECLARED_ALIASES:
             return
-        declared = {tensor.untyped_storage()._cdata for n, tensor in inputs if n in plan.write_names}
+        declared = {
+            tensor.untyped_storage()._cdata for n, tensor in inputs if n in plan.write_names
+        }
         memory = {tensor.untyped_storage()._cdata for _, tensor in inputs} - declared
         for leaf in tree_leaves(result):
             if _can_be_read(leaf) and leaf.untyped_storage()._cdata in memory:

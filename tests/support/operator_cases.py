@@ -6,7 +6,7 @@ import itertools
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ def operators() -> dict[str, Any]:
     return {name_of(op): op for op in op_db}
 
 
-# -- cases ------------------------------------------------------------------------------------------
+# -- cases --------------------------------------------------------------------------------------
 
 
 def cases_of(op: Any, dtype: torch.dtype, *, samples: int | None = None) -> Iterator[Case]:
@@ -230,7 +230,7 @@ def error_cases(op: Any) -> Iterator[Case]:
         yield Case("error", op.get_op(), (sample.input, *sample.args), sample.kwargs)
 
 
-# -- running one case -------------------------------------------------------------------------------
+# -- running one case ---------------------------------------------------------------------------
 
 
 def seed(*names: str) -> None:
@@ -251,9 +251,10 @@ def compare(case: Case) -> list[str] | None:
     ours, failure = _attempt(case, _ours)
     if refusal is not None or failure is not None:
         # What C++ calls a length error becomes another type on its way through Python.
-        if type(refusal) is type(failure) or _brief(refusal).partition("(")[2] == _brief(
-            failure
-        ).partition("(")[2]:
+        if (
+            type(refusal) is type(failure)
+            or _brief(refusal).partition("(")[2] == _brief(failure).partition("(")[2]
+        ):
             return None
         return [f"{_brief(refusal)} became {_brief(failure)}"]
     return _differences_of_runs(plain, ours, case)
@@ -314,7 +315,9 @@ def _differences_of_runs(plain: Any, ours: Any, case: Case) -> list[str]:
 
 
 def _unequal(fact: str, plain: Any, ours: Any) -> list[str]:
-    values = [[getattr(t, fact) for t in _tensors(run) if not t.is_inference()] for run in (plain, ours)]
+    values = [
+        [getattr(t, fact) for t in _tensors(run) if not t.is_inference()] for run in (plain, ours)
+    ]
     return [] if values[0] == values[1] else [f"{fact} {values[0]} became {values[1]}"]
 
 

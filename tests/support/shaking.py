@@ -1,4 +1,4 @@
-"""A strategy that shakes another one: it decides as the other does, and evicts at random besides."""
+"""A strategy that shakes another: it decides as the other does, and evicts at random besides."""
 
 from __future__ import annotations
 
