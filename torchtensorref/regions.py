@@ -25,8 +25,7 @@ from .config import settings
 from .exchange import Exchange
 from .manager import TensorsManager
 from .recorder import Recorder
-from .region_entry import (
-    Entry,
+from .region import (
     Part,
     Region,
     Slot,
@@ -37,6 +36,7 @@ from .region_entry import (
     state_of,
     tensors_of,
 )
+from .region_entry import Entry
 
 #: Intercepted calls of one structure before it may run natively.
 CALLS_TO_LEARN = 2

@@ -32,7 +32,7 @@ ROWS = (
         "manager",
     ),
     ("operands", "shadow", "op_call", "handlers", "dispatch"),
-    ("exchange", "recorder", "region_entry", "regions", "faces", "above_autograd", "tensor"),
+    ("exchange", "recorder", "region", "region_entry", "regions", "faces", "above_autograd", "tensor"),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),
 )
