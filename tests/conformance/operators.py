@@ -204,7 +204,7 @@ HEAD = """\
 
 Made by `make conformance`; do not edit. Every operator of torch's own test database, all of its
 sample inputs, seven dtypes: float32, float64, bfloat16, float16, int64, bool, complex64. Each call
-is made on plain tensors and on TensorRefs, on a simulated accelerator of 1 MiB with poisoned memory,
+is made on plain tensors and on ours, on a simulated accelerator of 1 MiB with poisoned memory,
 under the strategies `genoa` and `flow` in turn, with random evictions after every operator. The two
 are compared in everything that can be seen: values to the bit, gradients to the bit, shape, dtype,
 strides, device label, `requires_grad`, version counters, what is the same object and what shares
