@@ -1,1 +1,1 @@
-"""Measurements: one question each. Run as `python -m benchmarks.NAME` from the root of the project."""
+"""Measurements: one question each. Run from the root: `python -m benchmarks.NAME`."""

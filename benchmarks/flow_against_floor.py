@@ -139,16 +139,19 @@ def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[
     for strategy in strategies:
         found, stats = measure(plain.program, plain.spec, budget_nbytes, STRATEGIES[strategy])
         moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
-        yield strategy, {
-            "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
-            "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
-            "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
-            "identical": identical(plain.expected, found),
-            "peak_share": round(stats["peak_resident_nbytes"] / budget_nbytes, 4),
-            "moved_nbytes": moved_nbytes,
-            "time_ns": stats["time_ns"],
-            "host_fallbacks": stats["host_fallback_count"],
-        }
+        yield (
+            strategy,
+            {
+                "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
+                "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
+                "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
+                "identical": identical(plain.expected, found),
+                "peak_share": round(stats["peak_resident_nbytes"] / budget_nbytes, 4),
+                "moved_nbytes": moved_nbytes,
+                "time_ns": stats["time_ns"],
+                "host_fallbacks": stats["host_fallback_count"],
+            },
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

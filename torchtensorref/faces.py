@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-
 from .manager import tensorsManager
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
 
 
-#: Who asks for addresses only to compare them (which tensors are tied?) or to read at once what is
-#: there (safetensors), and keeps none. A pointer that anybody else is given holds the bytes at home.
+#: Who asks for addresses only to compare them (which tensors are tied?) or to read at once what
+#: is there (safetensors), and keeps none. A pointer given to anybody else holds the bytes at home.
 READ_AT_ONCE = frozenset(
     {"torch", "safetensors", "transformers", "accelerate", "huggingface_hub", "diffusers", "peft"}
 )
@@ -82,10 +81,10 @@ class Faces:
         return tensorsManager.exposed_plain(self, why)
 
     def numpy(self: Any, *, force: bool = False) -> Any:
-        """Return an array that shares the tensor's memory, as torch does and under its conditions."""
+        """Return an array that shares the memory, as torch does and under its conditions."""
         if force:
             return self.detach().resolve_conj().resolve_neg()._numpy_shared()
-        if self.requires_grad and torch.is_grad_enabled() or self.requires_grad:
+        if (self.requires_grad and torch.is_grad_enabled()) or self.requires_grad:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. "
                 "Use tensor.detach().numpy() instead."
@@ -95,7 +94,7 @@ class Faces:
     def _numpy_shared(self: Any) -> Any:
         return self.exposed_plain("numpy").numpy()
 
-    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: A002
+    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         """Give numpy the values: its own copy if it asks for one, else the shared memory."""
         if self.requires_grad:
             return self.numpy()
@@ -117,7 +116,7 @@ class Faces:
         return self.exposed_plain("data_ptr").data_ptr()
 
     def as_subclass(self: Any, cls: Any) -> Any:
-        """Return a tensor of another class over the same bytes, which stay at home while it lives."""
+        """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
         if self.requires_grad:
             return Tensor.as_subclass(self, cls)  # raises: no gradient would come back from there
         return self.exposed_plain("as_subclass").as_subclass(cls)
@@ -166,7 +165,7 @@ class Faces:
     # -- others like it -------------------------------------------------------------------------
 
     def new_tensor(self: Any, data: Any, **options: Any) -> Any:
-        """Return a tensor of these values, with this one's dtype and label unless others are named."""
+        """Return a tensor of these values, with this one's dtype and label unless told others."""
         return _adopted(_empty_like(self).new_tensor(_readable(data), **options))
 
     def new(self: Any, *args: Any, **options: Any) -> Any:
@@ -230,8 +229,13 @@ class Faces:
 
     def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Ask for the accelerator: changes the label where this torch can carry it."""
-        return self.to("cuda" if device is None else torch.device("cuda", device)
-                       if isinstance(device, int) else device)
+        return self.to(
+            "cuda"
+            if device is None
+            else torch.device("cuda", device)
+            if isinstance(device, int)
+            else device
+        )
 
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask for the host: changes the label and moves no bytes."""

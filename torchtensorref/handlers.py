@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .blocks.block import Block
-from .op_call import OpCall
 from .manager import tensorsManager
+from .op_call import OpCall
 from .schema import plan_of
 from .views import make_ref, replace_metadata
 
@@ -24,7 +24,7 @@ SHARE_FROM_NBYTES = 1 << 16
 
 
 def _share(call: OpCall) -> Any:
-    """`clone` and `_to_copy` that change nothing: share the bytes until one of the two is written."""
+    """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
     source = call.args[0]
     memory_format = call.kwargs.get("memory_format", torch.preserve_format)
     if type(source) is not call.ref_type or not _keeps_everything(source, call, memory_format):
@@ -41,9 +41,9 @@ def _keeps_everything(source: Any, call: OpCall, memory_format: Any) -> bool:
         torch.strided,
     ):
         return False
-    if memory_format not in (None, torch.preserve_format):
-        if not source.is_contiguous(memory_format=memory_format):
-            return False
+    keeps_order = memory_format in (None, torch.preserve_format)
+    if not keeps_order and not source.is_contiguous(memory_format=memory_format):
+        return False
     block: Block = source._b
     return (
         source.storage_offset() == 0

@@ -12,14 +12,15 @@ from .blocks.block import Block, Exposure, Replica, graveyard
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
 from .devices.base import Device, bytes_of
-from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError, Movement
+from .look_ahead import LookAhead
+from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError
 from .transfer import copy_of
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.
 AT_HOME_NBYTES = 16
 
 
-class Residency(Movement):
+class Residency(LookAhead):
     """The blocks' bytes on all devices: held for operators, born of them, shared and exposed."""
 
     # -- operators ------------------------------------------------------------------------------

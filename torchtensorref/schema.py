@@ -47,7 +47,7 @@ UNDECLARED_ALIASES = {
 #: `OpCall._call_kernel`, which the fast path does without.
 CONJUGATES_INSIDE = {aten.linalg_pinv.atol_rtol_tensor}
 
-#: Tagged as random, but only one argument makes them so; elsewhere they are as deterministic as any.
+#: Tagged as random, but only one argument makes them so; else as deterministic as any.
 RANDOM_ONLY_WITH = {
     aten.scaled_dot_product_attention.default: "dropout_p",
     aten._scaled_dot_product_flash_attention_for_cpu.default: "dropout_p",

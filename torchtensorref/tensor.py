@@ -72,7 +72,7 @@ class TensorRef(Faces, Tensor):
         """Nothing more: `__new__` has made it."""
 
     @property
-    def proxyInfo(self) -> ProxyInfo:  # noqa: N802 (a name its users know)
+    def proxyInfo(self) -> ProxyInfo:
         """Where the bytes are and how they have been used; looking moves nothing."""
         block = self._b
         device = tensorsManager.where(block)
@@ -83,7 +83,7 @@ class TensorRef(Faces, Tensor):
         """The plain torch.Tensor where it is now; it stays there as long as you hold it."""
         return tensorsManager.target(self)
 
-    def toGPU(self) -> TensorRef:  # noqa: N802 (a name its users know)
+    def toGPU(self) -> TensorRef:
         """Fetch the bytes to the accelerator now; return the same object.
 
         Raises
@@ -94,7 +94,7 @@ class TensorRef(Faces, Tensor):
         tensorsManager.to_accelerator(self)
         return self
 
-    def toCPU(self) -> TensorRef:  # noqa: N802 (a name its users know)
+    def toCPU(self) -> TensorRef:
         """Bring the bytes home now and give the accelerator's back; return the same object."""
         tensorsManager.to_host(self)
         return self

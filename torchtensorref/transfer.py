@@ -81,7 +81,9 @@ class Transfer:
         """Return a host copy of a replica's bytes; counted nowhere, since nothing becomes of it."""
         device = replica.device
         copied = empty_bytes(replica.nbytes)
-        self._retry(lambda: device.copy_out(replica.base, copied, after=device.record())).synchronize()
+        self._retry(
+            lambda: device.copy_out(replica.base, copied, after=device.record())
+        ).synchronize()
         return copied
 
     def send(self, source: torch.Tensor, device: Device, base: torch.Tensor) -> Event:

@@ -245,8 +245,8 @@ def page(outcomes: list[Outcome]) -> str:
         "",
         "<!-- Written by `make compatibility`; edit tests/conformance/models.py instead. -->",
         "",
-        f"{sum(o.identical for o in tried)} of {len(tried)} models give the bits of plain torch. Each",
-        "is made from a tiny config with seeded weights while torchTensorRef is installed, and used",
+        f"{sum(o.identical for o in tried)} of {len(tried)} models give the bits of plain torch. "
+        "Each is made from a tiny config with seeded weights while torchTensorRef is installed, and used",
         "unmodified under a budget of a quarter of its weights, on a simulated accelerator of that",
         "size with poisoned memory, under the strategies `flow` and `lru`. Compared are its weights,",
         "every output of every run, caches among them, and all gradients.",

@@ -1,4 +1,4 @@
-"""Native regions: the same results, the books right, and interception where anything is in doubt."""
+"""Native regions: the same results, right books, interception where anything is in doubt."""
 
 from __future__ import annotations
 

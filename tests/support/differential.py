@@ -35,8 +35,8 @@ def same_values(plain: torch.Tensor, other: torch.Tensor) -> bool:
 
 def differences(plain: Any, ours: Any) -> list[str]:
     """Everything in which two results differ, in words; empty for none."""
-    plain_leaves, plain_spec = tree_flatten(plain)
-    our_leaves, our_spec = tree_flatten(ours)
+    plain_leaves = tree_flatten(plain)[0]
+    our_leaves = tree_flatten(ours)[0]
     if len(plain_leaves) != len(our_leaves):
         return [f"{len(plain_leaves)} results became {len(our_leaves)}"]
     found = []

@@ -23,6 +23,8 @@ ROWS = (
     (
         "books",
         "movement",
+        "look_ahead",
+        "look_ahead",
         "residency",
         "adoption",
         "custody",
@@ -32,7 +34,16 @@ ROWS = (
         "manager",
     ),
     ("operands", "shadow", "op_call", "handlers", "dispatch"),
-    ("exchange", "recorder", "region", "region_entry", "regions", "faces", "above_autograd", "tensor"),
+    (
+        "exchange",
+        "recorder",
+        "region",
+        "region_entry",
+        "regions",
+        "faces",
+        "above_autograd",
+        "tensor",
+    ),
     ("inject", "diagnostics"),
     ("__init__", "__main__"),
 )
@@ -45,7 +56,7 @@ STRICTER = {
 }
 
 #: Modules of 400 lines or more, waiting to be split where it hurts. The list may only get shorter.
-STILL_TOO_LONG = {"movement", "op_call"}
+STILL_TOO_LONG = {"movement"}
 
 #: The part of us that a strategy may know.
 FOR_STRATEGIES = {"strategy", "history", "errors", "units"}

@@ -31,7 +31,9 @@ class Table:
         self._blocks[key] = rows
         weakref.finalize(block, self._forget, key).atexit = False
 
-    def find(self, storage: torch.UntypedStorage, start: int, stop: int) -> tuple[Block, int] | None:
+    def find(
+        self, storage: torch.UntypedStorage, start: int, stop: int
+    ) -> tuple[Block, int] | None:
         """Return the block that covers the range, and the byte of the storage where it begins."""
         for row_start, row_stop, reference, _ in self._blocks.get(storage._cdata, ()):
             block = reference()
@@ -47,9 +49,7 @@ class Table:
         )
 
     def __len__(self) -> int:
-        return sum(
-            row[2]() is not None for rows in self._blocks.values() for row in rows
-        )
+        return sum(row[2]() is not None for rows in self._blocks.values() for row in rows)
 
     def _forget(self, key: int) -> None:
         rows = [row for row in self._blocks.get(key, ()) if row[2]() is not None]

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from .faults import FaultPlan
 from .base import Clocks
+from .faults import FaultPlan
 from .sim_engines import SimEngines
 from .sim_events import Engine
 from .sim_machine import Machine

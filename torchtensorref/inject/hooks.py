@@ -23,6 +23,7 @@ PACKAGE = __package__.rpartition(".")[0]
 
 OLDEST_TORCH = (2, 9)
 
+
 @dataclass
 class HookState:
     """What has become of the hook; `env` reports it."""
