@@ -48,6 +48,11 @@ class Table:
             for row_start, row_stop, reference, _ in self._blocks.get(storage._cdata, ())
         )
 
+    def blocks(self) -> list[Block]:
+        """Return the living blocks that stand for a plain storage."""
+        rows = [row for rows in list(self._blocks.values()) for row in rows]
+        return [block for row in rows if (block := row[2]()) is not None]
+
     def __len__(self) -> int:
         return sum(row[2]() is not None for rows in self._blocks.values() for row in rows)
 
