@@ -38,6 +38,9 @@ UNDECLARED_ALIASES = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
     aten.unsafe_chunk.default,
+    # Hand back an alias of a tensor without elements.
+    aten.channel_shuffle.default,
+    aten.native_channel_shuffle.default,
     # Marks a constant of a traced program; hands back its argument.
     aten.lift.default,
     aten.lift_fresh.default,
