@@ -113,7 +113,7 @@ class PlainGradient(torch.autograd.Function):
             tensors = [tensor.detach() for tensor in tensors]
         given = [place for place, grad in enumerate(cotangents) if grad is not None]
         gradient = Gradient(ctx.function, ctx.needs_input_grad[2:], given)
-        found = PlainGradient.apply(  # type: ignore[no-untyped-call]
+        found = PlainGradient.apply(
             gradient, False, *tensors, *(cotangents[place] for place in given)
         )
         return (None, None, *found)
@@ -325,13 +325,13 @@ def install() -> None:
     """Register the table with torch, for tensors that carry our key."""
     if _libraries:
         return
-    everything = torch.library.Library("_", "IMPL", KEY_NAME)  # type: ignore[no-untyped-call]
-    everything.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
-    ours = torch.library.Library("aten", "IMPL", KEY_NAME)  # type: ignore[no-untyped-call]
+    everything = torch.library.Library("_", "IMPL", KEY_NAME)
+    everything.fallback(torch.library.fallthrough_kernel)
+    ours = torch.library.Library("aten", "IMPL", KEY_NAME)
     for op, treatment, _ in TABLE:
-        ours.impl(op, functools.partial(_below_our_key, treatment))  # type: ignore[no-untyped-call]
+        ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
-        ours.impl(name, functools.partial(_below_our_key, whole(name)))  # type: ignore[no-untyped-call]
+        ours.impl(name, functools.partial(_below_our_key, whole(name)))
     _libraries.extend((everything, ours))
 
 

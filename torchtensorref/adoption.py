@@ -36,7 +36,7 @@ def is_adoptable(tensor: torch.Tensor) -> bool:
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor reaches, from the first to behind the last."""
     item = tensor.element_size()
-    start = tensor.storage_offset() * item
+    start: Any = tensor.storage_offset() * item  # torch types it for symbolic sizes too
     if tensor.numel() == 0:
         return start, start
     last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
@@ -74,7 +74,7 @@ def block_for(
         return None
     block = Block(stop - start)
     whole = start == 0 and stop == storage.nbytes()
-    users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    users: int = torch._C._storage_Use_Count(storage._cdata)
     base = bytes_of(tensor)
     if block.nbytes and not (sole and whole and users <= SOLE_USERS and storage.resizable()):
         base = twin_of(storage, start, stop)
@@ -96,7 +96,7 @@ def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tenso
         # Not a slice: a view would keep a second hold on the storage through its base.
         part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
         part.set_(storage, start, (stop - start,), (1,))
-        return torch.from_dlpack(part)
+        return torch.from_dlpack(part)  # type: ignore[attr-defined]
 
 
 def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:

@@ -20,21 +20,21 @@ aten = torch.ops.aten
 FlopRule = Callable[[Sequence[Any], torch.Tensor], int]
 
 
-def _contract(args: Sequence[Any], out: torch.Tensor) -> int:
+def _contract(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
     """Each element of the result is a sum over the last dimension of the first operand."""
     return 2 * out.numel() * (args[0].shape[-1] if args[0].dim() else 1)
 
 
-def _convolve(args: Sequence[Any], out: torch.Tensor) -> int:
+def _convolve(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
     return 2 * out.numel() * prod(args[1].shape[1:])
 
 
-def _attend(args: Sequence[Any], out: torch.Tensor) -> int:
+def _attend(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
     query, key = args[0], args[1]
     return 4 * query.numel() * key.shape[-2]
 
 
-def _add_contraction(args: Sequence[Any], out: torch.Tensor) -> int:
+def _add_contraction(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
     return 2 * out.numel() * args[1].shape[-1]
 
 

@@ -137,7 +137,7 @@ class Custody:
                 for registry_ in (part._parameters, part._buffers):
                     for name, tensor in list(registry_.items()):
                         if type(tensor) is self.ref_type:
-                            registry_[name] = self._release_tensor(tensor)
+                            registry_[name] = self._release_tensor(tensor)  # type: ignore[assignment]
             return x
         from torch.utils._pytree import tree_map_only
 

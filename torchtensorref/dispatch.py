@@ -29,8 +29,8 @@ _NO_KWARGS: dict[str, Any] = {}
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
-_function_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_function_modes = torch._C._len_torch_function_stack
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def dispatch(
@@ -43,12 +43,12 @@ def dispatch(
         if not isinstance(op, OpOverload):
             return _run_higher_order(ref_type, op, args, kwargs or {})
         # On the operator itself: the dictionary would hash it, in Python, at every call.
-        plan = op._ref_plan = plan_of(op)
+        plan = op._ref_plan = plan_of(op)  # type: ignore[attr-defined]
     if plan.is_fast and not watch.on and (not kwargs or not plan.has_kwarg_tensors):
         first = args[0]
         if plan.is_list_first and first:
             first = first[0]
-        residency = tensorsManager._residency
+        residency: Any = tensorsManager._residency  # open: there is a TensorRef
         if (
             type(first) is ref_type
             and first._d is first._b.ready

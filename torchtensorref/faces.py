@@ -49,7 +49,7 @@ class Faces:
                 plain = torch.empty_strided(self.size(), self.stride(), device="meta")
             else:
                 plain = self._peek()
-            text = _str_intern(plain, tensor_contents=tensor_contents)
+            text: str = _str_intern(plain, tensor_contents=tensor_contents)
         node = self.grad_fn
         if node is not None:
             name = node.name().rsplit("::", 1)[-1] if type(node).__name__ == "CppFunction" else ""
@@ -111,9 +111,9 @@ class Faces:
         if caller in READ_AT_ONCE:
             # Copies that still share their bytes must not look like one tensor.
             tensorsManager.residency.unshare(self._b)
-            return tensorsManager.plain_at_home(self).data_ptr()
+            return tensorsManager.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
         tensorsManager.expose(self, "data_ptr", forever=True)
-        return self.exposed_plain("data_ptr").data_ptr()
+        return self.exposed_plain("data_ptr").data_ptr()  # type: ignore[no-any-return]
 
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
@@ -127,7 +127,7 @@ class Faces:
 
     def storage(self: Any) -> Any:
         """Return the typed storage; see `untyped_storage`."""
-        torch.storage._warn_typed_storage_removal(stacklevel=2)  # type: ignore[no-untyped-call]
+        torch.storage._warn_typed_storage_removal(stacklevel=2)
         return self._typed_storage()
 
     def _typed_storage(self: Any) -> Any:

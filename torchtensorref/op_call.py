@@ -278,7 +278,7 @@ class OpCall(Operands):
 
     def _follow_metadata(self, original: Any, device: Device) -> None:
         """Where an operator changed sizes in place (`t_`, `out=`), change them too."""
-        ref = original if type(original) is self.ref_type else self.foreign.get(id(original))
+        ref: Any = original if type(original) is self.ref_type else self.foreign.get(id(original))
         if ref is None:
             return
         plain = self.plain_of[id(ref)]

@@ -37,13 +37,13 @@ class Operands:
 
     def __init__(
         self,
-        ref_type: type,
+        ref_type: Any,
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         manager: TensorsManager,
     ) -> None:
-        self.ref_type = ref_type
+        self.ref_type: Any = ref_type
         self.plan = plan
         self.args = args
         self.kwargs = kwargs
@@ -59,22 +59,22 @@ class Operands:
         self.refs: list[Any] = []
         self.foreign: dict[int, Any] = {}
         self.special: list[torch.Tensor] = []
-        self.label = None
+        self.label: Any = None
         for arg in self.args:
             self._collect(arg)
         for arg in self.kwargs.values():
             self._collect(arg)
-        self.blocks = list(dict.fromkeys(ref._b for ref in self.refs))
+        self.blocks: list[Block] = list(dict.fromkeys(ref._b for ref in self.refs))
         written = []
         for name in self.plan.write_names:
             value = self.plan.argument(name, self.args, self.kwargs)
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(part, torch.Tensor):
-                    ref = part if type(part) is self.ref_type else self.foreign.get(id(part))
+                    ref: Any = part if type(part) is self.ref_type else self.foreign.get(id(part))
                     if ref is not None:
                         written.append(ref)
         self.written_refs = written
-        self.written = list(dict.fromkeys(ref._b for ref in written))
+        self.written: list[Block] = list(dict.fromkeys(ref._b for ref in written))
 
     def _collect(self, value: Any) -> None:
         if type(value) is self.ref_type:
@@ -110,7 +110,7 @@ class Operands:
             kind not in (torch.Tensor, torch.nn.Parameter, self.ref_type)
             and hasattr(kind, "__torch_dispatch__")
             and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        )  # type: ignore[attr-defined]
+        )
 
     # -- place ----------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Operands:
         residency, host, plan = self.residency, self.residency.host, self.plan
         if not residency.accelerators or self.special:
             return host
-        if plan.draws_random(self.args, self.kwargs) and (self.label or host).type == "cpu":
+        if plan.draws_random(self.args, self.kwargs) and (self.label or host).type == "cpu":  # type: ignore[union-attr]
             return host
         for block in self.written:
             if block.exposure is not None and block.exposure.alive:
@@ -139,7 +139,7 @@ class Operands:
         return block.readable_on(self.accelerator) is None
 
     def _dtype(self) -> torch.dtype:
-        return self.refs[0].dtype if self.refs else torch.float32  # type: ignore[no-any-return]
+        return self.refs[0].dtype if self.refs else torch.float32
 
     def _ask_strategy(self, missing_nbytes: int) -> Device:
         residency = self.residency

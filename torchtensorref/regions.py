@@ -49,8 +49,8 @@ GROWTH = 1.5
 
 _global_hooks = module_hooks._global_forward_pre_hooks
 _global_after_hooks = module_hooks._global_forward_hooks
-_modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Regions:
@@ -212,12 +212,16 @@ class Regions:
             return True
         if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
             return True
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if (
+            torch.jit.is_tracing()  # type: ignore[attr-defined]
+            or torch.compiler.is_compiling()
+        ):
             return True
         return len(_global_hooks) > (self._hook is not None) or bool(_global_after_hooks)
 
     def _is_as_learned(self, region: Region, module: nn.Module) -> bool:
         """Whether nothing listens inside; what was learned of a module that differs is dropped."""
+        part: Any  # what was learned of one first, then the module
         for part in region.parts:
             if part.hooks or part.pre_hooks:
                 return False
@@ -265,7 +269,7 @@ class Regions:
         residency = self.manager.residency
         own = {ref._b for _, _, ref in tensors_of(module)}
         given = {ref._b for ref in inputs} - own
-        recorder = Recorder(own | given)
+        recorder: Recorder | None = Recorder(own | given)
         with residency.lock:
             if residency.recorder is not None:
                 recorder = None
@@ -342,7 +346,7 @@ class Regions:
     def _slots_hold(region: Region) -> bool:
         for registry, name, weak, block, _, _ in region.slots:
             ref = registry.get(name)
-            if ref is None or weak() is not ref or ref._b is not block:
+            if ref is None or weak() is not ref or ref._b is not block:  # type: ignore[union-attr]
                 return False
         return True
 

@@ -306,7 +306,9 @@ class Residency(LookAhead):
             block.ready = None
             exposure = block.exposure
             if exposure is None or exposure.device is not device or exposure.storage is None:
-                twin = torch.from_dlpack(bytes_of(block.replicas[device].base))
+                twin = torch.from_dlpack(  # type: ignore[attr-defined]
+                    bytes_of(block.replicas[device].base)
+                )
                 forever = forever or (exposure is not None and exposure.forever)
                 exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
                 block.exposure = exposure

@@ -58,7 +58,7 @@ def make_strategy(setting: Any) -> Strategy:
         setting = _class_named(setting)
     strategy = setting() if inspect.isclass(setting) else setting
     validate(strategy)
-    return strategy  # type: ignore[no-any-return]
+    return strategy  # type: ignore[return-value]
 
 
 def known_names() -> list[str]:

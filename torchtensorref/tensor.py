@@ -34,7 +34,7 @@ class ProxyInfo(NamedTuple):
         return f"{self.block} {self.nbytes} bytes on {self.device}, used {self.uses} times"
 
 
-class TensorRef(Faces, Tensor):
+class TensorRef(Faces, Tensor):  # type: ignore[misc]
     """A tensor that refers to a block instead of holding bytes.
 
     It is a `torch.Tensor`: whatever takes one takes this. Shape, dtype, strides and the device the
@@ -43,7 +43,7 @@ class TensorRef(Faces, Tensor):
     `tensorsManager.adopt(tensor)`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     #: Plain view over the replica on the device `_d`, and over the one at home, once made.
     _t: Tensor | None = None
@@ -53,7 +53,7 @@ class TensorRef(Faces, Tensor):
     #: Whether a TensorRef has ever been labelled other than cpu (`torch.set_default_device`, cuda).
     labels_vary = False
 
-    __torch_dispatch__ = classmethod(dispatch)
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     def __new__(cls, data: Any, requires_grad: bool | None = None, **noted: Any) -> Any:
         """Return the TensorRef that shares the memory of `data`, a tensor.

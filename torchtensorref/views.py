@@ -14,7 +14,7 @@ from .devices.base import Device
 KEY_NAME = "DeferredInit"
 KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
 
-_make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 # Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
 _empty = torch._C._VariableFunctions.empty
 
@@ -27,7 +27,7 @@ def make_ref(
     Torch's lazy conjugate and negative bits are on both, so that its own fallbacks see them on the
     TensorRef and resolve them there, and kernels that handle them see them on the plain tensor.
     """
-    ref = _make_wrapper(
+    ref: Any = _make_wrapper(
         ref_type,
         plain.size(),
         strides=plain.stride(),
@@ -136,7 +136,9 @@ def view_over(ref: Any, storage: torch.UntypedStorage) -> torch.Tensor:
     return view_with(ref, storage, ref.storage_offset())
 
 
-def view_with(like: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+def view_with(
+    like: torch.Tensor, storage: torch.UntypedStorage, offset: int | torch.SymInt
+) -> torch.Tensor:
     """Make a plain view with the metadata of `like` over a storage, `offset` elements in."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         view: torch.Tensor = _empty((0,), dtype=like.dtype, device=storage.device)

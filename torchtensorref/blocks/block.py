@@ -122,7 +122,7 @@ class Exposure:
         """Whether somebody outside may still read or write the bytes."""
         if self.forever or self.storage is None:
             return self.forever
-        users: int = torch._C._storage_Use_Count(self.storage._cdata)  # type: ignore[attr-defined]
+        users: int = torch._C._storage_Use_Count(self.storage._cdata)
         # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
         # among the users. Ours are this reference, that of the call, and one that torch itself
         # holds as soon as there are users in C++.
