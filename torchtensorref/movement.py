@@ -186,8 +186,9 @@ class Movement(Books):
         return True
 
     def _drop(self, replica: Replica, why: str) -> int:
-        replica.become(INVALID, why)
+        # What may fail goes first: afterwards the books change, and nothing can stop them.
         replica.device.empty(replica.base)
+        replica.become(INVALID, why)
         self.counts.evict_count += 1
         self.counts.dropped_nbytes += replica.nbytes
         self.log.note(f"b{replica.block_id}", f"drop {replica.device.name}", why)
