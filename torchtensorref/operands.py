@@ -119,7 +119,9 @@ class Operands:
         residency, host, plan = self.residency, self.residency.host, self.plan
         if not residency.accelerators or self.special:
             return host
-        if plan.draws_random(self.args, self.kwargs) and (self.label or host).type == "cpu":  # type: ignore[union-attr]
+        if plan.draws_random(self.args, self.kwargs) and (
+            self.label is None or self.label.type == "cpu"
+        ):
             return host
         for block in self.written:
             if block.exposure is not None and block.exposure.alive:
