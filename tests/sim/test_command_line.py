@@ -175,7 +175,11 @@ def test_signals_end_it_as_they_end_the_program(script, number):
     statuses = []
     for before in ((), RUN):
         with subprocess.Popen(
-            [sys.executable, *before, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, *before, path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A test run in the background of a shell has it ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             assert process.stdout.readline() == b"ready\n"
             time.sleep(0.1)  # into the sleep, so that both are interrupted at the same line

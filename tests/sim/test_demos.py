@@ -66,7 +66,7 @@ def test_a_mistyped_option_is_told_in_a_sentence():
     ("result", "peak_nbytes", "status"), [(b"same", 10, 0), (b"other", 10, 1), (b"same", 11, 1)]
 )
 def test_the_status_tells_a_difference_and_an_excess(common, capsys, result, peak_nbytes, status):
-    sizes = dict.fromkeys(("fetched_nbytes", "written_back_nbytes"), 0)
+    sizes = dict.fromkeys(("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes"), 0)
     counts = {"op_count": 1, "host_fallback_count": 1, "host_fallback_reasons": {"why": 1}}
     stats = {"peak_resident_nbytes": peak_nbytes, "budget_nbytes": 10, **sizes, **counts}
     plain = {"bytes": b"same", "shape": [4]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -90,6 +92,25 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     return undo
 
 
+def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
+    """Have torch.compile wrap a module as if nobody looked at module calls: only regions do."""
+    original = eval_frame.OptimizedModule.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        core = sys.modules.get(f"{hooks.PACKAGE}.manager")
+        native = None if core is None else core.tensorsManager.native
+        with nullcontext() if native is None else native.unwatched():
+            original(self, *args, **kwargs)
+
+    eval_frame.OptimizedModule.__init__ = __init__
+
+    def undo() -> None:
+        eval_frame.OptimizedModule.__init__ = original
+
+    return undo
+
+
 PATCHES: tuple[Patch | HookPatch | LatePatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
@@ -113,6 +134,12 @@ PATCHES: tuple[Patch | HookPatch | LatePatch, ...] = (
         "SKIP_DIRS",
         keep_dynamo_out,
         "torch.compile would trace the runtime itself, and fail or compile to its limit",
+    ),
+    LatePatch(
+        "torch._dynamo.eval_frame",
+        "OptimizedModule",
+        keep_hook_from_compile,
+        "torch.compile would warn of the hook by which native regions find their modules",
     ),
 )
 
