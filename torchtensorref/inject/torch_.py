@@ -93,20 +93,20 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
 
 
 def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
-    """Have torch.compile wrap a module as if nobody looked at module calls: only regions do."""
-    original = eval_frame.OptimizedModule.__init__
+    """Have compiled modules called as if nobody looked at module calls: only regions do."""
+    original = eval_frame.OptimizedModule.__call__
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         core = sys.modules.get(f"{hooks.PACKAGE}.manager")
         native = None if core is None else core.tensorsManager.native
         with nullcontext() if native is None else native.unwatched():
-            original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-    eval_frame.OptimizedModule.__init__ = __init__
+    eval_frame.OptimizedModule.__call__ = unwatched_call
 
     def undo() -> None:
-        eval_frame.OptimizedModule.__init__ = original
+        eval_frame.OptimizedModule.__call__ = original
 
     return undo
 
