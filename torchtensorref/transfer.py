@@ -9,7 +9,7 @@ import torch
 
 from .blocks.block import Replica
 from .config import settings
-from .devices.base import Device, Event, bytes_of, empty_bytes
+from .devices.base import Event, bytes_of, empty_bytes
 from .errors import TransferError
 
 #: A copy that fails is tried again so often; links hiccup, and the source is untouched.
@@ -85,13 +85,6 @@ class Transfer:
             lambda: device.copy_out(replica.base, copied, after=device.record())
         ).synchronize()
         return copied
-
-    def send(self, source: torch.Tensor, device: Device, base: torch.Tensor) -> Event:
-        """Issue the copy of loose host bytes into an allocation; counted as fetched."""
-        event = self._retry(lambda: device.copy_in(source, base, after=device.available(base)))
-        self.counts.fetched_nbytes += source.numel()
-        self.counts.fetch_count += 1
-        return event
 
     def _retry(self, issue: Callable[[], Event]) -> Event:
         for attempt in range(1, ATTEMPTS + 1):

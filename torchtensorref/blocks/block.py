@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ..errors import InvariantError
-from .states import CLEAN, INVALID, LEGAL_TRANSITIONS, READABLE, ReplicaState
+from .states import LEGAL_TRANSITIONS, READABLE, ReplicaState
 
 if TYPE_CHECKING:
     from ..devices.base import Device, Event
@@ -239,15 +239,6 @@ class Block:
             self.sharers[:] = [reference for reference in self.sharers if reference() is not self]
         self.sharers = None
         self.replicas = {}
-
-    def invalidate_others(self, device: Device, why: str) -> list[Replica]:
-        """Mark every clean replica but the one on `device` stale; return those that were."""
-        stale = []
-        for other, replica in self.replicas.items():
-            if other is not device and replica.state is CLEAN:
-                replica.become(INVALID, why)
-                stale.append(replica)
-        return stale
 
     def __repr__(self) -> str:
         where = ", ".join(f"{d.name} {r.state.value}" for d, r in self.replicas.items())

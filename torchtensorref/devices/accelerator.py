@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, TransferError
 from .base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
-from .residents import Residents
+from .residents import CountsResidents, Residents
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -57,7 +57,7 @@ class AcceleratorEvent:
         self._held = ()
 
 
-class AcceleratorDevice(Device):
+class AcceleratorDevice(CountsResidents, Device):
     """One accelerator that torch can use.
 
     Parameters
@@ -171,23 +171,6 @@ class AcceleratorDevice(Device):
         if hasattr(module, "recommended_max_memory"):  # mps shares the host's memory
             return int(module.recommended_max_memory())
         return 0
-
-    @property
-    def resident_nbytes(self) -> int:
-        """The bytes of the replicas here; what kernels use meanwhile is not among them."""
-        with self._lock:
-            self._residents.settle()
-            return self._residents.nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most of them since the last `reset_peak`."""
-        return self._residents.peak_nbytes
-
-    def reset_peak(self) -> None:  # noqa: D102
-        with self._lock:
-            self._residents.settle()
-            self._residents.peak_nbytes = self._residents.nbytes
 
     # copies -------------------------------------------------------------------------------
 

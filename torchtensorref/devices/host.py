@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
-from .residents import Residents
+from .residents import CountsResidents, Residents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["HostDevice"]
 
 
-class HostDevice(Device):
+class HostDevice(CountsResidents, Device):
     """The host's memory and processor.
 
     Parameters
@@ -86,23 +86,6 @@ class HostDevice(Device):
         import psutil
 
         return int(psutil.virtual_memory().available)
-
-    @property
-    def resident_nbytes(self) -> int:
-        """The bytes that were allocated here and live."""
-        with self._lock:
-            self._residents.settle()
-            return self._residents.nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most of them since the last `reset_peak`."""
-        return self._residents.peak_nbytes
-
-    def reset_peak(self) -> None:  # noqa: D102
-        with self._lock:
-            self._residents.settle()
-            self._residents.peak_nbytes = self._residents.nbytes
 
     @staticmethod
     def _raise_out_of_memory(nbytes: int, cause: RuntimeError) -> None:
