@@ -34,6 +34,9 @@ PREFIX = "TTR_"
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
 
+#: What `TTR_REGIONS` can say of native regions.
+REGION_MODES = ("on", "off", "forced")
+
 
 class _BadValueError(Exception):
     """Says why a text is no value for an option; turned into a ConfigError by `Option.parse`."""
@@ -55,6 +58,12 @@ def _switch(text: str) -> bool:
 
 
 def _name(text: str) -> str:
+    return text.strip()
+
+
+def _region_mode(text: str) -> str:
+    if text.strip() not in REGION_MODES:
+        raise _BadValueError(f"use one of {', '.join(REGION_MODES)}")
     return text.strip()
 
 
@@ -199,6 +208,14 @@ class Settings:
         "0, 1",
         "run each operator also on plain CPU tensors and compare",
         "very slow",
+    )
+    regions: str = _row(
+        "on",
+        _region_mode,
+        "on, off, forced",
+        "run modules natively where nothing speaks against it; never; as soon as that is legal, "
+        "also where it takes longer",
+        "forced: slow while memory is short",
     )
     strategy: str | None = _row(None, _name, "name", "choose the strategy", "none")
     device: str | None = _row(

@@ -11,6 +11,7 @@ from torch import nn
 
 from .blocks.block import Block
 from .budget import SHORTAGES
+from .config import settings
 from .exchange import Exchange
 from .manager import TensorsManager
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
@@ -69,7 +70,7 @@ class Entry:
                 return False
         if any(block.is_shared for block in self.own):
             return False
-        if residency.is_pressed and not self._are_there():
+        if residency.is_pressed and settings.regions != "forced" and not self._are_there():
             # Fetched one by one, ahead or on demand, they arrive while operators run; fetched as
             # one bundle, the first operator would wait for the last block.
             return False

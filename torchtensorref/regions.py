@@ -38,8 +38,9 @@ from .region import (
 )
 from .region_entry import Entry
 
-#: Intercepted calls of one structure before it may run natively.
+#: Intercepted calls of one structure before it may run natively, and where that is forced.
 CALLS_TO_LEARN = 2
+CALLS_WHERE_FORCED = 1
 #: Of the budget, what a module's own blocks may take to be considered at all.
 LARGEST_SHARE = 0.95
 #: And while the budget is too small for all: a larger module comes and goes as one piece.
@@ -73,7 +74,7 @@ class Regions:
     @property
     def enabled(self) -> bool:
         """Whether modules may run natively."""
-        return self._enabled
+        return self._enabled and settings.regions != "off"
 
     @enabled.setter
     def enabled(self, wanted: bool) -> None:
@@ -82,7 +83,7 @@ class Regions:
 
     def watch(self) -> None:
         """Look at which modules the program calls, until the largest that fit are found."""
-        if self._hook is None and self._enabled:
+        if self._hook is None and self.enabled:
             self._hook = module_hooks.register_module_forward_pre_hook(self._on_call)
 
     def forget(self) -> None:
@@ -132,7 +133,8 @@ class Regions:
         nbytes = self._nbytes.get(module)
         if nbytes is None:
             nbytes = self._nbytes[module] = self._own_nbytes(module)
-        share = SHARE_UNDER_PRESSURE if residency.is_pressed else LARGEST_SHARE
+        is_short = residency.is_pressed and settings.regions != "forced"
+        share = SHARE_UNDER_PRESSURE if is_short else LARGEST_SHARE
         return 0 < nbytes <= ledger.budget.limit_nbytes * share
 
     def _own_nbytes(self, module: nn.Module) -> int:
@@ -185,8 +187,9 @@ class Regions:
         if structure.doubt:
             return module._call_impl(*args, **kwargs)
         input_nbytes = sum(ref._b.nbytes for ref in inputs)
+        is_forced = settings.regions == "forced"
         if (
-            structure.call_count < CALLS_TO_LEARN
+            structure.call_count < (CALLS_WHERE_FORCED if is_forced else CALLS_TO_LEARN)
             or input_nbytes > structure.input_nbytes * GROWTH + 4096
         ):
             return self._learn(region, module, structure, inputs, args, kwargs)
@@ -208,7 +211,7 @@ class Regions:
         """Whether something outside the module wants to see its operators, or its tensors."""
         if not self.manager.residency.strategy.allows_regions:
             return True
-        if not self._enabled or torch.is_grad_enabled() or settings.check >= 2 or settings.trace:
+        if not self.enabled or torch.is_grad_enabled() or settings.check >= 2 or settings.trace:
             return True
         if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
             return True

@@ -26,6 +26,7 @@ import torch
 import transformers
 
 import torchTensorRef
+from torchTensorRef.config import settings
 from torchTensorRef.devices.sim import SimDevice
 from torchTensorRef.devices.sim_spec import DeviceSpec
 from torchTensorRef.manager import tensorsManager
@@ -53,6 +54,8 @@ class Outcome:
     #: Operators on the accelerator and in all, under the first strategy.
     accelerated_count: int = 0
     op_count: int = 0
+    #: Operators that ran in native regions, under all strategies.
+    native_op_count: int = 0
 
     @property
     def identical(self) -> bool:
@@ -132,10 +135,12 @@ def _compare_under(
     tensorsManager.strategy = strategy
     tensorsManager.reset_stats()
     for number, (name, run) in enumerate(runs_of(case)):
-        seed(number)
         where = f"{name}, {strategy}"
         try:
-            found = _difference(plain[name], run)
+            found = ""
+            for _ in range(_times(name)):
+                seed(number)
+                found = found or _difference(plain[name], run)
             tensorsManager.check()
         except Exception as error:
             found = f"{type(error).__name__}: {error}"[:400]
@@ -149,6 +154,15 @@ def _compare_under(
     del run
     gc.collect()
     tensorsManager.bring_all_home()
+
+
+def _times(name: str) -> int:
+    """How often to do a run: where regions are forced, until the model runs natively.
+
+    A call is seen first, then recorded. Only what changes nothing in the model can be repeated.
+    """
+    is_repeatable = name.startswith(("forward", "generate", "pictures"))
+    return 3 if settings.regions == "forced" and is_repeatable else 1
 
 
 def _difference(plain: Any, run: Callable[[], Any]) -> str:
@@ -167,6 +181,7 @@ def _count(outcome: Outcome) -> None:
     peak_nbytes, budget_nbytes = stats["peak_resident_nbytes"], stats["budget_nbytes"]
     if peak_nbytes > budget_nbytes:
         outcome.failures["budget"] = f"{peak_nbytes} bytes were resident, {budget_nbytes} budgeted"
+    outcome.native_op_count += stats["native_op_count"]
     if not outcome.op_count:
         outcome.op_count = stats["op_count"]
         outcome.accelerated_count = stats["op_count"] - stats["host_op_count"]
@@ -301,11 +316,15 @@ def main() -> int:
             return Outcome(case, failures={"plain torch": f"{type(error).__name__}: {error}"[:400]})
 
     outcomes = with_progress(cases, work)
-    if not options.names:
+    if not options.names and settings.regions == "on":
         PAGE.write_text(page(outcomes))
     tried = [outcome for outcome in outcomes if not outcome.case.missing]
     identical = sum(outcome.identical for outcome in tried)
-    result = {"models_identical": identical, "models": len(tried)}
+    result = {
+        "models_identical": identical,
+        "models": len(tried),
+        "native_op_count": sum(outcome.native_op_count for outcome in outcomes),
+    }
     sys.stdout.write(f"RESULT {json.dumps(result)}\n")
     return int(identical != len(tried))
 

@@ -36,11 +36,12 @@ ENVIRONMENT_FOOT = """\
 Each step halves the suspects:
 
 1. `TTR_DISABLE=1`: still wrong? Then it is not us.
-2. `TTR_SYNC=1`: right now? Then somebody does not wait for a copy.
-3. `TTR_POISON=1`: different, or NaN? Then stale bytes are read.
-4. `TTR_SHADOW=1`: names the first operator whose result differs from plain torch.
-5. `TTR_CHECK=2`: names the first operator after which the books are wrong.
-6. `tensorsManager.story(tensor)`: tells what happened to one tensor.
+2. `TTR_REGIONS=off`: right now? Then it is a module that runs natively.
+3. `TTR_SYNC=1`: right now? Then somebody does not wait for a copy.
+4. `TTR_POISON=1`: different, or NaN? Then stale bytes are read.
+5. `TTR_SHADOW=1`: names the first operator whose result differs from plain torch.
+6. `TTR_CHECK=2`: names the first operator after which the books are wrong.
+7. `tensorsManager.story(tensor)`: tells what happened to one tensor.
 
 When there is no accelerator, `TTR_FAULTS` makes the simulated one fail, to see what a program does
 then.
@@ -74,6 +75,8 @@ def _option_row(option: Option) -> str:
     default = "not set"
     if isinstance(option.default, int):
         default = f"{option.default:d}"  # a switch that is off is 0
+    elif isinstance(option.default, str):
+        default = option.default
     cells = (f"`{option.variable}`", option.values, default, option.effect, option.cost)
     return f"| {' | '.join(cells)} |"
 
