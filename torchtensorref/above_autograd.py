@@ -52,14 +52,16 @@ def _plain_or_ref() -> tuple[type, ...]:
 # -- gradients by plain torch's formula ---------------------------------------------------------
 
 
-def gradient_of_plain(op: OpOverload, node_name: str, *, picks: bool = False) -> Treatment:
+def gradient_of_plain(
+    op: Callable[..., Any], node_name: str, *, picks: bool = False
+) -> Treatment:
     """Treat an operator so that plain torch computes its gradient, on plain tensors at home.
 
     The operator itself runs as ever. For the gradient it is run again, inside plain torch.
 
     Parameters
     ----------
-    op : OpOverload
+    op : callable
         An operator all of whose floating point results have a gradient.
     node_name : str
         The name that torch gives its nodes in the graph; it is seen where a tensor is printed.
@@ -222,6 +224,18 @@ def _masked_fill_in_place(tensor: Any, mask: Any, value: Any) -> Any:
     return tensor.copy_(_MaskedFill.apply(tensor, mask, value))
 
 
+def _then_copied(op: OpOverload, treatment: Treatment) -> Treatment:
+    """Treat an in-place operator: its out-of-place one, whose gradient is treated, and a copy."""
+
+    def treat(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _would_be_noted((tensor,)) or _is_watched((tensor,)):
+            return op(tensor, *args, **kwargs)
+        # Of a clone, as in torch: the gradient needs what is about to be overwritten.
+        return tensor.copy_(treatment(tensor.clone(), *args, **kwargs))
+
+    return treat
+
+
 # -- operators that C++ takes apart -------------------------------------------------------------
 
 
@@ -257,6 +271,36 @@ def whole(name: str) -> Treatment:
     return treat
 
 
+def _as_one(op: OpOverload) -> Treatment:
+    """Call a composite operator as one, so that its formula is that for plain tensors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        if _is_watched(tensors) or all(type(t) is not tensorsManager.ref_type for t in tensors):
+            return op(*args, **kwargs)
+        return dispatch(tensorsManager.ref_type, op, (), args, kwargs)
+
+    return call
+
+
+#: What torch names the last node of a loss with smoothed labels.
+_smoothed_loss = gradient_of_plain(_as_one(aten.cross_entropy_loss.default), "AddBackward0")
+
+
+def _cross_entropy(
+    tensor: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Sum the weights of smoothed labels as for plain tensors: without those that are ignored."""
+    is_other = weight is not None and label_smoothing > 0
+    loss = _smoothed_loss if is_other else aten.cross_entropy_loss.default
+    return loss(tensor, target, weight, reduction, ignore_index, label_smoothing)
+
+
 @functools.cache
 def _overload(name: str) -> OpOverload:
     base, _, overload = name.partition(".")
@@ -281,6 +325,7 @@ def composites_with_out() -> list[str]:
 
 _SUBCLASS = "takes another formula for the gradient of a subclass"
 _POINTER = "reads the numbers from memory in C++"
+_cumprod = gradient_of_plain(aten.cumprod.default, "CumprodBackward0")
 
 
 def _by_plain(
@@ -297,6 +342,9 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     _by_plain(aten.nanmedian.default, "NanmedianBackward0", picks=True),
     _by_plain(aten.min.default, "MinBackward1", picks=True),
     _by_plain(aten.max.default, "MaxBackward1", picks=True),
+    (aten.cumprod.default, _cumprod, _SUBCLASS),
+    (aten.cumprod_.default, _then_copied(aten.cumprod_.default, _cumprod), _SUBCLASS),
+    (aten.cross_entropy_loss.default, _cross_entropy, "takes another formula for a subclass"),
     (aten.masked_fill.Tensor, _masked_fill, _SUBCLASS),
     (aten.masked_fill_.Tensor, _masked_fill_in_place, _SUBCLASS),
     (

@@ -1,0 +1,91 @@
+"""Gradients where torch's C++ takes another formula for subclasses: ours are those of plain torch.
+
+Which formula it was can be seen in the last bits only, and in few of the numbers, so these are
+many, with zeros among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef.strategy_choice import make_strategy
+
+from ..support.programs import Bring, assert_right
+from ..support.shaking import Shaken
+
+
+@pytest.fixture(params=["genoa", "flow"])
+def right(manage, request) -> Callable[[Callable[[Bring], Any]], None]:
+    """Give `right(program)`: it fails where plain torch gives something else."""
+    manager = manage(Shaken(make_strategy(request.param), seed=1))
+    return lambda program: assert_right(program, manager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("zeros", [0, 1, 9])
+def test_running_products(right, dtype, zeros):
+    def program(bring: Bring) -> Any:
+        values = torch.randn(6, 7, dtype=dtype)
+        values.view(-1)[torch.randperm(42)[:zeros]] = 0
+        x = bring(values.requires_grad_())
+        weights = bring(torch.randn(6, 7, dtype=dtype))
+        results = []
+        for product in (
+            lambda: x.cumprod(1),
+            lambda: torch.cumprod(x, dim=0),
+            lambda: (x * 2).cumprod_(1),
+        ):
+            y = product()
+            results += [y, *torch.autograd.grad(y, x, weights), y._version]
+        return results
+
+    right(program)
+
+
+def test_what_a_running_product_says_of_itself(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        same = x * 1
+        return [repr(x.cumprod(0)), same.cumprod_(0) is same, same, x.detach().cumprod(0)]
+
+    right(program)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_smoothed_labels_with_weights(right, reduction):
+    def program(bring: Bring) -> Any:
+        results = []
+        for count in (7, 100, 1000):
+            logits = bring(torch.randn(count, 20, requires_grad=True))
+            labels = torch.randint(0, 20, (count,))
+            labels[::3] = -100
+            arguments = (logits, bring(labels), bring(torch.rand(20)))
+            loss = nn.functional.cross_entropy(
+                *arguments, reduction=reduction, label_smoothing=0.1
+            )
+            results += [loss, *torch.autograd.grad(loss.sum(), logits)]
+            with torch.no_grad():
+                results.append(
+                    nn.functional.cross_entropy(
+                        *arguments, reduction=reduction, label_smoothing=0.2
+                    )
+                )
+        return results
+
+    right(program)
+
+
+def test_smoothed_labels_of_a_module(right):
+    def program(bring: Bring) -> Any:
+        loss = bring(nn.CrossEntropyLoss(torch.rand(5), label_smoothing=0.3))
+        logits = bring(torch.randn(30, 5, requires_grad=True))
+        value = loss(logits, bring(torch.randint(0, 5, (30,))))
+        value.backward()
+        return [value, repr(value), logits.grad, loss(logits, bring(torch.rand(30, 5)))]
+
+    right(program)
