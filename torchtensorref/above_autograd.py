@@ -52,9 +52,7 @@ def _plain_or_ref() -> tuple[type, ...]:
 # -- gradients by plain torch's formula ---------------------------------------------------------
 
 
-def gradient_of_plain(
-    op: Callable[..., Any], node_name: str, *, picks: bool = False
-) -> Treatment:
+def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = False) -> Treatment:
     """Treat an operator so that plain torch computes its gradient, on plain tensors at home.
 
     The operator itself runs as ever. For the gradient it is run again, inside plain torch.

@@ -65,9 +65,7 @@ def test_smoothed_labels_with_weights(right, reduction):
             labels = torch.randint(0, 20, (count,))
             labels[::3] = -100
             arguments = (logits, bring(labels), bring(torch.rand(20)))
-            loss = nn.functional.cross_entropy(
-                *arguments, reduction=reduction, label_smoothing=0.1
-            )
+            loss = nn.functional.cross_entropy(*arguments, reduction=reduction, label_smoothing=0.1)
             results += [loss, *torch.autograd.grad(loss.sum(), logits)]
             with torch.no_grad():
                 results.append(
