@@ -289,6 +289,10 @@ class Entry:
 
     def ref_for(self, plain: torch.Tensor) -> Any:
         """Make the TensorRef of a tensor that the module has made or handed on."""
+        if type(plain) not in (torch.Tensor, nn.Parameter):
+            # A quantized cache's tensors: their own class holds the bytes. From now on intercepted.
+            self._doubt(f"it makes a {type(plain).__name__}")
+            return plain
         if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
             return plain
         if torch.is_inference_mode_enabled() and not plain.is_inference():

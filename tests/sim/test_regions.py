@@ -723,3 +723,39 @@ def test_forecasts_are_fed_once_per_block(manage: Callable[..., Any]) -> None:
     with torch.no_grad():
         follow(manager, plain, ours, torch.rand(2, 16), calls=8)
     assert manager.stats()["peak_resident_nbytes"] <= 7_000
+
+
+def test_subclass_that_an_unseen_branch_leaves_in_a_cache(ample: Any) -> None:
+    use = [False]
+
+    class Scaled(torch.Tensor):
+        """A tensor of another library: it holds another one, and no bytes."""
+
+        @staticmethod
+        def __new__(cls, inner: Any, scale: float) -> Any:
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+            made.inner, made.scale = inner, scale
+            return made
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @classmethod
+        def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            args = [x.inner * x.scale if type(x) is cls else x for x in args]
+            return op(*args, **(kwargs or {}))
+
+    class Caching(Mlp):
+        def forward(self, x: Any, cache: list[Any]) -> Any:
+            y = super().forward(x)
+            cache.append(Scaled(y, 0.5) if use[0] else y)
+            return sum(part + 0 for part in cache)
+
+    plain, ours = pair(ample, Caching)
+    x, caches = torch.rand(2, 16), ([], [])
+    for i in range(9):
+        use[0] = i > 5
+        assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
+        if not use[0]:
+            caches[0].clear(), caches[1].clear()
+    ample.bring_all_home()
+    assert_equal([part + 0 for part in caches[0]], [part + 0 for part in caches[1]])
