@@ -87,3 +87,96 @@ def test_smoothed_labels_of_a_module(right):
         return [value, repr(value), logits.grad, loss(logits, bring(torch.rand(30, 5)))]
 
     right(program)
+
+
+def test_second_derivatives_of_determinants(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.randn(2, 5, 5, requires_grad=True))
+        weights = bring(torch.randn(2, 5, 5))
+        results = []
+        for det in (torch.det, torch.linalg.det):
+            value = det(x)
+            (first,) = torch.autograd.grad(value.abs().sum(), x, create_graph=True)
+            results += [repr(value), first, *torch.autograd.grad(first, x, weights)]
+        return results
+
+    right(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_second_derivatives_of_products(right, dtype):
+    def program(bring: Bring) -> Any:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        x = bring(torch.randn(4, 6, dtype=dtype, requires_grad=True))
+        weights = bring(torch.randn(4, 6, dtype=dtype))
+        results = []
+        for function in (
+            lambda x: x.prod(),
+            lambda x: x.prod(1).sum(),
+            lambda x: x.prod(0, keepdim=True).sum(),
+            lambda x: torch.prod(x, dim=-1, dtype=wide).abs().sum(),
+        ):
+            value = function(x)
+            (first,) = torch.autograd.grad(value, x, torch.ones_like(value), create_graph=True)
+            second = torch.autograd.grad((first * first * x).abs().sum(), x, create_graph=True)
+            results += [first, *second, *torch.autograd.grad(second[0], x, weights)]
+        return results
+
+    right(program)
+
+
+@pytest.mark.parametrize("zeros", [1, 2, 5])
+def test_products_with_zeros(right, zeros):
+    def program(bring: Bring) -> Any:
+        values = torch.randn(4, 6)
+        values[torch.arange(zeros) % 4, torch.arange(zeros)] = 0
+        x = bring(values.requires_grad_())
+        weights = bring(torch.randn(4, 6))
+        results = []
+        for function in (
+            lambda x: x.prod(),
+            lambda x: x.prod(1).sum(),
+            lambda x: x.prod(0, keepdim=True).sum(),
+            lambda x: x[0, 0].prod() + x[:, :1].prod(1).sum() + x[:0].prod(),
+        ):
+            results.append(torch.autograd.grad(function(x), x))
+            (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+            results += [first, torch.autograd.grad((first * x).sum(), x, weights.sum().abs())]
+        return results
+
+    right(program)
+
+
+def test_second_derivatives_of_what_is_picked(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.randn(4, 6, requires_grad=True))
+        weights = bring(torch.randn(4, 6))
+        results = []
+        for function in (
+            lambda x: x.max() * x[0, 0],
+            lambda x: (x * x).min() * x.sum(),
+            lambda x: (x * x[0, 1]).median(),
+            lambda x: (x * x[0, 1]).nanmedian(),
+        ):
+            (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+            second = torch.autograd.grad((first * first * x).sum(), x, create_graph=True)
+            results += [first, *second, *torch.autograd.grad(second[0], x, weights)]
+        return results
+
+    right(program)
+
+
+def test_gradients_of_products_in_batches(right):
+    def program(bring: Bring) -> Any:
+        results = []
+        for zeros in (0, 1):
+            values = torch.randn(5)
+            values[:zeros] = 0
+            x = bring(values.requires_grad_())
+            y = torch.stack([x.prod(), x.max(), x.cumprod(0)[2]])
+            results += torch.autograd.grad(
+                y, x, bring(torch.eye(3)), retain_graph=True, is_grads_batched=True
+            )
+        return results
+
+    right(program)

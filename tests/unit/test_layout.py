@@ -41,6 +41,7 @@ ROWS = (
         "region_entry",
         "regions",
         "faces",
+        "formulas",
         "above_autograd",
         "tensor",
     ),
