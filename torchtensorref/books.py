@@ -174,6 +174,16 @@ class Books:
                 found[id(replica)] = replica
         return list(found.values())
 
+    def held_nbytes(self, device: Device) -> int:
+        """Return the bytes on a device that operators or outsiders hold there (lock held)."""
+        held = self._hazardous_blocks()
+        return sum(
+            replica.nbytes
+            for replica in self.ledgers[device].replicas()
+            if (block := self.block_of(replica)) is not None
+            and (replica.pins or block in held or self._held_by_exposure(block, device))
+        )
+
     def _is_free(self, replica: Replica, block: Block, held: set[Block]) -> bool:
         return (
             not replica.pins

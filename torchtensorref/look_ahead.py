@@ -11,7 +11,7 @@ from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .books import Resident
 from .devices.base import Device
 from .errors import TransferError
-from .movement import Movement
+from .movement import Movement, RoomTakenError
 
 
 class LookAhead(Movement):
@@ -80,6 +80,8 @@ class LookAhead(Movement):
             for victim in chosen:
                 self.evict(victim, f"{self.strategy.name}: room to fetch ahead")
             self.fetch(block, device, ahead=True)
+        except RoomTakenError:
+            return False
         except (torch.OutOfMemoryError, TransferError) as error:
             self.log.note(block.name, f"no prefetch {device.name}", str(error)[:80])
             return False

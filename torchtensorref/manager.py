@@ -298,7 +298,7 @@ class TensorsManager(Custody):
         with residency.lock:
             residency.bury()
             for device, ledger in residency.ledgers.items():
-                found += ledger_violations(device, ledger)
+                found += ledger_violations(device, ledger, residency.held_nbytes(device))
                 for replica in ledger.replicas():
                     block = residency.block_of(replica)
                     if block is not None:

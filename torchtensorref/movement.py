@@ -26,6 +26,10 @@ class HeldByOthersError(Exception):
     """Internal: room is lacking because other threads hold it. Never reaches the program."""
 
 
+class RoomTakenError(Exception):
+    """Internal: another thread has taken the room that was made. Never reaches the program."""
+
+
 class Movement(Books):
     """What moves bytes between devices, one block at a time.
 
@@ -202,9 +206,9 @@ class Movement(Books):
             except HeldByOthersError:
                 with self.lock:
                     self.unpinned.wait(PATIENCE_S)
-                # This thread holds its operands while it waits: after a while it must give up, or
-                # two threads could wait for each other.
-                if len(self._pins_by_thread) > 1:
+                # This thread holds its operands while it waits, pinned or announced: it must give
+                # up soon, or two threads could wait for each other.
+                if len({*self._pins_by_thread, *self.hazards}) > 1:
                     break
         ledger = self.ledgers[device]
         raise OutOfBudgetError(
@@ -363,6 +367,8 @@ class Movement(Books):
 
         Raises
         ------
+        RoomTakenError
+            The budget has no room for it, or none any more; nothing has changed.
         torch.OutOfMemoryError
             The device refused the allocation; nothing has changed.
         TransferError
@@ -374,8 +380,11 @@ class Movement(Books):
             if replica.state is not INVALID:
                 return
             self.bury()
+            ledger = self.ledgers[device]
+            if ledger.resident_nbytes + block.nbytes > ledger.budget.limit_nbytes:
+                raise RoomTakenError
             device.refill(replica.base, block.nbytes)
-            self.ledgers[device].add(replica)
+            ledger.add(replica)
             replica.become(FILLING, "fetch issued")
             self.issuing.add(replica)
         try:

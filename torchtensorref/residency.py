@@ -13,7 +13,7 @@ from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
 from .devices.base import Device, bytes_of
 from .look_ahead import LookAhead
-from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError
+from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError, RoomTakenError
 from .transfer import copy_of
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.
@@ -144,14 +144,19 @@ class Residency(LookAhead):
 
     def _fetch_with_room(self, block: Block, device: Device) -> None:
         """Fetch; if the device refuses the allocation all the same, evict as much again, once."""
-        try:
+        has_been_refused = False
+        for _ in range(PATIENCE_ROUNDS):
             self.make_room(device, block.nbytes, "operands")
-            self.fetch(block, device)
-        except OutOfBudgetError:
-            raise
-        except torch.OutOfMemoryError:
-            self.evict_some(device, block.nbytes)
-            self.fetch(block, device)
+            try:
+                return self.fetch(block, device)
+            except RoomTakenError:
+                continue
+            except torch.OutOfMemoryError:
+                if has_been_refused:
+                    raise
+                has_been_refused = True
+                self.evict_some(device, block.nbytes)
+        raise HeldByOthersError
 
     def set_ready(self, block: Block, device: Device) -> None:
         """Open the fast path to a block where nothing has to be decided about it (lock held)."""

@@ -111,11 +111,13 @@ def test_settings_change_while_operators_run(manage):
     threads = [threading.Thread(target=compute, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
-    for i in range(60):
-        manager.strategy = ("lru", "flow", "genoa")[i % 3]
-        manager.budget = (3_000, 64_000, 9_000)[i % 3]
-        manager.check()
-    stop.set()
+    try:
+        for i in range(60):
+            manager.strategy = ("lru", "flow", "genoa")[i % 3]
+            manager.budget = (3_000, 64_000, 9_000)[i % 3]
+            manager.check()
+    finally:
+        stop.set()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive(), "two locks are taken in two orders"

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from torchTensorRef import handlers
+from torchTensorRef.budget import OutOfBudgetError
+from torchTensorRef.movement import RoomTakenError
 
 from ..support.programs import RandomEviction, assert_same
 
@@ -263,4 +265,37 @@ def test_a_sharer_writes_while_another_one_is_read_at_home(manage, monkeypatch, 
     gate = gated(monkeypatch, manager.residency.host, "before_operator")
     results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
     assert_same([plain * 2, torch.zeros(30, 30)], results)
+    assert_idle(manager)
+
+
+def test_a_fetch_takes_its_room_or_refuses(manage):
+    """Two threads may both have been told that there is room for one: only one fetches."""
+    manager = manage("lru", nbytes=1_000)
+    xs = [manager.adopt(torch.rand(150)) for _ in range(2)]
+    residency = manager.residency
+    for _ in xs:
+        residency.make_room(residency.main, 600, "both are told so")
+    residency.fetch(xs[0]._b, residency.main)
+    with pytest.raises(RoomTakenError):
+        residency.fetch(xs[1]._b, residency.main)
+    assert residency.main.resident_nbytes == 600
+    manager.check()
+
+
+def test_two_fast_operators_do_not_wait_for_each_other(manage, monkeypatch):
+    """Each announces its operands and needs room for a result that the other's operands take."""
+    manager = manage("lru", nbytes=1_000)
+    mine, other = (manager.adopt(torch.rand(100)) for _ in range(2))
+    _ = mine + 1, other + 1
+    residency = manager.residency
+    waits: list[float] = []
+    monkeypatch.setattr(residency.unpinned, "wait", waits.append)
+    residency.hazards[threading.get_ident()] = (mine,)
+    residency.hazards[-1] = (other,)
+    try:
+        with pytest.raises(OutOfBudgetError):
+            residency.make_room_patiently(residency.main, 800, "results")
+    finally:
+        residency.hazards.clear()
+    assert len(waits) == 1
     assert_idle(manager)
