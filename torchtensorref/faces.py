@@ -166,11 +166,11 @@ class Faces:
 
     def new_tensor(self: Any, data: Any, **options: Any) -> Any:
         """Return a tensor of these values, with this one's dtype and label unless told others."""
-        return _adopted(_empty_like(self).new_tensor(_readable(data), **options))
+        return _adopted(empty_like(self).new_tensor(_readable(data), **options))
 
     def new(self: Any, *args: Any, **options: Any) -> Any:
         """Return a tensor of a size or of values, with this one's dtype and label."""
-        return _adopted(_empty_like(self).new(*map(_readable, args), **options))
+        return _adopted(empty_like(self).new(*map(_readable, args), **options))
 
     # -- serialising ----------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Faces:
         return Tensor.cpu(self, *args, **kwargs)
 
 
-def _empty_like(ref: Any) -> Tensor:
+def empty_like(ref: Any) -> Tensor:
     """Make a plain tensor to call what torch answers in C++ from a tensor's own memory."""
     return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
 

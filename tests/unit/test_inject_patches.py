@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from torchTensorRef.inject import hooks, torch_
-from torchTensorRef.inject.patches import HookPatch, LatePatch, Patch, PatchedFunction
+from torchTensorRef.inject.patches import HookPatch, LatePatch, MethodPatch, Patch, PatchedFunction
 
 FUNCTIONS = [patch for patch in torch_.PATCHES if isinstance(patch, Patch)]
 
@@ -101,11 +101,38 @@ def test_a_row_that_matches_nothing_says_so_and_raises_nothing():
         Patch("torch", "no_such_factory", torch_.own_memory_factory, "for this test"),
         Patch("no_such_library", "f", torch_.own_memory_factory, "for this test"),
         HookPatch("torch", "no_such_hook", print, "for this test"),
+        MethodPatch("torch", "Generator.no_such_method", print, "for this test"),
+        MethodPatch("torch", "NoSuchClass.method", print, "for this test"),
+        MethodPatch("torch", "zeros.method", print, "for this test"),
     ]
     for row in rows:
         row.install()
         row.uninstall()
-    assert [(row.installed, bool(row.absence)) for row in rows] == [(False, True)] * 3
+    assert [(row.installed, bool(row.absence)) for row in rows] == [(False, True)] * len(rows)
+
+
+def test_methods_of_classes_in_c_are_taken_and_given_back(uninstalled):
+    rows = [patch for patch in torch_.PATCHES if isinstance(patch, MethodPatch)]
+    legacy = type(torch.FloatTensor)
+    before = vars(torch.Generator)["set_state"], vars(legacy)["__instancecheck__"]
+    for _ in range(2):
+        hooks.install()
+        assert vars(torch.Generator)["set_state"] is not before[0]
+        # Also what was looked up before: the interpreter remembers methods.
+        for x, kind in (
+            (torch.ones(2), torch.FloatTensor),
+            (torch.ones(2).long(), torch.LongTensor),
+        ):
+            assert isinstance(x, kind)
+            assert not isinstance(x, torch.DoubleTensor)
+        generator = torch.Generator()
+        generator.set_state(torch.Generator().manual_seed(3).get_state())
+        assert generator.initial_seed() == 3
+        hooks.uninstall()
+        after = vars(torch.Generator)["set_state"], vars(legacy)["__instancecheck__"]
+        assert all(now is then for now, then in zip(after, before, strict=True))
+    assert len(rows) == 2
+    assert isinstance(torch.ones(2), torch.FloatTensor)
 
 
 def test_a_late_row_waits_for_its_module():

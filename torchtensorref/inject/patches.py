@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
 import importlib
 import pkgutil
 import sys
@@ -96,6 +99,69 @@ class Patch:
         if current is self.patched:
             setattr(owner, name, self.original)
         self.patched = None
+
+
+@dataclass(eq=False)
+class MethodPatch:
+    """A method of a class written in C that we replace: Python cannot assign to such a class.
+
+    Its dictionary can be reached all the same. For what is looked up there at each call (methods,
+    `__instancecheck__`, not slots) that is all CPython asks for, as long as it is told to forget
+    what it has looked up before.
+    """
+
+    module: str
+    path: str
+    wrapper: Wrapper
+    reason: str
+    original: Any = field(default=None, init=False)
+    patched: Any = field(default=None, init=False)
+    absence: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        """What is replaced, in full."""
+        return f"{self.module}.{self.path}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether the method is ours now."""
+        return self.patched is not None
+
+    def install(self) -> None:
+        """Replace the method, unless it is replaced; note where there is none."""
+        if self.installed:
+            return
+        name = self.path.rpartition(".")[2]
+        try:
+            self.original = vars(self._owner())[name]
+            self._put(name, PatchedFunction(self.original, self.wrapper))
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            self.absence = f"{type(error).__name__}: {error}"
+            return
+        self.absence = ""
+        self.patched = vars(self._owner())[name]
+
+    def uninstall(self) -> None:
+        """Put the same object back, unless somebody else has replaced ours since."""
+        if self.installed:
+            name = self.path.rpartition(".")[2]
+            if vars(self._owner())[name] is self.patched:
+                self._put(name, self.original)
+            self.patched = None
+
+    def _owner(self) -> type:
+        names = self.path.split(".")[:-1]
+        found = functools.reduce(getattr, names, importlib.import_module(self.module))
+        if not isinstance(found, type):
+            raise TypeError(f"{self.path} is not of a class")
+        return found
+
+    def _put(self, name: str, value: Any) -> None:
+        owner = self._owner()
+        (namespace,) = (part for part in gc.get_referents(vars(owner)) if type(part) is dict)
+        namespace[name] = value
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
 @dataclass(eq=False)

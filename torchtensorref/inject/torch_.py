@@ -14,8 +14,8 @@ from typing import Any
 from . import hooks
 from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
 from .inject_to import injectTo
-from .patches import HookPatch, LatePatch, Patch
-from .readers import on_plain
+from .patches import HookPatch, LatePatch, MethodPatch, Patch
+from .readers import legacy_instance, on_plain
 from .registration import on_registration
 
 #: Factories whose result owns fresh memory.
@@ -111,12 +111,19 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     return undo
 
 
-PATCHES: tuple[Patch | HookPatch | LatePatch, ...] = (
+PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
     Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
+    MethodPatch("torch", "Generator.set_state", on_plain, "reads memory in C++"),
+    MethodPatch(
+        "torch",
+        "FloatTensor.__class__.__instancecheck__",
+        legacy_instance,
+        "compares keys of dispatch, of which a TensorRef has more than a tensor",
+    ),
     HookPatch(
         "torch.nn.modules.module",
         "register_module_parameter_registration_hook",

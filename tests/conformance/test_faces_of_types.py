@@ -1,0 +1,114 @@
+"""What a program asks of a tensor's type, and what torch's C++ classes are given: as plain torch.
+
+Injection is on where torch has to be patched for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef.strategy_choice import make_strategy
+
+from ..support.programs import Bring, assert_right
+from ..support.shaking import Shaken
+
+LEGACY = (
+    torch.FloatTensor,
+    torch.DoubleTensor,
+    torch.HalfTensor,
+    torch.BFloat16Tensor,
+    torch.LongTensor,
+    torch.IntTensor,
+    torch.ByteTensor,
+    torch.BoolTensor,
+    torch.cuda.FloatTensor,
+    torch.sparse.FloatTensor,
+)
+
+
+@pytest.fixture(params=["genoa", "flow"])
+def right(manage, request) -> Callable[[Callable[[Bring], Any]], None]:
+    """Give `right(program)`: it fails where plain torch gives something else."""
+    manager = manage(Shaken(make_strategy(request.param), seed=1))
+    return lambda program: assert_right(program, manager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_legacy_classes(right, dtype):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.ones(3).to(dtype))
+        several = [x, x[1:], x + 1, bring(torch.ones(3).bool()), bring(torch.rand(2).to_sparse())]
+        return [
+            *[[isinstance(tensor, kind) for kind in LEGACY] for tensor in several],
+            [x.type(kind) for kind in LEGACY[:8]],
+            [tensor.type() for tensor in several],
+            isinstance(x, (int, torch.FloatTensor)),
+            isinstance(bring(nn.Linear(2, 2)).weight, torch.FloatTensor),
+            [issubclass(type(x), kind) for kind in LEGACY],
+        ]
+
+    right(program)
+
+
+def test_legacy_constructors(right):
+    def program(bring: Bring) -> Any:
+        x, i = bring(torch.rand(3)), bring(torch.arange(3))
+        return [
+            torch.FloatTensor(x),
+            torch.LongTensor(i),
+            torch.Tensor(x),
+            torch.FloatTensor(2, 3).size(),
+            torch.FloatTensor(x.tolist()),
+            x.new([1, 2]),
+            torch.FloatTensor([1, 2]) + x[:2],
+        ]
+
+    right(program)
+
+
+def test_states_of_generators(right):
+    def program(bring: Bring) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        state = bring(generator.get_state())
+        x = bring(torch.empty(4))
+        first = x.uniform_(generator=generator).clone()
+        generator.set_state(state)
+        again = x.uniform_(generator=generator).clone()
+        other = torch.Generator()
+        other.set_state(state + 0)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            other.set_state(bring(torch.rand(3)))
+        return [first, again, x.uniform_(generator=other), other.get_state(), str(caught.value)]
+
+    right(program)
+
+
+def test_named_tensors(right):
+    """Torch gives them up; where it has them, we refuse them in words."""
+    x = torch.rand(3)
+    calls = (
+        lambda x: x.rename("rows"),
+        lambda x: x.refine_names("rows"),
+        lambda x: x.align_to("rows"),
+        lambda x: torch.zeros(2, names=("rows",)),
+    )
+
+    def program(bring: Bring) -> Any:
+        return [_failure(call, bring(torch.rand(3))) for call in calls]
+
+    if hasattr(x, "refine_names"):
+        pytest.skip("this torch has named tensors, and a TensorRef refuses them")
+    right(program)
+
+
+def _failure(call: Callable[[Any], Any], x: Any) -> Any:
+    try:
+        call(x)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        return type(error).__name__
+    return "none"
