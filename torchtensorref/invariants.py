@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from .blocks.block import Block, Replica
@@ -10,6 +11,8 @@ from .devices.base import Device
 
 #: How often two sums are compared before they count as different: other threads let tensors die.
 READINGS = 50
+#: Between two readings, in seconds: a thread in the middle of letting one die must get on.
+READING_PAUSE_S = 0.001
 
 
 def ledger_violations(device: Device, ledger: Any, held_nbytes: int) -> list[str]:
@@ -45,6 +48,7 @@ def _both_sums(device: Device, ledger: Any) -> tuple[int, int]:
         counted, allocated = ledger.resident_nbytes, device.resident_nbytes
         if counted == allocated:
             break
+        time.sleep(READING_PAUSE_S)
     return counted, allocated
 
 
