@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from .budget import SHORTAGES
 from .costs import operator_cost
@@ -30,6 +32,9 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
 _function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_get_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -44,7 +49,21 @@ def dispatch(
             return _run_higher_order(ref_type, op, args, kwargs or {})
         # On the operator itself: the dictionary would hash it, in Python, at every call.
         plan = op._ref_plan = plan_of(op)  # type: ignore[attr-defined]
-    if plan.is_fast and not watch.on and (not kwargs or not plan.has_kwarg_tensors):
+    if _dispatch_modes():
+        # They have seen the call and left it to us. Plain tensors over bytes that move, and what
+        # the runtime does to storages, are not for them.
+        tracer = _get_mode(_PROXY)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            if tracer is None:
+                return dispatch(ref_type, op, types, args, kwargs)
+            args, kwargs = _with_constants(ref_type, tracer.tracer, (args, kwargs or {}))
+        return op(*args, **kwargs)
+    if (
+        plan.is_fast
+        and not watch.on
+        # A result may be asked for on another device, the meta device for one.
+        and (not kwargs or not (plan.has_kwarg_tensors or "device" in kwargs))
+    ):
         first = args[0]
         if plan.is_list_first and first:
             first = first[0]
@@ -185,9 +204,23 @@ def _charge(
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 
 
+def _with_constants(ref_type: type, tracer: Any, arguments: Any) -> Any:
+    """Put plain tensors, which a tracer keeps as constants, in the place of what it has not made.
+
+    It takes no subclass for a constant, and would leave the call out of what it writes down.
+    """
+    from torch.fx.experimental.proxy_tensor import has_proxy_slot
+
+    def constant(value: Any) -> Any:
+        if type(value) is not ref_type or has_proxy_slot(value, tracer):
+            return value
+        return value.exposed_plain("a constant of a traced graph")
+
+    return tree_map(constant, arguments)
+
+
 def _run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:
     """Run what is no plain operator (control flow, flex attention) on plain tensors at home."""
-    from torch.utils._pytree import tree_map
 
     def plain(value: Any) -> Any:
         return tensorsManager.plain_at_home(value) if type(value) is ref_type else value

@@ -88,6 +88,26 @@ def test_states_of_generators(right):
     right(program)
 
 
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_results_on_the_meta_device(manage, strategy):
+    """Also of operands that are ready on the accelerator, where nothing has to be decided."""
+
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(300)) + 0
+        results = [
+            torch.empty_like(x, device="meta"),
+            torch.zeros_like(x, device="meta", dtype=torch.int8),
+            torch.rand_like(x, device="meta"),
+            x.new_empty(3, device="meta"),
+            x.new_full((2, 3), 7, device="meta"),
+            x.to("meta"),
+            x.double().to(device="meta", dtype=torch.float16),
+        ]
+        return [[(r.device.type, r.dtype, tuple(r.size())) for r in results], x, x.to("cpu")]
+
+    assert_right(program, manage(strategy))
+
+
 def test_named_tensors(right):
     """Torch gives them up; where it has them, we refuse them in words."""
     x = torch.rand(3)

@@ -1,0 +1,166 @@
+"""What traces and watches operators sees the program's, and none of ours: as plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchTensorRef.strategy_choice import make_strategy
+
+from ..support.programs import Bring, assert_right
+from ..support.shaking import Shaken
+
+# What torch says of graphs that it makes itself.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+
+
+@pytest.fixture(params=["genoa", "flow"])
+def right(manage, request) -> Callable[[Callable[[Bring], Any]], None]:
+    """Give `right(program)`: it fails where plain torch gives something else."""
+    manager = manage(Shaken(make_strategy(request.param), seed=1))
+    return lambda program: assert_right(program, manager)
+
+
+def test_linearized_functions(right):
+    def program(bring: Bring) -> Any:
+        x, w = bring(torch.rand(3)), bring(torch.rand(3, 3))
+        results = []
+        for function in (
+            lambda t: t.sin() * 2,
+            lambda t: (w @ t).exp() * w[0],
+            lambda t: nn.functional.softmax(t, 0),
+        ):
+            value, tangent = torch.func.linearize(function, x)
+            results += [value, tangent(bring(torch.rand(3))), tangent(bring(torch.ones(3)))]
+        return results
+
+    right(program)
+
+
+def test_linearized_models(right):
+    def program(bring: Bring) -> Any:
+        model = bring(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        value, tangent = torch.func.linearize(model, bring(torch.rand(3, 4)))
+        return [value.detach(), *(tangent(bring(torch.rand(3, 4))).detach() for _ in range(2))]
+
+    right(program)
+
+
+def test_traced_functions_keep_what_they_close_over(right):
+    def program(bring: Bring) -> Any:
+        x, w = bring(torch.rand(3)), bring(torch.rand(3))
+
+        def function(a: Any) -> Any:
+            b = a * w + w.cos()
+            return b.sin() + torch.stack([w, a]).sum(0)
+
+        graph = make_fx(function)(x)
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        results = [graph(x), graph(bring(torch.ones(3)))]
+        w.mul_(2)
+        return [*results, names, graph(x)]
+
+    right(program)
+
+
+def test_traced_training_steps(right):
+    def program(bring: Bring) -> Any:
+        model = bring(nn.Linear(3, 2))
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        x = bring(torch.rand(4, 3))
+
+        def loss(state: Any, x: Any) -> Any:
+            return torch.func.functional_call(model, state, (x,)).square().sum()
+
+        graph = make_fx(torch.func.grad_and_value(loss))(state, x)
+        return [graph(state, x), graph(state, bring(torch.rand(4, 3)))]
+
+    right(program)
+
+
+class Names(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Refuses(TorchDispatchMode):
+    """Leaves every operator to the tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor for kind in types):
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Notes the names of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_operators_of_the_program(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(40, 40))
+        model = bring(nn.Sequential(nn.Linear(40, 40), nn.ReLU()))
+        with Names() as names:
+            y = model(x)
+            y = y.sort(0)[0].add(1).view(-1)[::2]
+            y.sum().backward()
+            x.mul_(2)
+        return [names.seen, y.detach(), x, model[0].weight.grad]
+
+    right(program)
+
+
+def test_modes_that_leave_it_to_the_tensors(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(40, 40))
+        with Refuses():
+            y = (x @ x).relu()
+            z = y.t().contiguous() + bring(torch.ones(40))
+            x.add_(1)
+        return [x, y, z, y + z]
+
+    right(program)
+
+
+def test_modes_see_the_functions_of_the_program(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(40, 40))
+        with Functions() as functions:
+            y = torch.relu(x @ x).sum(0)
+            x[0] = 1
+        return [functions.seen, x, y]
+
+    right(program)
+
+
+def test_counted_work(right):
+    def program(bring: Bring) -> Any:
+        model = bring(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(144, 3)))
+        with FlopCounterMode(display=False) as counter:
+            model(bring(torch.rand(2, 2, 8, 8))).sum().backward()
+        return counter.get_total_flops()
+
+    right(program)
