@@ -201,11 +201,21 @@ class Custody:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
         return view_over(ref, self.expose(ref, why))
 
+    def plain_to_serialise(self, ref: Any) -> torch.Tensor:
+        """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""
+        exposure = ref._b.exposure
+        if exposure is not None and not exposure.device.is_host and exposure.alive:
+            return self.peek(ref)
+        return self.exposed_plain(ref, "serialised")
+
     def target(self, ref: Any) -> torch.Tensor:
         """Return a plain tensor where the bytes are now, and hold them there while it lives."""
         residency = self.residency
         residency.unshare(ref._b)
-        device = self.where(ref._b)
+        exposure = ref._b.exposure
+        # What is held already stays there: at home, where an array is.
+        is_held = exposure is not None and exposure.alive
+        device = exposure.device if is_held else self.where(ref._b)
         if device.is_host:
             residency.bring_home(ref._b)
         return view_over(ref, residency.expose(ref._b, device, "target"))

@@ -204,7 +204,7 @@ def _charge(
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 
 
-def _with_constants(ref_type: type, tracer: Any, arguments: Any) -> Any:
+def _with_constants(ref_type: Any, tracer: Any, arguments: Any) -> Any:
     """Put plain tensors, which a tracer keeps as constants, in the place of what it has not made.
 
     It takes no subclass for a constant, and would leave the call out of what it writes down.

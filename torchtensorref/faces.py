@@ -176,7 +176,7 @@ class Faces:
 
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
-        plain = self.exposed_plain("serialised")
+        plain = tensorsManager.plain_to_serialise(self)
         state = {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES}
         if getattr(self, "_is_param", False):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)

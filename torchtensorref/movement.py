@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -20,6 +21,9 @@ from .strategy import BlockSnapshot, DeviceSnapshot
 PATIENCE_S = 0.02
 #: Rounds of waiting before a thread takes the way to the host: others may wait for this one.
 PATIENCE_ROUNDS = 500
+#: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
+#: the device, so a link that fails gets time to recover.
+LINK_PAUSES_S = (0.001, 0.01, 0.1, 1.0)
 
 
 class HeldByOthersError(Exception):
@@ -331,7 +335,13 @@ class Movement(Books):
             self.unpinned.wait(PATIENCE_S)
 
     def bring_home(self, block: Block) -> Replica:
-        """Make the bytes at home current; return that replica."""
+        """Make the bytes at home current; return that replica.
+
+        Raises
+        ------
+        TransferError
+            The copy failed again and again; nothing is lost, the bytes are where they were.
+        """
         with self.lock:
             self.refresh(block)
             home = block.readable_on(self.host)
@@ -339,11 +349,20 @@ class Movement(Books):
                 return home
             source = self._readable_source(block)
         if source is not None:
-            self.write_back(source)
+            self._write_back_patiently(source)
         with self.lock:
             home = self._home_replica(block)
             self._arrive(home)
             return home
+
+    def _write_back_patiently(self, replica: Replica) -> None:
+        for pause_s in LINK_PAUSES_S:
+            try:
+                return self.write_back(replica)
+            except TransferError as error:
+                self._note_failure(replica, error)
+                time.sleep(pause_s)
+        self.write_back(replica)
 
     def _readable_source(self, block: Block) -> Replica | None:
         for replica in block.replicas.values():
@@ -429,6 +448,12 @@ class Movement(Books):
     def peek(self, block: Block) -> torch.Tensor:
         """Return host bytes with the current content; changes no state, keeps nothing."""
         with self.lock:
+            exposure = block.exposure
+            if exposure is not None and exposure.device is not self.host and exposure.alive:
+                # Whoever holds it there may have written it without our seeing it.
+                held = block.replicas[exposure.device]
+                self._arrive(held)
+                return self.transfer.peek(held)
             home = block.replicas.get(self.host)
             if home is not None and DIRTY not in (r.state for r in block.replicas.values()):
                 self._arrive(home)  # its bytes may be on their way home, and nowhere else

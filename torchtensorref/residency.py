@@ -12,6 +12,7 @@ from .blocks.block import Block, Exposure, Replica, graveyard
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
 from .devices.base import Device, bytes_of
+from .errors import ExposedError
 from .look_ahead import LookAhead
 from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError, RoomTakenError
 from .transfer import copy_of
@@ -302,6 +303,11 @@ class Residency(LookAhead):
 
         The caller has made the block readable there. The storage is a twin: another object over
         the same memory, by whose users we see when the last holder outside is gone.
+
+        Raises
+        ------
+        ExposedError
+            Somebody outside holds the bytes on another device, where they may be written.
         """
         if self.recorder is not None:
             self.recorder.mistrust(f"bytes are handed out: {why}")
@@ -310,6 +316,14 @@ class Residency(LookAhead):
             self.refresh(block)
             block.ready = None
             exposure = block.exposure
+            if exposure is not None and exposure.device is not device and exposure.alive:
+                raise ExposedError(
+                    f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its "
+                    f"memory on {device.name} cannot be handed out ({why}). Let go of the one "
+                    "before you ask for the other, or use a clone().",
+                    block=block.name,
+                    device=exposure.device.name,
+                )
             if exposure is None or exposure.device is not device or exposure.storage is None:
                 twin = torch.from_dlpack(  # type: ignore[attr-defined]
                     bytes_of(block.replicas[device].base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,14 +23,21 @@ class Table:
         #: The weak hold on the storage keeps its address from being given to another one, as long
         #: as the row is there: a block may outlive the storage it was adopted from.
         self._blocks: dict[int, list[tuple[int, int, weakref.ref[Block], StorageWeakRef]]] = {}
+        #: Filled by finalizers, which run in any thread at any moment and therefore only append.
+        self._gone: deque[int] = deque()
 
     def add(self, storage: torch.UntypedStorage, start: int, stop: int, block: Block) -> None:
-        """Note that `block` stands for the bytes from `start` to `stop` of a storage."""
+        """Note that `block` stands for the bytes from `start` to `stop` of a storage.
+
+        The caller holds the lock: only here rows change.
+        """
+        while self._gone:
+            self._forget(self._gone.popleft())
         key = storage._cdata
         rows = [row for row in self._blocks.get(key, ()) if row[2]() is not None]
         rows.append((start, stop, weakref.ref(block), StorageWeakRef(storage)))
         self._blocks[key] = rows
-        weakref.finalize(block, self._forget, key).atexit = False
+        weakref.finalize(block, self._gone.append, key).atexit = False
 
     def find(
         self, storage: torch.UntypedStorage, start: int, stop: int

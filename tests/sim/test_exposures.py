@@ -1,0 +1,128 @@
+"""Bytes that the program holds: by `target` where they are, by arrays at home, and not by both."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from torchTensorRef import movement
+from torchTensorRef.errors import ExposedError, TransferError
+from torchTensorRef.transfer import ATTEMPTS
+
+
+@pytest.fixture
+def ref(manager):
+    """Eight numbers on the accelerator."""
+    return manager.adopt(torch.arange(8.0).clone()).toGPU()
+
+
+def test_what_is_written_through_a_target_is_seen_by_every_look(ref):
+    target = ref.target
+    for number in range(3):
+        target.fill_(number)
+        expected = torch.full((8,), float(number))
+        assert repr(ref) == repr(expected)
+        assert ref.tolist() == expected.tolist()
+        assert float(ref[3]) == number
+        assert f"{ref[0]}" == f"{expected[0]}"
+        assert np.array(ref, copy=True).tolist() == expected.tolist()
+        assert torch.equal(pickle.loads(pickle.dumps(ref)), expected)
+        assert copy.deepcopy(ref).tolist() == expected.tolist()
+        assert (ref + 1).sum().item() == 8 * (number + 1)
+    assert torch.equal(target, torch.full((8,), 2.0))
+
+
+def test_what_operators_write_is_seen_through_a_target(ref):
+    target = ref.target
+    for number in range(3):
+        ref.add_(1)
+        ref[0] = -number
+        assert target.tolist() == ref.tolist()
+
+
+@pytest.mark.parametrize(
+    "hand_out",
+    [
+        lambda ref: ref.numpy(),
+        lambda ref: np.asarray(ref),
+        lambda ref: ref.untyped_storage(),
+        lambda ref: ref.data_ptr(),
+        lambda ref: torch.utils.dlpack.from_dlpack(ref),
+        lambda ref: ref.share_memory_(),
+    ],
+)
+def test_memory_is_not_handed_out_in_two_places(ref, hand_out):
+    target = ref.target
+    with pytest.raises(ExposedError, match=r"held on sim:test \(target\)") as caught:
+        hand_out(ref)
+    assert caught.value.device == "sim:test"
+    target.add_(1)
+    assert ref.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    del target
+    hand_out(ref)
+    assert ref.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_target_of_what_an_array_holds_is_the_arrays_memory(manager, ref):
+    array = ref.numpy()
+    ref = ref.toGPU()
+    _ = ref + 1  # a copy for one operator is on the accelerator
+    target = ref.target
+    target[0] = 42
+    array[1] = 43
+    assert ref.tolist() == array.tolist() == target.tolist() == [42, 43, 2, 3, 4, 5, 6, 7]
+    ref.mul_(2)
+    assert array.tolist() == target.tolist() == [84, 86, 4, 6, 8, 10, 12, 14]
+    del array, target
+    assert (ref + 0).tolist() == [84, 86, 4, 6, 8, 10, 12, 14]
+    manager.check()
+
+
+def test_a_target_of_memory_from_outside_is_that_memory(manager):
+    array = np.arange(4, dtype=np.float32)
+    ref = manager.adopt(torch.from_numpy(array))
+    _ = ref * 2
+    target = ref.target
+    target[0] = 7
+    assert array[0] == 7
+    assert (ref * 1).tolist() == [7, 1, 2, 3]
+
+
+def test_a_budget_below_what_a_target_holds(manager, ref):
+    target = ref.target
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.budget = 16
+    manager.check()
+    assert (ref + 1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    manager.check()
+    target.add_(1)
+    assert ref.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    del target
+    manager.budget = 1 << 20
+    assert (ref + 1).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def break_link(manager, attempts):
+    device = manager.residency.main
+    for attempt in range(1, attempts + 1):
+        device.fail_next("copy", attempt)
+
+
+def test_a_link_that_recovers_loses_nothing(manager, ref):
+    ref.add_(1)
+    break_link(manager, 3 * ATTEMPTS)
+    assert ref.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_link_that_does_not_recover_says_so_and_loses_nothing(manager, ref, monkeypatch):
+    monkeypatch.setattr(movement, "LINK_PAUSES_S", (0.001, 0.001))
+    ref.add_(1)
+    break_link(manager, 3 * ATTEMPTS)
+    with pytest.raises(TransferError):
+        ref.numpy()
+    manager.check()
+    assert ref.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
