@@ -91,8 +91,7 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
     ConfigError
         The text is no size and no share, or the number is negative. Nothing has changed.
     """
-    if isinstance(setting, Mapping):
-        setting = _setting_for(setting, device)
+    setting = setting_for(setting, device)
     if setting is None:
         free_nbytes = device.free_nbytes() + device.resident_nbytes
         return Budget(int(min(free_nbytes, device.capacity_nbytes) * (1 - HEADROOM_SHARE)))
@@ -104,8 +103,10 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
     return Budget(min(limit_nbytes, device.capacity_nbytes))
 
 
-def _setting_for(setting: Mapping[str, BudgetText], device: Device) -> BudgetText:
-    """The entry of a budget by device that speaks of this one: by its name or by its kind."""
+def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
+    """Return what a budget says of one device: by its name, by its kind, or of all of them."""
+    if not isinstance(setting, Mapping):
+        return setting
     for name in setting:
         kind = str(name).partition(":")[0]
         if kind not in ("cpu", "sim", "cuda", "hip", "xpu", "mps", "disk"):
@@ -143,6 +144,8 @@ class Ledger:
     ) -> None:
         self.device = device
         self.budget = budget
+        #: Of the budget that was asked for, left to what kernels allocate in passing.
+        self.scratch_nbytes = 0
         self.resident_nbytes = 0
         self._lock = lock
         self.bury_all = bury_all
@@ -150,6 +153,11 @@ class Ledger:
         self._newborn: dict[int, Newborn] = {}
         #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
         self.dead: deque[Newborn] = deque()
+
+    @property
+    def limit_nbytes(self) -> int:
+        """The budget as it was asked for."""
+        return self.budget.limit_nbytes + self.scratch_nbytes
 
     def bear(self, block: Block, result: torch.Tensor) -> None:
         """Count a kernel's fresh result."""

@@ -228,6 +228,9 @@ class Settings:
         "the most bytes that may be used on a device",
         "none",
     )
+    page_lock: str = _row(
+        "50%", _amount, "`8GiB`, `25%`, `0`", "the most host memory to page-lock", "not swappable"
+    )
     faults: str | None = _row(
         None,
         _faults,

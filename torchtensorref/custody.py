@@ -236,7 +236,7 @@ class Custody:
         return twin
 
     def forget_accelerators(self, block: Block) -> None:
-        """Drop every replica but the one at home, which is current."""
+        """Drop every replica but the one at home, which is current, and about to change storage."""
         residency = self.residency
         for device in residency.accelerators:
             replica = block.replicas.get(device)
@@ -245,6 +245,9 @@ class Custody:
                 with residency.lock:
                     residency._arrive(replica)
                 residency.evict(replica, "its storage changes")
+        home = block.replicas.get(residency.host)
+        if home is not None:
+            residency.host.about_to_move(home.base)
 
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""

@@ -14,13 +14,14 @@ from .blocks.block import Block
 from .blocks.states import CLEAN, DIRTY, FILLING
 from .blocks.table import Table
 from .books import Counts
-from .budget import BudgetSetting, resolve_budget
+from .budget import Budget, BudgetSetting, resolve_budget
 from .config import settings
 from .custody import Custody
 from .devices import registry
 from .devices.base import Device
 from .errors import InvariantError
 from .events import EventLog
+from .headroom import OthersWatch, cap_allocator
 from .invariants import block_violations, ledger_violations
 from .reports import report_text
 from .residency import Residency
@@ -53,6 +54,7 @@ class TensorsManager(Custody):
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
         self._devices_by_name: dict[str, Device] = {}
+        self._others = OthersWatch()
         self.native = None
 
     # -- settings -------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class TensorsManager(Custody):
                 budgets = self._budgets_for(device, self._budget_setting)
                 residency = Residency(host, device, strategy, self.log)
                 for accelerator, budget in budgets:
-                    residency.open_ledger(accelerator, budget)
+                    self._open_ledger(residency, accelerator, budget)
                 self._devices_by_name = {d.name: d for d in (host, *device)}
                 self._residency = residency
                 tracing.begin(self.log, self.report)
@@ -90,6 +92,12 @@ class TensorsManager(Custody):
     def _budgets_for(self, devices: Iterable[Device], setting: BudgetSetting) -> list[Any]:
         setting = settings.budget if setting is None else setting
         return [(device, resolve_budget(setting, device)) for device in devices]
+
+    def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
+        residency.open_ledger(device, budget)
+        residency.ledgers[device].scratch_nbytes = 0
+        setting = settings.budget if self._budget_setting is None else self._budget_setting
+        cap_allocator(device, setting, budget.limit_nbytes)
 
     @property
     def device(self) -> Any:
@@ -113,7 +121,7 @@ class TensorsManager(Custody):
                 self._residency.is_pressed = False
                 self.native.start_again()
                 for device, budget in budgets:
-                    self._residency.open_ledger(device, budget)
+                    self._open_ledger(self._residency, device, budget)
                 self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}
                 self.unsupported.clear()
 
@@ -121,8 +129,7 @@ class TensorsManager(Custody):
     def budget(self) -> Any:
         """The most bytes the accelerator may hold; by device name where there are several."""
         limits = {
-            device.name: ledger.budget.limit_nbytes
-            for device, ledger in self.residency.ledgers.items()
+            device.name: ledger.limit_nbytes for device, ledger in self.residency.ledgers.items()
         }
         return next(iter(limits.values())) if len(limits) == 1 else limits
 
@@ -136,7 +143,7 @@ class TensorsManager(Custody):
         budgets = self._budgets_for(self._residency.accelerators, setting)
         self._budget_setting = setting
         for device, budget in budgets:
-            self._residency.open_ledger(device, budget)
+            self._open_ledger(self._residency, device, budget)
             self._residency.fit_budget(device)
 
     @property
@@ -176,6 +183,8 @@ class TensorsManager(Custody):
     def after_operator(self, device: Device, blocks: Sequence[Block]) -> None:
         """Carry out what the strategy wants given back, written back and fetched ahead."""
         residency = self.residency
+        if not (device.is_simulated or device.is_host):
+            self._others.look(residency, device, self._budget_setting)
         strategy = residency.strategy
         kind = type(strategy)
         if kind.after_operator is not Strategy.after_operator:
@@ -212,9 +221,10 @@ class TensorsManager(Custody):
             return {
                 "strategy": residency.strategy.name,
                 "device": main.name,
-                "budget_nbytes": ledger.budget.limit_nbytes if ledger else main.capacity_nbytes,
+                "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
                 "resident_nbytes": main.resident_nbytes if ledger else 0,
                 "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
+                "page_locked_nbytes": main.page_locked_nbytes,
                 "fetched_nbytes": copies.fetched_nbytes,
                 "prefetched_nbytes": copies.prefetched_nbytes,
                 "written_back_nbytes": copies.written_back_nbytes,

@@ -15,6 +15,7 @@ from .devices.base import Device
 from .errors import TransferError
 from .operands import Operands
 from .shadow import Shadow
+from .shortage import NO_ROOM, Generators, run_again
 from .strategy import Access
 from .views import make_ref, parts_of, plain_on, replace_metadata, view_with
 
@@ -92,18 +93,20 @@ class OpCall(Operands):
         if self._might_need_a_second_run():
             self._note_fallback("writes and makes results while memory is short")
             return self.run_on(host)
-        generator = torch.get_rng_state() if self.plan.is_random else None
+        generators = Generators(self, device)
         try:
             return self.run_on(device)
         except SHORTAGES as error:
+            result = run_again(self, device, error, generators)
+            if result is not NO_ROOM:
+                return result
             self._note_fallback(_reason(error))
         except NotImplementedError:
             if device.is_simulated:
                 raise  # the host has the same kernels
             self.manager.unsupported.add((self.plan.number, self._dtype()))
             self._note_fallback(f"no kernel for {self.plan.name} on {device.kind}")
-        if generator is not None:
-            torch.set_rng_state(generator)
+        generators.restore()
         return self.run_on(host)
 
     def _might_need_a_second_run(self) -> bool:

@@ -118,9 +118,21 @@ class Residency(LookAhead):
                 replica.pins -= 1
                 if not replica.device.is_host:
                     self._pins_by_thread[me] -= 1
+                    if replica.device.notes_uses:
+                        self._note_use(replica, me)
             if self._pins_by_thread.get(me) == 0:
                 del self._pins_by_thread[me]
             self.unpinned.notify_all()
+
+    def _note_use(self, replica: Replica, me: int) -> None:
+        """Tell a device who was the last to use a replica, where that can be known (lock held)."""
+        block = self.block_of(replica)
+        is_closed = block is not None and block.ready is None and block.exposure is None
+        # Another thread on the fast path may have looked before it was closed.
+        if is_closed and (not self.hazards or tuple(self.hazards) == (me,)):
+            replica.device.note_use(replica.base)
+        else:
+            replica.device.forget_use(replica.base)
 
     def _fetch_missing(self, device: Device, blocks: Sequence[Block], expected: int) -> None:
         with self.lock:
@@ -173,6 +185,8 @@ class Residency(LookAhead):
             return
         home = block.replicas.get(self.host)
         block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
+        if device.notes_uses:
+            device.forget_use(replica.base)
         block.ready = device
 
     def settle_at_home(self, block: Block) -> None:
@@ -312,6 +326,7 @@ class Residency(LookAhead):
         if self.recorder is not None:
             self.recorder.mistrust(f"bytes are handed out: {why}")
         self.unshare(block)
+        device.about_to_change(block.replicas[device].base)
         with self.lock:
             self.refresh(block)
             block.ready = None

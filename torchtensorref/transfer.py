@@ -9,7 +9,7 @@ import torch
 
 from .blocks.block import Replica
 from .config import settings
-from .devices.base import Event, bytes_of, empty_bytes
+from .devices.base import Device, Event, bytes_of, empty_bytes
 from .errors import TransferError
 
 #: A copy that fails is tried again so often; links hiccup, and the source is untouched.
@@ -48,6 +48,8 @@ class Transfer:
         event = self._retry(
             lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
         )
+        if not device.is_simulated:
+            self._mind_source(home, device, event)
         if settings.sync:
             event.synchronize()
         if ahead:
@@ -57,6 +59,16 @@ class Transfer:
             self.counts.fetched_nbytes += replica.nbytes
             self.counts.fetch_count += 1
         return event
+
+    @staticmethod
+    def _mind_source(home: Replica, device: Device, event: Event) -> None:
+        """Let a copy finish reading bytes that others may write unseen; page-lock what recurs."""
+        holders = (reference() for reference in home.holders)
+        is_exposed = any(block is not None and block.exposure is not None for block in holders)
+        finish = getattr(event, "finish_reading", None)
+        if is_exposed and finish is not None:
+            finish()
+        device.wish_page_locked(home.base, may_mirror=not is_exposed)
 
     def write_back(self, replica: Replica, home: Replica) -> Event:
         """Issue the copy of a block's bytes from an accelerator to home.

@@ -67,6 +67,12 @@ class FakeModule:
     def memory_allocated(self, index):
         return 50
 
+    def max_memory_allocated(self, index):
+        return 60
+
+    def reset_peak_memory_stats(self, index):
+        self.calls.append(("peak", index))
+
     def set_per_process_memory_fraction(self, fraction, index):
         self.calls.append(("cap", fraction, index))
 
@@ -117,24 +123,107 @@ def test_a_copy_in_runs_aside_and_after(device, module):
     assert base.tolist() == [1] * 4
 
 
+def test_what_is_fetched_is_allocated_on_the_copy_stream(device, module):
+    base = device.allocate(0)
+    device.empty(base)
+    device.refill(base, 4096)
+    assert module.calls == [("on", "side 1")]
+    assert base.untyped_storage().nbytes() == 4096
+
+
 def test_a_copy_out_waits_for_compute_by_itself(device, module):
     base, home = device.allocate(4), torch.zeros(4, dtype=torch.uint8)
     base.fill_(9)
     device.copy_out(base, home).synchronize()
-    assert module.calls[:2] == [("record", "compute"), ("wait", "side 1")]
+    assert module.calls[:2] == [("record", "compute"), ("wait", "side 2")]
     assert home.tolist() == [9] * 4
 
 
-def test_freed_room_waits_for_the_copies_in_flight(device, module):
+def test_room_of_kernels_waits_for_the_copies_home(device, module):
     base = device.allocate(4)
     event = device.copy_out(base, torch.zeros(4, dtype=torch.uint8))
     device.empty(base)
     assert module.calls[-1] == ("wait", "compute")
     event.synchronize()
-    device.refill(base, 4)
+    kernels = device.allocate(4)
     module.calls.clear()
-    device.empty(base)
+    device.empty(kernels)
     assert module.calls == []
+
+
+def fetched(device, nbytes=4096):
+    base = device.allocate(0)
+    device.empty(base)
+    device.refill(base, nbytes)
+    return base
+
+
+def same_room(device, base, monkeypatch):
+    """Empty a base and fetch another one into its room, as the card's allocator would."""
+    start = base.untyped_storage().data_ptr()
+    device.empty(base)
+    take = device._freed.take
+    monkeypatch.setattr(device._freed, "take", lambda _, nbytes: take(start, nbytes))
+    other = fetched(device)
+    monkeypatch.undo()
+    return other
+
+
+def test_room_that_nobody_is_known_to_have_left_waits_for_all_of_compute(device, module):
+    base = fetched(device)
+    module.calls.clear()
+    assert len(device.available(base).events) == 1
+    assert module.calls == [("record", "compute")]
+
+
+def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operators(
+    device, module, monkeypatch
+):
+    base = fetched(device)
+    device.note_use(base)  # an operator has read it
+    device.record()
+    later = device._marks.now()  # the first event after that
+    device._marks.now()  # and much more work
+    other = same_room(device, base, monkeypatch)
+    module.calls.clear()
+    assert device.available(other).events == (later,)
+    assert module.calls == []
+    later.fired = True
+    assert device.available(other) is None
+
+
+def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatch):
+    base = fetched(device)
+    device.note_use(base)
+    device.forget_use(base)  # the fast path is open
+    device._marks.now()
+    module.calls.clear()
+    other = same_room(device, base, monkeypatch)
+    assert module.calls[0] == ("record", "compute")  # at the time it was given up
+    assert len(device.available(other).events) == 1
+
+
+def test_room_under_way_home_is_free_for_copies_that_wait(device, module, monkeypatch):
+    monkeypatch.setattr(device, "_is_page_locked", lambda _: True)  # so it is issued at once
+    base = fetched(device)
+    device.note_use(base)
+    home = device.copy_out(base, torch.zeros(4096, dtype=torch.uint8))
+    (leaves,) = home.events
+    module.calls.clear()
+    monkeypatch.undo()
+    other = same_room(device, base, monkeypatch)
+    assert ("wait", "compute") not in module.calls  # compute goes on
+    assert leaves in device.available(other).events
+
+
+def test_room_of_a_replica_that_died_has_unknown_readers(device, module):
+    base = fetched(device)
+    device.note_use(base)
+    del base
+    other = fetched(device)
+    module.calls.clear()
+    assert len(device.available(other).events) == 1
+    assert module.calls == [("record", "compute")]
 
 
 def test_ends_of_a_copy_live_until_it_has_fired(device):
@@ -148,17 +237,11 @@ def test_ends_of_a_copy_live_until_it_has_fired(device):
     assert not device._in_flight
 
 
-def test_books_of_the_replicas(device):
-    base = device.allocate(10)
-    result = torch.zeros(5, dtype=torch.uint8)
-    device.account(result)
-    assert (device.resident_nbytes, device.peak_nbytes) == (15, 15)
-    device.empty(base)
-    device.refill(base, 20)
-    del result
-    assert (device.resident_nbytes, device.peak_nbytes) == (20, 25)
+def test_what_the_allocator_says_is_what_is_resident(device, module):
+    device.allocate(10)
+    assert (device.resident_nbytes, device.peak_nbytes) == (50, 60)
     device.reset_peak()
-    assert device.peak_nbytes == 20
+    assert module.calls == [("peak", 0)]
 
 
 def test_what_the_driver_says(device, module):
@@ -187,3 +270,41 @@ def test_without_streams_copies_are_done_at_once():
     assert (device.available(base), device.capacity_nbytes, module.synchronized) == (None, 500, 1)
     assert device.free_nbytes() == 497
     assert not device.limit(100)
+    device.give_up_caches()
+    assert device.random_state() is None
+
+
+def test_without_counters_the_replicas_are_counted():
+    device = FakeAccelerator("mps", 0, module=BareModule())
+    base = device.allocate(10)
+    device.empty(base)
+    device.refill(base, 20)
+    device.empty(base)
+    assert (device.resident_nbytes, device.peak_nbytes) == (0, 20)
+    device.reset_peak()
+    assert device.peak_nbytes == 0
+
+
+def test_an_allocator_that_shares_room_between_streams_keeps_to_compute(module):
+    module.get_allocator_backend = lambda: "cudaMallocAsync"
+    device = FakeAccelerator("cuda", 0, module=module)
+    base = fetched(device)
+    assert module.calls == []
+    assert len(device.available(base).events) == 1
+
+
+def test_a_backend_without_an_error_of_its_own_says_out_of_memory(device, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("MPS backend out of memory")
+
+    monkeypatch.setattr("torchTensorRef.devices.accelerator.empty_bytes", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="MPS"):
+        device.allocate(5)
+
+
+def test_it_works_over_torchs_own_host_module():
+    device = FakeAccelerator("cpu", 0, module=torch.cpu)
+    base, home = fetched(device, 100_000), torch.zeros(100_000, dtype=torch.uint8)
+    device.copy_in(torch.full((100_000,), 7, dtype=torch.uint8), base).wait()
+    device.copy_out(base, home, after=device.record()).synchronize()
+    assert home.unique().tolist() == [7]

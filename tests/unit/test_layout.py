@@ -30,10 +30,11 @@ ROWS = (
         "custody",
         "invariants",
         "strategy_choice",
+        "headroom",
         "reports",
         "manager",
     ),
-    ("operands", "shadow", "op_call", "handlers", "dispatch"),
+    ("operands", "shadow", "shortage", "op_call", "handlers", "dispatch"),
     (
         "exchange",
         "recorder",

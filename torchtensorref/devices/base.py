@@ -116,6 +116,8 @@ class Device(ABC):
     is_witness: bool = False
     #: `empty` may follow a `copy_out` at once: the bytes under way are kept until they have left.
     keeps_leaving_bytes: bool = False
+    #: Wants to be told which replicas operators can no longer use unseen: `note_use`.
+    notes_uses: bool = False
 
     name: str
     kind: str
@@ -208,6 +210,53 @@ class Device(ABC):
     @abstractmethod
     def available(self, base: Tensor) -> Event | None:
         """The event after which a copy engine may write `base`; None if it may at once."""
+
+    def note_use(self, base: Tensor) -> None:
+        """Operators on this base were issued, and no more will be without another note."""
+
+    def forget_use(self, base: Tensor) -> None:
+        """Operators may use this base from now on without a note."""
+
+    def about_to_change(self, base: Tensor) -> None:
+        """Somebody may write these bytes, or use them, unseen from now on; they are safe to touch.
+
+        On the host: wait until no copy reads them any more.
+        """
+
+    def about_to_move(self, base: Tensor) -> None:
+        """`about_to_change`, and the memory itself is about to be exchanged."""
+
+    def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
+        """Note that a host base is copied from, so that it may be page-locked if that recurs.
+
+        Parameters
+        ----------
+        base : Tensor
+            Owns the bytes of a block at home.
+        may_mirror : bool
+            Nobody but operators writes them, so that a second copy of them stays right.
+        """
+
+    @property
+    def page_locked_nbytes(self) -> int:
+        """Host memory that is page-locked for its copies."""
+        return 0
+
+    # shortage -----------------------------------------------------------------------------
+
+    def limit(self, nbytes: int) -> bool:
+        """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
+        return False
+
+    def give_up_caches(self) -> None:
+        """Give back to the driver what an allocator keeps for later."""
+
+    def random_state(self) -> Tensor | None:
+        """The state of the device's own generator, if it has one: a second try needs it."""
+        return None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the generator back to a state asked for before."""
 
     # operators ----------------------------------------------------------------------------
 

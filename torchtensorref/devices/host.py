@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
+from .home_bytes import home_bytes
 from .residents import CountsResidents, Residents
 
 if TYPE_CHECKING:
@@ -117,11 +118,25 @@ class HostDevice(CountsResidents, Device):
     # operators ----------------------------------------------------------------------------
 
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Refuse an operator on bytes that a simulated device has not finished copying here."""
+        """Wait for copies that read what the operator writes.
+
+        Refuse an operator on bytes that a simulated device has not finished copying here.
+        """
+        if home_bytes.are_watched:
+            for base in writes:
+                home_bytes.about_to_change(base)
         for machine in self.machines:
             if machine.landing:
                 machine.check_landed(reads, "reads")
                 machine.check_landed(writes, "writes")
+
+    def about_to_change(self, base: Tensor) -> None:
+        """Wait until no copy reads these bytes any more: somebody may write them unseen."""
+        home_bytes.about_to_change(base)
+
+    def about_to_move(self, base: Tensor) -> None:
+        """`about_to_change`, and undo page-locking: the memory is about to be exchanged."""
+        home_bytes.about_to_move(base)
 
     def after_operator(  # noqa: D102
         self,
@@ -132,6 +147,8 @@ class HostDevice(CountsResidents, Device):
         nbytes: int,
         dtype_name: str,
     ) -> None:
+        if writes and home_bytes.watchers:
+            home_bytes.were_written(writes)
         self.charge(flops, nbytes, dtype_name)
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:

@@ -1,0 +1,83 @@
+"""The promises on a real accelerator; the same tests also run over a double of one.
+
+Each test takes `device`, and so runs twice: `late` is the real adapter over host memory, whose
+copies happen as late as they may (`tests/support/device_double.py`); `accelerator` is what torch
+finds, and is skipped where it finds none.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ..support.device_double import LateDevice, LateModule
+
+MIB = 1 << 20
+
+
+def accelerator_name() -> str | None:
+    """The kind of accelerator that torch finds and we know, or None."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in ("cuda", "xpu", "mps") else None
+
+
+@pytest.fixture(
+    params=["late", pytest.param("accelerator", marks=pytest.mark.device)],
+)
+def device(request: pytest.FixtureRequest) -> Any:
+    """A device behind the real adapter."""
+    if request.param == "late":
+        return LateDevice(LateModule(seed=1))
+    name = accelerator_name()
+    if name is None:
+        pytest.skip("torch finds no accelerator here (cuda, xpu, mps)")
+    from torchTensorRef.devices import registry
+
+    return registry.resolve(name)
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    """A real accelerator, or a skip with its reason."""
+    name = accelerator_name()
+    if name is None:
+        pytest.skip("torch finds no accelerator here (cuda, xpu, mps)")
+    from torchTensorRef.devices import registry
+
+    return registry.resolve(name)
+
+
+@pytest.fixture
+def manage(device: Any) -> Iterator[Callable[..., Any]]:
+    """Give `manage(strategy, nbytes)`: the manager on the device, checked at the end."""
+    import torch
+
+    import torchTensorRef
+    import torchTensorRef.tensor  # (wires the manager)
+    from torchTensorRef.manager import tensorsManager
+
+    torch.manual_seed(0)
+
+    def make(strategy: Any = "lru", nbytes: int = 64 * MIB) -> Any:
+        tensorsManager.device = device
+        tensorsManager.budget = nbytes
+        tensorsManager.strategy = strategy
+        tensorsManager.reset_stats()
+        return tensorsManager
+
+    with torchTensorRef.disabled():
+        yield make
+    gc.collect()
+    tensorsManager.check()
+    assert not tensorsManager.residency._pins_by_thread
+    tensorsManager.bring_all_home()
+    device.limit(device.capacity_nbytes)
+    device.synchronize()
+    device.give_up_caches()
+    tensorsManager.device = "sim"
+    tensorsManager.budget = None

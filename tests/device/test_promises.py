@@ -1,0 +1,216 @@
+"""Residency changes time and nothing else, on the same device with the same kernels."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ..support.programs import RandomEviction, assert_same
+
+MIB = 1 << 20
+STRATEGIES = {
+    "lru": lambda: "lru",
+    "genoa": lambda: "genoa",
+    "flow": lambda: "flow",
+    "random": lambda: RandomEviction(7),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> Any:
+    return STRATEGIES[request.param]()
+
+
+def layers(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(1)
+    parts: list[nn.Module] = []
+    for _ in range(depth):
+        parts += [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)]
+    return nn.Sequential(*parts)
+
+
+def on(device: Any, value: Any) -> Any:
+    """A plain tensor or module on the device: what plain torch would compute with."""
+    return value.to(device.torch_device)
+
+
+def home(value: Any) -> Any:
+    return value.detach().cpu()
+
+
+def inference_of(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(x) for x in batches]
+
+
+def ours(manager: Any, results: Any) -> list[torch.Tensor]:
+    return [manager.release(result.detach()).clone() for result in results]
+
+
+# 25 MB of weights for a budget of 10 MB, and batches that need little.
+WIDTH, DEPTH = 1024, 6
+SMALL = 10 * MIB
+
+
+def test_inference_is_plain_torchs_to_the_bit(manage, device, strategy):
+    batches = [torch.rand(n, WIDTH) for n in (4, 4, 1, 16, 4)]
+    plain = on(device, layers(WIDTH, DEPTH))
+    expected = [home(y) for y in inference_of(plain, [on(device, x) for x in batches])]
+    del plain
+    manager = manage(strategy, SMALL)
+    model = manager.adopt(layers(WIDTH, DEPTH))
+    results = []
+    for _ in range(3):  # the first time around, with the flow known, with memory page-locked
+        results.append(ours(manager, inference_of(model, [manager.adopt(x) for x in batches])))
+        settle(device)
+    for result in results:
+        assert_same(expected, result)
+    assert manager.stats()["evict_count"] > 0
+    assert manager.stats()["host_fallback_count"] == 0
+
+
+def settle(device: Any) -> None:
+    """Let what is page-locked in the background be so."""
+    assert device.page_locks.settle(30)
+
+
+def train(model: nn.Module, batches: list[torch.Tensor], *, foreach: bool) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_training_is_plain_torchs_to_the_bit(manage, device, strategy, foreach):
+    batches = [torch.rand(4, 256) for _ in range(4)]
+    plain = on(device, layers(256, 4))
+    expected = [home(y) for y in train(plain, [on(device, x) for x in batches], foreach=foreach)]
+    del plain
+    manager = manage(strategy, 2 * MIB)
+    model = manager.adopt(layers(256, 4))
+    result = ours(manager, train(model, [manager.adopt(x) for x in batches], foreach=foreach))
+    assert_same(expected, result)
+
+
+def test_what_is_written_in_place_is_not_lost(manage, device, strategy):
+    """Dirty replicas go home and come back, again and again."""
+    manager = manage(strategy, 3 * MIB)
+    starts = [torch.rand(300_000) for _ in range(6)]
+    plain = [on(device, x.clone()) for x in starts]
+    managed = [manager.adopt(x.clone()) for x in starts]
+    for turn in range(5):
+        for group in (plain, managed):
+            for x in group:
+                x.mul_(0.9).add_(turn)
+            group[turn].copy_(group[0])
+    assert_same([home(x) for x in plain], ours(manager, managed))
+
+
+def test_a_source_that_the_host_writes_next_was_read_before(manage, device):
+    """The copy to the device may start late; what the program writes at home comes after it."""
+    manager = manage("lru", 64 * MIB)
+    for turn in range(6):
+        x = manager.adopt(torch.full((400_000,), float(turn)))
+        for _ in range(3):  # recurs, so that its memory is page-locked and the copy starts late
+            total = x + 1
+            settle(device)
+            x.fill_(float(turn))
+            manager.to_host(x)
+        total = x + 1
+        view = x.numpy()
+        view[:] = -5
+        assert manager.release(total).unique().tolist() == [turn + 1.0]
+        del view
+
+
+def test_an_array_over_the_bytes_is_followed(manage, device):
+    manager = manage("lru", 64 * MIB)
+    x = manager.adopt(torch.zeros(300_000))
+    array = x.numpy()
+    for turn in range(1, 5):
+        array[:] = turn
+        y = x * 2
+        array[:] = -1
+        assert manager.release(y).unique().tolist() == [2.0 * turn]
+
+
+def test_weights_in_a_mapped_file(manage, device, tmp_path, strategy):
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(2)
+    weights = {f"w{n}": torch.rand(600, 600) for n in range(8)}
+    safetensors.save_file(weights, tmp_path / "weights.safetensors")
+    x = torch.rand(3, 600)
+
+    def run(there: dict[str, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        for name in sorted(there):
+            y = torch.tanh(y @ there[name])
+        return y
+
+    expected = home(run({n: on(device, w) for n, w in weights.items()}, on(device, x)))
+    manager = manage(strategy, 5 * MIB)
+    loaded = safetensors.load_file(tmp_path / "weights.safetensors")
+    managed = {name: manager.adopt(tensor, sole=True) for name, tensor in loaded.items()}
+    del loaded
+    for _ in range(5):
+        assert_same([expected], ours(manager, [run(managed, manager.adopt(x))]))
+        settle(device)
+    managed["w0"].mul_(0)  # what is copied from must not be an old mirror
+    manager.bring_all_home()
+    assert manager.release(run(managed, manager.adopt(x))).abs().max() == 0
+
+
+def test_clean_weights_are_never_copied_back(manage, device):
+    manager = manage("lru", SMALL)
+    model = manager.adopt(layers(WIDTH, DEPTH))
+    for _ in range(3):
+        inference_of(model, [manager.adopt(torch.rand(2, WIDTH))])
+    stats = manager.stats()
+    assert stats["evict_count"] > DEPTH
+    assert stats["written_back_nbytes"] < MIB, "activations at most"
+
+
+def test_two_threads(manage, device, strategy):
+    batches = [[torch.rand(3, WIDTH) for _ in range(4)] for _ in range(2)]
+    plain = on(device, layers(WIDTH, DEPTH))
+    expected = [
+        [home(y) for y in inference_of(plain, [on(device, x) for x in mine])] for mine in batches
+    ]
+    del plain
+    manager = manage(strategy, 14 * MIB)
+    model = manager.adopt(layers(WIDTH, DEPTH))
+    results: list[Any] = [None, None]
+
+    def work(number: int) -> None:
+        import torchTensorRef
+
+        with torchTensorRef.disabled():
+            mine = [manager.adopt(x) for x in batches[number]]
+            results[number] = ours(manager, inference_of(model, mine))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert_same(expected, results)
+
+
+def test_numbers_drawn_on_the_device_are_those_of_its_generator(manage, device):
+    manager = manage("lru", 64 * MIB)
+    if device.torch_device.type == "cpu":
+        pytest.skip("this double of a device has the host's generator")
+    torch.manual_seed(3)
+    expected = [home(torch.rand(1000, device=device.torch_device)) for _ in range(3)]
+    torch.manual_seed(3)
+    label = manager.adopt(torch.empty(1000)).to(device.torch_device)
+    assert_same(expected, ours(manager, [torch.rand_like(label) for _ in range(3)]))

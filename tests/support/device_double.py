@@ -1,0 +1,185 @@
+"""A double of torch's device modules, whose streams work as late as they may.
+
+Kernels run at once, on the host, because that is where the double keeps its bytes. Copies wait in
+their stream until somebody has a right to see them: until compute waits for their event, the host
+does, or they are pumped. So bytes that are read too early are not there, a source that is changed
+too early arrives changed, and room that is given away too early is overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchTensorRef.devices.accelerator import AcceleratorDevice
+from torchTensorRef.devices.accelerator_copies import StreamLane
+from torchTensorRef.devices.base import move_bytes
+
+_lock = threading.RLock()
+
+
+class LateStream:
+    """Work in its order, done when somebody waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.work: deque[Callable[[], None]] = deque()
+
+    def issue(self, work: Callable[[], None]) -> None:
+        with _lock:
+            self.work.append(work)
+
+    def pump(self, until: Callable[[], bool] = lambda: False) -> None:
+        with _lock:
+            while self.work and not until():
+                self.work.popleft()()
+
+    def wait_event(self, event: LateEvent) -> None:
+        if self.name == "compute":
+            event.synchronize()  # kernels run at once, so what they wait for must have happened
+        else:
+            self.issue(event.synchronize)
+
+
+class LateEvent:
+    """Fires when its stream has come to it."""
+
+    def __init__(self) -> None:
+        self.stream: LateStream | None = None
+        self.fired = True
+
+    def record(self, stream: LateStream) -> None:
+        self.stream = stream
+        self.fired = False
+        if stream.name == "compute":
+            self.fired = True  # kernels run at once
+        else:
+            stream.issue(functools.partial(setattr, self, "fired", True))
+
+    def query(self) -> bool:
+        return self.fired
+
+    def synchronize(self) -> None:
+        if not self.fired and self.stream is not None:
+            self.stream.pump(lambda: self.fired)
+
+
+class Runtime:
+    """Registers host memory, within reason, and remembers what is registered."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.registered: dict[int, int] = {}
+        self.refuses = refuses
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.refuses or address in self.registered:
+            return 1
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+class LateModule:
+    """What `torch.cuda` would be, over host memory."""
+
+    def __init__(
+        self, total_nbytes: int = 1 << 30, *, seed: int = 0, refuses: bool = False
+    ) -> None:
+        self.total_nbytes = total_nbytes
+        self.others_nbytes = 0
+        self.compute = LateStream("compute")
+        self.streams: list[LateStream] = []
+        self.runtime = Runtime(refuses)
+        self.random = random.Random(seed)
+        self.caps: list[float] = []
+        self.emptied_count = 0
+
+    def Stream(self, device: Any = None) -> LateStream:
+        self.streams.append(LateStream(f"side {len(self.streams)}"))
+        return self.streams[-1]
+
+    def Event(self) -> LateEvent:
+        return LateEvent()
+
+    def current_stream(self, device: Any = None) -> LateStream:
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, stream: LateStream) -> Iterator[None]:
+        yield
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in self.streams:
+            stream.pump()
+
+    def mem_get_info(self, index: int = 0) -> tuple[int, int]:
+        return self.total_nbytes - self.others_nbytes, self.total_nbytes
+
+    def cudart(self) -> Runtime:
+        return self.runtime
+
+    def set_per_process_memory_fraction(self, fraction: float, index: int = 0) -> None:
+        self.caps.append(fraction)
+
+    def empty_cache(self) -> None:
+        self.emptied_count += 1
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+class LateLane(StreamLane):
+    """Copies are made when their stream comes to them."""
+
+    def __init__(self, vendor: Any, jitter: random.Random) -> None:
+        super().__init__(vendor)
+        self._jitter = jitter
+
+    def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
+        self.stream.issue(functools.partial(self._copy, source, destination))
+        event = self._vendor.record(self.stream)
+        if self._jitter.random() < 0.2:
+            self.stream.pump()  # sometimes the link is fast
+        return event
+
+    @staticmethod
+    def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+        for end in (source, destination):
+            reach = end.storage_offset() + end.numel()
+            assert reach <= end.untyped_storage().nbytes(), "a copy in flight has lost an end"
+        move_bytes(source, destination)
+
+
+class LateDevice(AcceleratorDevice):
+    """The real adapter over the double: `torch.cuda`'s way, on host bytes."""
+
+    torch_device = torch.device("cpu")  # type: ignore[assignment]
+
+    def __init__(self, module: LateModule | None = None, index: int = 0) -> None:
+        self.double = module or LateModule()
+        super().__init__("cuda", index, module=self.double)  # type: ignore[arg-type]
+        self.name = f"late:{index}"
+
+    def empty(self, base: torch.Tensor) -> None:
+        # A card's memory stays where it is when it is freed; the host's is gone.
+        for key, event in list(self._in_flight):
+            if key == id(base):
+                for part in self._events_of(event):
+                    part.synchronize()
+        super().empty(base)
+
+    def _new_lane(self) -> StreamLane:
+        return LateLane(self.vendor, self.double.random)

@@ -1,0 +1,138 @@
+"""Bytes at home that copies may still be reading: who writes or frees them waits first."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["HomeBytes", "Reader", "Watcher", "home_bytes"]
+
+
+class Reader(Protocol):
+    """A copy that reads host bytes."""
+
+    def has_read(self) -> bool:
+        """Whether it needs the source no more. Never blocks."""
+        ...
+
+    def finish_reading(self) -> None:
+        """Make the host wait until it needs the source no more."""
+        ...
+
+
+class Watcher(Protocol):
+    """Whoever has done something to memory that its owner must not free unawares."""
+
+    def forget(self, base: Tensor) -> None:
+        """Undo it: the memory of this base is about to be exchanged."""
+        ...
+
+    def look_after(self, base: Tensor) -> None:
+        """Undo it if an operator has exchanged the memory of this base."""
+        ...
+
+
+class HomeBytes:
+    """Which host bytes are being read by copies, and which have a page-locked mirror.
+
+    Notes
+    -----
+    A copy from page-locked memory is issued and reads its source later, when compute and the link
+    get to it. An operator on the host, or a user with an array, may write those bytes long before:
+    so both come by here first. Only copies that read late are noted, so the check costs one look
+    at an empty dictionary where there is no accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: dict[int, list[Reader]] = {}
+        self._mirrors: dict[int, Tensor] = {}
+        #: Who has page-locked bytes at home, and has to undo it before they are freed.
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+    @property
+    def are_watched(self) -> bool:
+        """Whether writing any bytes at home could matter to a copy."""
+        return bool(self._readers) or bool(self._mirrors)
+
+    def note_reader(self, source: Tensor, reader: Reader) -> None:
+        """Remember that a copy reads a host tensor from its first byte."""
+        address = source.data_ptr()
+        with self._lock:
+            if len(self._readers) >= 64:
+                self._forget_finished()
+            left = [old for old in self._readers.get(address, ()) if not old.has_read()]
+            self._readers[address] = [*left, reader]
+
+    def _forget_finished(self) -> None:
+        for address in list(self._readers):
+            left = [reader for reader in self._readers[address] if not reader.has_read()]
+            if left:
+                self._readers[address] = left
+            else:
+                del self._readers[address]
+
+    def about_to_change(self, base: Tensor) -> None:
+        """Wait until no copy reads these bytes, and forget their mirror.
+
+        To be called before they are written, freed, or handed to somebody who may do either.
+        """
+        if not self.are_watched:
+            return
+        address = base.untyped_storage().data_ptr()
+        with self._lock:
+            readers = list(self._readers.get(address, ()))
+        for reader in readers:
+            reader.finish_reading()
+        with self._lock:
+            left = [reader for reader in self._readers.pop(address, ()) if reader not in readers]
+            if left:
+                self._readers[address] = left
+            self._mirrors.pop(address, None)
+
+    def about_to_be_filled(self, destination: Tensor, device: object) -> None:
+        """Forget the mirror of bytes that a copy from a device is about to replace.
+
+        Copies into that same device are not waited for: they came before what it now sends back.
+        """
+        if not self.are_watched:
+            return
+        address = destination.data_ptr()
+        for reader in list(self._readers.get(address, ())):
+            if getattr(reader, "device", None) is not device:
+                reader.finish_reading()
+        self._mirrors.pop(address, None)
+
+    def about_to_move(self, base: Tensor) -> None:
+        """`about_to_change`, and undo page-locking: the memory itself is about to be exchanged."""
+        self.about_to_change(base)
+        for watcher in list(self.watchers):
+            watcher.forget(base)
+
+    def were_written(self, bases: Sequence[Tensor]) -> None:
+        """See whether an operator has exchanged the memory of what it wrote."""
+        for watcher in list(self.watchers):
+            for base in bases:
+                watcher.look_after(base)
+
+    def mirror(self, source: Tensor) -> Tensor | None:
+        """Return page-locked memory with the same bytes, if there is some."""
+        found = self._mirrors.get(source.data_ptr())
+        return found if found is not None and found.numel() == source.numel() else None
+
+    def set_mirror(self, source: Tensor, mirror: Tensor) -> None:
+        """Name page-locked memory that a reader of these bytes has filled, or is filling."""
+        self._mirrors[source.data_ptr()] = mirror
+
+    def drop_mirror(self, address: int) -> None:
+        """Forget a mirror: its memory goes when the last copy out of it has ended."""
+        self._mirrors.pop(address, None)
+
+
+#: The ones of this process. All accelerators copy from the same host.
+home_bytes = HomeBytes()

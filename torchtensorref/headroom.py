@@ -1,0 +1,75 @@
+"""Room that is not ours to fill: what other programs take, and what kernels need in passing.
+
+Only real accelerators have either. The budget stays what the user said; what it leaves out here is
+in the ledger's `scratch_nbytes`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .budget import Budget, BudgetSetting, Ledger, resolve_budget, setting_for
+from .config import settings
+from .devices.base import Device
+
+#: How often the driver is asked what is free.
+PERIOD_NS = 250_000_000
+#: Differences up to this share of what the device can hold are nobody's concern.
+SMALL_SHARE = 0.02
+#: Of the budget, kept free for kernels after each operator that found no memory inside a kernel,
+STEP_SHARE = 1 / 32
+#: and the most of it.
+SCRATCH_SHARE = 1 / 4
+
+
+def cap_allocator(device: Device, setting: BudgetSetting, limit_nbytes: int) -> None:
+    """Let torch's own allocator refuse what is beyond a budget that the user has set.
+
+    Without one, only the ledger keeps to what was free: other programs may leave more.
+    """
+    wanted = setting_for(setting, device)
+    device.limit(device.capacity_nbytes if wanted is None else limit_nbytes)
+
+
+def note_shortage(ledger: Ledger) -> None:
+    """Keep more room for what kernels allocate in passing: one has just found none."""
+    whole_nbytes = ledger.limit_nbytes
+    scratch_nbytes = ledger.scratch_nbytes + int(whole_nbytes * STEP_SHARE)
+    if scratch_nbytes <= whole_nbytes * SCRATCH_SHARE:
+        ledger.scratch_nbytes = scratch_nbytes
+        ledger.budget = Budget(whole_nbytes - scratch_nbytes)
+
+
+class OthersWatch:
+    """Follows what other programs take of a device and give back, where no budget is set.
+
+    What torch's allocator holds and the driver has free, less the share that is left to others,
+    is ours: as they take of that share, we give back as much.
+    """
+
+    def __init__(self) -> None:
+        self._next_ns = 0
+
+    def look(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
+        """Ask the driver now and then; lower or raise the limit of the ledger (no lock held)."""
+        now_ns = time.perf_counter_ns()
+        if now_ns < self._next_ns:
+            return
+        self._next_ns = now_ns + PERIOD_NS
+        ledger = residency.ledgers.get(device)
+        wanted = settings.budget if setting is None else setting
+        if ledger is None or setting_for(wanted, device) is not None:
+            return
+        limit_nbytes = resolve_budget(None, device).limit_nbytes - ledger.scratch_nbytes
+        before_nbytes = ledger.budget.limit_nbytes
+        if abs(limit_nbytes - before_nbytes) <= SMALL_SHARE * device.capacity_nbytes:
+            return
+        residency.log.note("-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}")
+        with residency.lock:
+            ledger.budget = Budget(max(limit_nbytes, 0))
+            residency.bury()
+            excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
+        if excess_nbytes > 0:
+            residency.evict_some(device, excess_nbytes)
+            device.give_up_caches()  # what is only cached is still missing to the others
