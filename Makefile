@@ -10,6 +10,9 @@ WORKERS ?= 2
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
 SOAK_ARGS ?= --minutes 30
+# --one makes one call of under nine minutes, --scale medium a smaller model; docs/benchmarks.md.
+GPU_ARGS ?=
+GPU_DRY_ARGS ?=
 
 BIN := $(VENV)/bin
 # Errors only: without a progress bar its warnings would drown what matters.
@@ -19,7 +22,7 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test conformance compatibility soak lint clean
+.PHONY: demo test conformance compatibility soak gpu gpu-dry lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -41,6 +44,15 @@ compatibility: $(VENV)/compatibility.stamp
 
 soak: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
+
+# On a machine with an accelerator: the tests on it, then the benchmark against peers. Goes on where
+# it was broken off.
+gpu: $(VENV)/test.stamp
+	@$(BIN)/python -m benchmarks.small_gpu.calls $(GPU_ARGS)
+
+# The same harness on the simulated device, the peers on the host: a few minutes, no accelerator.
+gpu-dry: $(VENV)/test.stamp
+	@$(BIN)/python -m benchmarks.small_gpu --dry --write benchmarks/results/small_gpu_dry.md $(GPU_DRY_ARGS)
 
 # mypy finds only packages that are really there, which an editable install is not, so it gets a
 # plain one in a folder of its own. The tests must not see it: they run against the edited files.

@@ -28,8 +28,8 @@ class Machine:
         ``"cuda:0"``, ``"cpu"``, ...
     """
 
-    #: Whether times are those of the device that is asked about.
-    is_comparable = True
+    #: Whether a single run is enough, since its time says nothing.
+    runs_once = False
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -42,6 +42,11 @@ class Machine:
     def is_host(self) -> bool:
         """Whether there is no accelerator here."""
         return self.device.type == "cpu"
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether times are those of a device: the host's say nothing of any."""
+        return not self.is_host
 
     def total_nbytes(self) -> int:
         """What the device can hold; 0 where torch cannot say."""
@@ -199,6 +204,10 @@ class SimulatedMachine(Machine):
             flops_per_s={k: v / slower / shorter for k, v in card.flops_per_s.items()},
         )
 
+    @property
+    def is_comparable(self) -> bool:
+        return True
+
     def begin_ours(self, strategy: str, cap_nbytes: int | None) -> None:
         from torchTensorRef import tensorsManager
         from torchTensorRef.devices.sim import SimDevice
@@ -239,7 +248,7 @@ class SimulatedMachine(Machine):
 class HostMachine(Machine):
     """The host, for a dry run of those who are not ours: results count, times do not."""
 
-    is_comparable = False
+    runs_once = True
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -154,13 +154,12 @@ def _cell(
     began_s = machine.now_s()
     runs: list[StopWatch] = []
     results: list[Any] = []
-    only_once = not machine.is_comparable
     while True:
         watch = StopWatch(machine)
         results.append(contestant.plain(run(watch)))
         runs.append(watch)
         measured = [s for w in runs[workload.warm_up_runs :] for s in w.steps_s]
-        if only_once or (measured and len(measured) >= WANTED_STEPS):
+        if machine.runs_once or (measured and len(measured) >= WANTED_STEPS):
             break
         if measured and (machine.now_s() - began_s > job["cell_s"] or _is_virtual(job, contestant)):
             break

@@ -195,6 +195,10 @@ def _machine(comparison: Comparison) -> list[str]:
             "* A dry run: times of ours are virtual; those of the others are the host's, in "
             "parentheses, and say nothing."
         )
+    if comparison.is_rehearsal:
+        lines.append(
+            "* A rehearsal without an accelerator: all times are the host's, and say nothing."
+        )
     return lines
 
 

@@ -176,8 +176,8 @@ ALL = {
     for workload in (
         Workload("decode1", _decode(1), tokens="tokens"),
         Workload("decode16", _decode(WIDE_BATCH), tokens="tokens"),
-        Workload("prefill", _prefill, warm_up_runs=3, tokens="tokens"),
+        Workload("prefill", _prefill, warm_up_runs=5, tokens="tokens"),
         Workload("diffusion", _diffusion, warm_up_runs=2),
-        Workload("training", _training, passes=2, warm_up_runs=2, is_stateful=True),
+        Workload("training", _training, passes=2, is_stateful=True),
     )
 }
