@@ -177,7 +177,13 @@ def _view(
 
 def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
     """Make the TensorRef of a result: with few arguments, so in half the time, where they do."""
-    if ref_type.labels_vary or not out.is_contiguous() or out.storage_offset():
+    # Some solvers give results that are still to be conjugated.
+    if (
+        ref_type.labels_vary
+        or not out.is_contiguous()
+        or out.storage_offset()
+        or (out.is_complex() and out.is_conj())
+    ):
         return make_ref(ref_type, out, block, device, like.device)
     ref = _make_wrapper(ref_type, out.size(), dtype=out.dtype, _extra_dispatch_keys=KEYS)
     if (1 in out.size() or 0 in out.size()) and out.stride() != ref.stride():

@@ -132,3 +132,15 @@ def _failure(call: Callable[[Any], Any], x: Any) -> Any:
     except (AttributeError, TypeError, RuntimeError) as error:
         return type(error).__name__
     return "none"
+
+
+def test_results_that_are_still_to_be_conjugated(manage):
+    """Some solvers leave that to whoever reads them, also where operands are ready."""
+
+    def program(bring: Bring) -> Any:
+        lu, pivots = torch.linalg.lu_factor(bring(torch.rand(3, 3, dtype=torch.complex64)) * 1)
+        right = (bring(torch.rand(3, 4, dtype=torch.complex64)) * 1).mT.contiguous().mT
+        x = torch.linalg.lu_solve(lu, pivots, right.mT[:, :3] * 1, left=False, adjoint=True)
+        return [x, x.is_conj(), x * 2, x.imag + 1, x.resolve_conj().tolist()]
+
+    assert_right(program, manage("lru"))
