@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-#: Numbers per patch: 2 x 2 pixels of 16 channels.
-PATCH_WIDTH = 64
+from .scales import PATCH_WIDTH
 
 
 class DenoiserConfig(PretrainedConfig):

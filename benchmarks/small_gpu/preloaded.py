@@ -9,10 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 
-from . import seat
+from . import denoiser, seat
 
 transformers.utils.logging.disable_progress_bar()
-_ = seat, transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM
+_ = denoiser, seat, transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM
 for _name in ("accelerate", "diffusers.hooks", "peft"):
     with contextlib.suppress(ImportError):  # the cells that need it are skipped, with that reason
         __import__(_name)

@@ -10,6 +10,8 @@ CAPS = (50, 25, 75, 110)
 
 WIDE_BATCH = 16
 LORA_RANK = 8
+#: Numbers per patch of the denoiser: 2 x 2 pixels of 16 channels.
+PATCH_WIDTH = 64
 
 #: The families of models. "lora" is the Llama with adapters in its attention.
 FAMILIES = ("llama", "denoiser", "lora")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .scales import Scale
+from .scales import SCALES, Scale
 
 DTYPE = torch.bfloat16
 STANDARD_DEVIATION = 0.02
@@ -49,6 +50,12 @@ def empty_model(scale: Scale, family: str) -> Any:
 
 def sizes_of(scale: Scale, family: str) -> Sizes:
     """Count the bytes of the weights (adapters not counted)."""
+    return _sizes_of(scale.name, family)
+
+
+@functools.cache
+def _sizes_of(name: str, family: str) -> Sizes:
+    scale = SCALES[name]
     model = empty_model(scale, family)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     gathered = sum(

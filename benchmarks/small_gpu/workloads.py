@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .denoiser import PATCH_WIDTH
-from .scales import LORA_RANK, WIDE_BATCH, Scale
+from .scales import LORA_RANK, PATCH_WIDTH, WIDE_BATCH, Scale
 
 #: What brings a tensor to where a contestant wants its inputs.
 Put = Callable[[torch.Tensor], torch.Tensor]
