@@ -25,8 +25,8 @@ class Forecaster(Protocol):
     ) -> None:
         """Note that the program uses a block."""
 
-    def birth(self, block_id: int, nbytes: int) -> None:
-        """Note that an operator has made a block."""
+    def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
+        """Note that an operator has made a block; say whether it is to be taken for persistent."""
 
     def death(self, block_id: int) -> None:
         """Note that a block is gone."""

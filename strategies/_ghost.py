@@ -8,7 +8,7 @@ from collections.abc import Callable
 #: A forecast may move this many times LRU's bytes before it is doubted.
 TOLERATED = 1.05
 #: Bytes that it may then move beyond, in budgets, before it is dropped.
-PATIENCE = 1.0
+PATIENCE = 2.0
 #: It is followed again when it would have moved at most this share of LRU's bytes.
 CONVINCING = 0.9
 

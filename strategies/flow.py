@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..history import NEVER, History
-from ..strategy import Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
+from ..strategy import PERSISTENT_AFTER, Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
 from ._forecaster import Forecaster, Look, look_into, newest_of
 from ._gate import LatestStart
 from ._ghost import Referee
@@ -32,7 +32,10 @@ SMALL_NBYTES = MIB
 SMALL_SHARE = 1 / 512
 SMALL_TOTAL_SHARE = 1 / 16
 #: The next victims, as a share of the budget, are copied home early.
-WRITE_BACK_SHARE = 1 / 8
+WRITE_BACK_SHARE = 1 / 2
+WRITE_BACK_COUNT = 2
+#: What is used within so many accesses, or a quarter of the period, may be written again.
+SOON = 24
 #: Forecasts are followed above the first, and fetched ahead of above the second.
 VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.9
@@ -43,6 +46,12 @@ LARGE_COST = 8.0
 
 #: Looked at again when less than this share of what is looked ahead is known to be there.
 LOOK_AGAIN_SHARE = 3 / 4
+
+#: Operators after which a result that is still there is one to be followed: a gradient that is
+#: added to, an activation that backward needs.
+STAYS_AFTER = 100
+#: Results below this share of the budget are nobody's concern.
+TINY_SHARE = 1 / 4096
 
 #: Above any distance: blocks that the forecast does not contain go first.
 _UNFORESEEN = 1e15
@@ -111,13 +120,20 @@ class Flow(Strategy):
             fetched_nbytes = 0 if access.was_resident else nbytes
             self.referee.access(block_id, nbytes, fetched_nbytes, self._limit_nbytes)
 
-    def on_birth(self, block_id: int, nbytes: int, struct: int) -> None:
-        """Record where an operator made a block."""
-        self.history.birth(block_id, nbytes)
+    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+        """Record where an operator made a block; say whether such a one stayed before."""
         self._room.birth(block_id, nbytes, self.history.end)
         self._made.add(block_id)
         if self._limit_nbytes:
             self.referee.birth(block_id, nbytes, self._limit_nbytes)
+        if nbytes < self._limit_nbytes * TINY_SHARE:
+            return PERSISTENT_AFTER
+        if not self.history.birth(block_id, nbytes, place):
+            return STAYS_AFTER
+        self._may_be_dirty.add(block_id)
+        if not self._order_is_void:
+            self._note_position(block_id, nbytes, is_persistent=True)
+        return 0
 
     def on_death(self, block_id: int) -> None:
         """Forget a block."""
@@ -159,25 +175,36 @@ class Flow(Strategy):
         self._put_in_order(resident)
         return self._issue(device, look, wanted, newest_of(resident))
 
+    def on_prefetch(self, block_id: int, nbytes: int) -> None:
+        """Hold what is fetched ahead against what LRU would have fetched."""
+        self.referee.prefetched(nbytes, self._limit_nbytes)
+
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[int]:
-        """Return the dirty blocks among those that are evicted next, if it will come to that."""
-        if not self._may_be_dirty or device.d2h_free_ns > max(
-            device.now_ns, device.compute_free_ns
-        ):
+        """Return the dirty blocks among those that are evicted next, if it will come to that.
+
+        What waits on the link home does not delay what is queued behind it, as long as the other
+        engines are not idle meanwhile.
+        """
+        busy_until_ns = max(device.now_ns, device.compute_free_ns, device.link_free_ns)
+        if not self._may_be_dirty or device.d2h_free_ns > busy_until_ns:
             return ()
         near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
         if device.free_nbytes > near_nbytes or not self._follows(VICTIM_CONFIDENCE):
             return ()
         self._put_in_order(resident)
-        for _, block in self._by_distance(device, look_into(resident), 1.0):
-            if block.is_dirty and block.is_persistent:
-                return (block.block_id,)
+        leaving: list[int] = []
+        soon = min(SOON, self.history.period // 4)
+        for distance, block in self._by_distance(device, look_into(resident), 1.0):
+            if block.is_dirty and block.is_persistent and distance > soon:
+                leaving.append(block.block_id)
+                if len(leaving) >= WRITE_BACK_COUNT:
+                    break
             near_nbytes -= block.nbytes
             if near_nbytes <= 0:
                 break
-        return ()
+        return leaving
 
     # -- how it is decided -------------------------------------------------------------------
 
@@ -356,7 +383,6 @@ class Flow(Strategy):
                 victims.append(victim)
                 room_nbytes += victim.nbytes
             queue_nbytes -= nbytes
-            self.referee.prefetched(nbytes, device.limit_nbytes)
             coming.append((block_id, history.cursor + distance))
             issued.append(Prefetch(block_id, tuple(victim.block_id for victim in victims)))
         return self._noted(issued, coming, victims_left)

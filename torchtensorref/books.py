@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, overload
 
 from .blocks.block import Block, Replica, graveyard
@@ -14,8 +15,12 @@ from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import Budget, Ledger
 from .devices.base import Device
 from .events import EventLog
-from .strategy import BlockSnapshot, DeviceSnapshot, Strategy
+from .strategy import PERSISTENT_AFTER, BlockSnapshot, DeviceSnapshot, Strategy
 from .transfer import Transfer
+
+
+#: Results remembered until the strategy is told of them; most are dead by then.
+UNHEARD_COUNT = 4096
 
 
 @dataclass
@@ -73,6 +78,12 @@ class Books:
         self._going: deque[Replica] = deque()
         self._pins_by_thread: dict[int, int] = {}
         self._deaths: list[int] = []
+        #: While memory is short: results that the strategy has not been told of, oldest first; and
+        #: (operator, block) from which on those that it was told of count as persistent.
+        self.unheard: deque[weakref.ref[Block]] = deque(maxlen=UNHEARD_COUNT)
+        self.young: list[tuple[int, int, weakref.ref[Block]]] = []  # a heap, soonest first
+        #: Number of the operator whose access to a persistent block was told last.
+        self.told_tick = 0
 
     @property
     def main(self) -> Device:
@@ -111,6 +122,34 @@ class Books:
             with self.strategy_lock:
                 for block_id in deaths:
                     self.strategy.on_death(block_id)
+
+    def tell_births(self) -> None:
+        """Tell the strategy of fresh results that are still there (no lock held).
+
+        What it expects to stay, and what has stayed for long, counts as persistent from then on.
+        """
+        with self.strategy_lock:
+            strategy, unheard, young = self.strategy, self.unheard, self.young
+            while unheard:
+                block = unheard.popleft()()
+                if block is None:
+                    continue
+                _ = block.replicas  # its death has to be told too
+                self.known[block.block_id] = block
+                place = max(0, block.born - self.told_tick)
+                age: int | None = strategy.on_birth(block.block_id, block.nbytes, place)
+                if age is not None and age < PERSISTENT_AFTER:
+                    heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
+            while young and young[0][0] <= self.tick:
+                block = heappop(young)[2]()
+                if block is not None:
+                    self._count_as_persistent(block)
+
+    def _count_as_persistent(self, block: Block) -> None:
+        with self.lock:
+            block.is_persistent = True
+            if self.is_pressed and self.strategy.watches_accesses:
+                block.ready = None
 
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device to a strategy (lock held)."""
@@ -209,9 +248,16 @@ class Books:
             block.block_id,
             replica.nbytes,
             block.last_use,
-            replica.state is DIRTY,
+            self._is_newer_than_home(block, replica),
             block.is_persistent,
         )
+
+    def _is_newer_than_home(self, block: Block, replica: Replica) -> bool:
+        """Whether giving a replica back takes a copy home that nobody has issued yet."""
+        if replica.state is not DIRTY:
+            return False
+        home = block.replicas.get(self.host)
+        return home is None or home.state is not FILLING
 
     def _hazardous_blocks(self) -> set[Block]:
         me = threading.get_ident()
@@ -252,7 +298,7 @@ class Resident(Sequence[BlockSnapshot]):
             block_id,
             replica.nbytes,
             block.last_use,
-            replica.state is DIRTY,
+            self._books._is_newer_than_home(block, replica),
             block.is_persistent,
         )
 

@@ -17,6 +17,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from .birth_places import BirthPlaces
+
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
 GRAM_LENGTHS = (24, 8, 3, 1)
 #: Places remembered per context.
@@ -25,10 +27,10 @@ PLACES_PER_GRAM = 6
 INDEXED_RUN = 24
 #: Longest agreement that is told apart from a longer one.
 LONGEST_AGREEMENT = 4096
+#: Accesses to results of operators that may be missing from what was foreseen, one after another.
+MADE_RUN = 8
 #: Substitutions tolerated among the last 16 accesses.
 SUBSTITUTION_LIMIT = 10
-#: Births remembered between two accesses to persistent blocks.
-BIRTHS_PER_SLOT = 256
 #: Weight of the past in `History.confidence`, per access.
 CONFIDENCE_DECAY = 1 - 1 / 48
 
@@ -49,8 +51,9 @@ class History:
     Notes
     -----
     *Identity.* A persistent block is known by its number. A block that an operator made is known
-    by its birth place: the cursor's position and the count of births since the last access. So the
-    tensor that a step makes anew each time has one identity, whatever its number and size.
+    by its birth place: the cursor's position, how many operators after the last access it was made
+    (`place`), and its rank among those made there. So the tensor that a step makes anew each time
+    has one identity, whatever its number and size.
 
     *Slots.* Positions count accesses to persistent blocks. What happens to temporaries between
     access n - 1 and access n happens in slot n.
@@ -79,9 +82,8 @@ class History:
         self._substitutions = 0  # one bit per access, newest lowest
         self._is_exact = False
         self._temporary_count = 0  # entries that belong to temporaries
-        self._births: dict[int, list[int]] = {}
-        self._symbol_of: dict[int, int] = {}  # block -> symbol, where they differ
-        self._bearer_of: dict[int, int] = {}  # symbol -> block, where they differ
+        self._names = BirthPlaces()
+        self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
         self._nbytes: dict[int, int] = {}  # living blocks
         self._foreseen_nbytes = 0.0
         self._judged_nbytes = 0.0
@@ -94,11 +96,12 @@ class History:
         """Note that the program uses a block."""
         symbol = self._symbol_of.get(block_id, block_id)
         if self._bearer_of.get(symbol, block_id) != block_id:
-            symbol = self._separate(block_id)
+            symbol = self._names.separate(block_id)
         self._set_nbytes(block_id, nbytes)
         if not is_persistent:
             self._note_temporary_use(symbol)
             return
+        is_new = self._names.stays(block_id, symbol)
         index = self.cursor - self.start
         if self.cursor >= 0 and self._symbols[index] == symbol:
             self._append(symbol, struct)
@@ -108,34 +111,71 @@ class History:
             if self.end <= self._index_until:
                 self._index()
             self._judge(nbytes, nbytes)
-        else:
+        elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
             self._access_unforeseen(symbol, nbytes, struct, index)
         if len(self._symbols) + self._temporary_count > self.capacity:
             self._trim()
 
-    def birth(self, block_id: int, nbytes: int) -> None:
-        """Note that an operator has made a block: give it the identity of its birth place."""
+    def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
+        """Note that an operator has made a block: give it the identity of its birth place.
+
+        Parameters
+        ----------
+        place : int
+            How many operators after the last access to a persistent block it was made.
+
+        Returns
+        -------
+        bool
+            Whether what was born there before became persistent.
+        """
         self._set_nbytes(block_id, nbytes)
-        born = self._births.setdefault(self.end, [])
-        if len(born) >= BIRTHS_PER_SLOT:
-            return
-        symbol = block_id
-        if self._is_exact and self.cursor >= 0:
-            before = self._births.get(self.cursor, ())
-            if len(born) < len(before) and self.cursor != self.end:
-                symbol = before[len(born)]
-        born.append(symbol)
         self._temporary_count += 1
-        if symbol != block_id:
-            self._symbol_of[block_id] = symbol
-            self._bearer_of[symbol] = block_id
+        return self._names.birth(block_id, nbytes, place, slot=self.end, before=self.cursor)
 
     def death(self, block_id: int) -> None:
         """Note that the program has let go of a block: it is forecast no more."""
         self.living_nbytes -= self._nbytes.pop(block_id, 0)
-        symbol = self._symbol_of.pop(block_id, block_id)
-        if self._bearer_of.get(symbol) == block_id:
-            del self._bearer_of[symbol]
+        self._names.death(block_id)
+
+    def _access_made(
+        self, block_id: int, symbol: int, nbytes: int, struct: int, *, is_new: bool
+    ) -> bool:
+        """Record an access that differs from the forecast only in what operators have made.
+
+        Which results stay long enough to be followed can change from one period to the next, and
+        one may not have been recognised at its birth. So such accesses may be missing from the
+        record, or be there without being made again; and one that is made where the record has the
+        use of another, gone by now, in an equal operator, is that one.
+        """
+        if self.cursor < 0:
+            return False
+        first = self.cursor - self.start
+        names, is_made = self._names, block_id in self._names.made
+        for index in range(first, min(first + MADE_RUN, len(self._symbols))):
+            other = self._symbols[index]
+            if other != symbol:
+                if other not in names.born_at:
+                    break
+                is_vacant = self._bearer_of.get(other, other) not in self._nbytes
+                if not (is_made and is_vacant and self._structs[index] == struct):
+                    continue
+                if is_new:
+                    symbol = names.rename(block_id, symbol, other)
+            self._append(symbol, struct)
+            self.cursor += index - first + 1
+            self._is_exact = True
+            self._judge(nbytes, nbytes)
+            self._index_until = self.end + INDEXED_RUN
+            self._index()
+            return True
+        if not is_new or self._substitutions.bit_count() >= SUBSTITUTION_LIMIT:
+            return False
+        self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+        self._append(symbol, struct)
+        self._index_until = self.end + INDEXED_RUN
+        self._index()
+        return True
 
     def _access_unforeseen(self, symbol: int, nbytes: int, struct: int, index: int) -> None:
         """Record an access that the cursor did not expect, and find it a new place."""
@@ -182,17 +222,6 @@ class History:
         if not uses or uses[-1] != self.end:
             uses.append(self.end)
             self._temporary_count += 1
-
-    def _separate(self, block_id: int) -> int:
-        """Give a block an identity of its own, when a younger one has taken its birth place.
-
-        Optimizer state is born once where a step makes a temporary each time: it is in use after
-        the next birth at that place, so it was not that temporary.
-        """
-        symbol = ~block_id
-        self._symbol_of[block_id] = symbol
-        self._bearer_of[symbol] = block_id
-        return symbol
 
     # -- finding a place ---------------------------------------------------------------------
 
@@ -266,10 +295,14 @@ class History:
         cursor = self.cursor
         if cursor < 0:
             return NEVER
-        uses = self._uses.get(self._symbol_of.get(block_id, block_id))
+        symbol = self._symbol_of.get(block_id, block_id)
+        uses = self._uses.get(symbol)
         if not uses or uses[-1] < cursor:
             return NEVER
-        return uses[bisect_left(uses, cursor)] - cursor
+        use = uses[bisect_left(uses, cursor)]
+        if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
+            return NEVER  # that use is of another one, to be made there
+        return use - cursor
 
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the accesses forecast, as (distance, block), from `first` to before `limit`.
@@ -279,12 +312,15 @@ class History:
         """
         if self.cursor < 0:
             return
-        distance = first
+        distance, names = first, self._names
         while distance < limit:
             index = self.cursor - self.start + distance % self.period
             for symbol in self._symbols[index : index + limit - distance]:
                 block_id = self._bearer_of.get(symbol, symbol)
-                if block_id in self._nbytes:
+                if block_id in self._nbytes and (
+                    symbol not in names.born_at
+                    or names.next_birth(symbol, self.cursor) > self.cursor + distance
+                ):
                     yield distance, block_id
                 distance += 1
 
@@ -298,10 +334,8 @@ class History:
         del self._symbols[: count - kept]
         del self._structs[: count - kept]
         self._uses = self._kept_uses()
-        self._births = {slot: born for slot, born in self._births.items() if slot > self.start}
-        self._temporary_count = (
-            sum(map(len, self._uses.values())) - kept + sum(map(len, self._births.values()))
-        )
+        self._names.forget_before(self.start, self._uses)
+        self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
         self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)
         if self.cursor < self.start or not kept:
             self.cursor = -1

@@ -80,6 +80,8 @@ class LookAhead(Movement):
             for victim in chosen:
                 self.evict(victim, f"{self.strategy.name}: room to fetch ahead")
             self.fetch(block, device, ahead=True)
+            with self.strategy_lock:
+                self.strategy.on_prefetch(block_id, block.nbytes)
         except RoomTakenError:
             return False
         except (torch.OutOfMemoryError, TransferError) as error:

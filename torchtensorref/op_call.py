@@ -16,12 +16,8 @@ from .errors import TransferError
 from .operands import Operands
 from .shadow import Shadow
 from .shortage import NO_ROOM, Generators, run_again
-from .strategy import Access
+from .strategy import PERSISTENT_AFTER, Access
 from .views import make_ref, parts_of, plain_on, replace_metadata, view_with
-
-#: Operators after which a tensor that is still used counts as one that stays: optimizer state.
-PERSISTENT_AFTER = 1000
-
 
 _SetExcluded = torch._C._SetExcludeDispatchKeyGuard
 _CONJUGATE = torch._C._dispatch_key_parse("Conjugate")
@@ -59,17 +55,22 @@ class OpCall(Operands):
     # -- tell ---------------------------------------------------------------------------------
 
     def _tell_accesses(self, device: Device) -> None:
-        strategy, tick = self.residency.strategy, self.residency.tick
-        with self.residency.strategy_lock:
+        residency = self.residency
+        strategy, tick = residency.strategy, residency.tick
+        if residency.unheard or residency.young:
+            residency.tell_births()
+        with residency.strategy_lock:
             for block in self.blocks:
                 block.last_use = tick
                 block.use_count += 1
                 if block.use_count == 1:
-                    self.residency.known[block.block_id] = block
+                    residency.known[block.block_id] = block
                 elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
                 if device.is_host:
                     continue  # the accelerator does not need it for this
+                if block.is_persistent:
+                    residency.told_tick = tick
                 replica = block.replicas.get(self.accelerator)
                 strategy.on_access(
                     Access(
@@ -313,16 +314,10 @@ class OpCall(Operands):
         if self.residency.recorder is not None:
             self.residency.recorder.birth(block)
         self.born.append(block)
-        _ = block.replicas  # told to the strategy, its death has to be told too
         expected = self.manager.expected_results
         if len(expected) > 4096:
             expected.clear()
         expected[self._result_key()] = block.nbytes
-        if block.replicas.get(self.accelerator) is None:
-            return  # made on the host: no birth there
-        with self.residency.strategy_lock:
-            struct = hash((self.plan.number, block.nbytes))
-            self.residency.strategy.on_birth(block.block_id, block.nbytes, struct)
 
     # -- views ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -245,6 +246,8 @@ class Residency(LookAhead):
                     if device.is_witness:
                         self._account(block, tensor, device)
                     ledger.bear(block, tensor)
+                    if self.is_pressed and self.strategy.watches_accesses:
+                        self.unheard.append(weakref.ref(block))
                     return block
             self.make_room_patiently(device, block.nbytes, "results")
 

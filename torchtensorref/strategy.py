@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+#: Operators after which a result that is used counts as one that stays: optimizer state.
+PERSISTENT_AFTER = 1000
+
 
 class BlockSnapshot(NamedTuple):
     """What a strategy may know about a block that has a replica on the device in question."""
@@ -127,8 +130,25 @@ class Strategy:
     def on_access(self, access: Access) -> None:
         """Note that the program uses a block."""
 
-    def on_birth(self, block_id: int, nbytes: int, struct: int) -> None:
-        """Note that an operator has made a block."""
+    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+        """Note that an operator has made a block, which was there still when the next was told.
+
+        Parameters
+        ----------
+        place : int
+            How many operators after the last access to a persistent block it was made.
+
+        Returns
+        -------
+        int
+            After how many operators it counts as persistent if it is there still, so that each use
+            of it is told; 0 is at once.
+
+        Notes
+        -----
+        Told while memory is short, before the next access: most results die before then.
+        """
+        return PERSISTENT_AFTER
 
     def on_death(self, block_id: int) -> None:
         """Note that the program has let go of a block."""
@@ -138,6 +158,9 @@ class Strategy:
     ) -> Iterable[Prefetch]:
         """Return what to fetch ahead of need, most urgent first."""
         return ()
+
+    def on_prefetch(self, block_id: int, nbytes: int) -> None:
+        """Note that a copy which `prefetch` asked for has been issued; others were refused."""
 
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]

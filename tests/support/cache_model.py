@@ -231,6 +231,7 @@ class CacheModel:
             for victim in victims:
                 self._evict(victim)
             self.counts.prefetched_nbytes += sizes[block_id]
+            self.strategy.on_prefetch(block_id, sizes[block_id])
             self._copy_in(block_id, sizes[block_id], True)
 
     def _write_back(self) -> None:

@@ -55,8 +55,11 @@ class Shaken(Strategy):
     def on_access(self, access: Access) -> None:
         self.inner.on_access(access)
 
-    def on_birth(self, block_id: int, nbytes: int, struct: int) -> None:
-        self.inner.on_birth(block_id, nbytes, struct)
+    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+        return self.inner.on_birth(block_id, nbytes, place)
+
+    def on_prefetch(self, block_id: int, nbytes: int) -> None:
+        self.inner.on_prefetch(block_id, nbytes)
 
     def on_death(self, block_id: int) -> None:
         self.inner.on_death(block_id)

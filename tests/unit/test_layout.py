@@ -16,7 +16,7 @@ STRATEGIES = ROOT / "strategies"
 #: Lowest first. A module may use its own row and the rows before it.
 ROWS = (
     ("errors", "units", "config", "events", "world", "_version"),
-    ("strategy", "history"),
+    ("strategy", "birth_places", "history"),
     ("devices",),
     ("blocks",),
     ("budget", "transfer", "schema", "costs", "views", "tracing"),

@@ -1,0 +1,144 @@
+"""Who is who among the results of operators: what a step makes anew each time is one thing.
+
+A block is known by a *symbol*. Its symbol is its number, unless it is recognised as the one that
+was made at the same place of the program before: then it bears the symbol of that one.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Container
+
+#: Births remembered between two accesses to persistent blocks.
+BIRTHS_PER_SLOT = 256
+#: Share by which what is made anew at one place may differ in size: caches that grow.
+GROWTH = 0.5
+
+
+class BirthPlaces:
+    """A record of where blocks were made, and the symbols that follow from it.
+
+    A *slot* is the position in the record of accesses before which something happened; a *place* is
+    how many operators after the access before. One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self.symbol_of: dict[int, int] = {}  # block -> symbol, where they differ
+        self.bearer_of: dict[int, int] = {}  # symbol -> block, where they differ
+        #: Living results of operators -> slot of their birth.
+        self.made: dict[int, int] = {}
+        #: Of results that were accessed as persistent ones: symbol -> slots of the births.
+        self.born_at: dict[int, array[int]] = {}
+        self._births: dict[int, list[tuple[int, int, int]]] = {}  # slot -> place, nbytes, symbol
+
+    def birth(self, block_id: int, nbytes: int, place: int, *, slot: int, before: int) -> bool:
+        """Note that an operator has made a block; say whether such a one stayed before.
+
+        Parameters
+        ----------
+        before : int
+            The slot that this one is expected to repeat; negative if none is.
+        """
+        born = self._births.setdefault(slot, [])
+        if len(born) >= BIRTHS_PER_SLOT:
+            return False
+        self.made[block_id] = slot
+        symbol = block_id
+        if 0 <= before != slot:
+            symbol = self._born_before(place, nbytes, born, before, block_id)
+        born.append((place, nbytes, symbol))
+        if symbol != block_id:
+            self.symbol_of[block_id] = symbol
+            self.bearer_of[symbol] = block_id
+        if symbol not in self.born_at:
+            return False
+        self.born_at[symbol].append(slot)
+        return True
+
+    def _born_before(
+        self,
+        place: int,
+        nbytes: int,
+        born: list[tuple[int, int, int]],
+        before: int,
+        otherwise: int,
+    ) -> int:
+        """Return what was born at this place of an earlier slot, of about this size."""
+        rank = sum(other == place for other, _, _ in born)
+        for other, other_nbytes, symbol in self._births.get(before, ()):
+            if other == place:
+                if rank == 0:
+                    is_alike = abs(nbytes - other_nbytes) <= GROWTH * other_nbytes
+                    return symbol if is_alike else otherwise
+                rank -= 1
+        return otherwise
+
+    def death(self, block_id: int) -> None:
+        """Note that a block is gone."""
+        self.made.pop(block_id, None)
+        symbol = self.symbol_of.pop(block_id, block_id)
+        if self.bearer_of.get(symbol) == block_id:
+            del self.bearer_of[symbol]
+
+    def stays(self, block_id: int, symbol: int) -> bool:
+        """Note an access to a persistent block; say whether it is a result that is new as one."""
+        if symbol in self.born_at or block_id not in self.made:
+            return False
+        self.born_at[symbol] = array("q", [self.made[block_id]])
+        return True
+
+    def rename(self, block_id: int, symbol: int, other: int) -> int:
+        """Give a block that is new as a persistent one the symbol of one that is gone."""
+        del self.born_at[symbol]
+        if self.bearer_of.get(symbol) == block_id:
+            del self.bearer_of[symbol]
+        self.symbol_of[block_id] = other
+        self.bearer_of[other] = block_id
+        self._born_as(block_id, symbol, other)
+        slots = self.born_at[other]
+        if slots[-1] < self.made[block_id]:
+            slots.append(self.made[block_id])
+        return other
+
+    def separate(self, block_id: int) -> int:
+        """Give a block a symbol of its own, when a younger one has taken its birth place.
+
+        Optimizer state is born once where a step makes a temporary each time: it is in use after
+        the next birth at that place, so it was not that temporary.
+        """
+        symbol = ~block_id
+        self._born_as(block_id, self.symbol_of.get(block_id, block_id), symbol)
+        self.symbol_of[block_id] = symbol
+        self.bearer_of[symbol] = block_id
+        return symbol
+
+    def _born_as(self, block_id: int, symbol: int, other: int) -> None:
+        """Let what is made next time where a block was made be recognised as this one."""
+        slot = self.made.get(block_id, -1)
+        if slot in self._births:
+            self._births[slot] = [
+                (place, nbytes, other if born == symbol else born)
+                for place, nbytes, born in self._births[slot]
+            ]
+
+    def next_birth(self, symbol: int, cursor: int) -> float:
+        """Return the slot, after that at the cursor, in which the next bearer was made."""
+        slots = self.born_at[symbol]
+        index = bisect_right(slots, cursor)
+        return slots[index] if index < len(slots) else math.inf
+
+    @property
+    def birth_count(self) -> int:
+        """How many births are remembered."""
+        return sum(map(len, self._births.values()))
+
+    def forget_before(self, start: int, symbols: Container[int]) -> None:
+        """Forget births up to a slot, and symbols that are not used any more."""
+        self._births = {slot: born for slot, born in self._births.items() if slot > start}
+        self.born_at = {
+            symbol: kept
+            for symbol, slots in self.born_at.items()
+            if symbol in symbols and (kept := slots[bisect_left(slots, start) :])
+        }
