@@ -238,25 +238,29 @@ class Residency(LookAhead):
             self.settle_at_home(block)
             return block
         ledger = self.ledgers[device]
+        has_been_refused = False
         while True:
+            is_refused = False
             with self.lock:
                 if graveyard or ledger.dead:
                     self.bury()
                 if ledger.resident_nbytes + block.nbytes <= ledger.budget.high_nbytes:
-                    if device.is_witness:
-                        self._account(block, tensor, device)
-                    ledger.bear(block, tensor)
-                    if self.is_pressed and self.strategy.watches_accesses:
-                        self.unheard.append(weakref.ref(block))
-                    return block
-            self.make_room_patiently(device, block.nbytes, "results")
-
-    def _account(self, block: Block, tensor: torch.Tensor, device: Device) -> None:
-        try:
-            device.account(tensor)
-        except torch.OutOfMemoryError:
-            self.evict_some(device, block.nbytes)
-            device.account(tensor)
+                    try:
+                        if device.is_witness:
+                            device.account(tensor)
+                        ledger.bear(block, tensor)
+                        if self.is_pressed and self.strategy.watches_accesses:
+                            self.unheard.append(weakref.ref(block))
+                        return block
+                    except torch.OutOfMemoryError:
+                        if has_been_refused:
+                            raise
+                        is_refused = has_been_refused = True
+            # Without the lock: the strategy is asked, and who tells it something may need the lock.
+            if is_refused:
+                self.evict_some(device, block.nbytes)
+            else:
+                self.make_room_patiently(device, block.nbytes, "results")
 
     # -- sharing and exposure -------------------------------------------------------------------
 
