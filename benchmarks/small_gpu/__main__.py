@@ -46,7 +46,7 @@ class Bench:
         self.results = self.folder / "run" / "results"
         self.results.mkdir(parents=True, exist_ok=True)
         self.comparison = Comparison(self.state, self.results)
-        self.processes = Processes(self.folder / "run" / "seats")
+        self.processes = Processes(self.folder / "run" / "seats", is_forking=self.state.is_forking)
         self.console = Console(stderr=True)
 
     def run(self) -> bool:
@@ -68,12 +68,21 @@ class Bench:
             stands_for = family if self.comparison.is_dry or family != "lora" else "llama"
             if stands_for in self.state.probes:
                 continue
-            ending = self._process(f"probe_{stands_for}", self._job(stands_for, "", []), 60.0)
-            found = next((e for e in ending.events if e["event"] == "probe"), None)
+            found, ending = self._probe(stands_for)
+            if found is None and self.processes.is_forking and not self.comparison.is_dry:
+                # A library may open the accelerator when it is imported, without torch's knowing.
+                self.processes.is_forking = False
+                found, ending = self._probe(stands_for)
+            self.state.is_forking = self.processes.is_forking
             if found is None:
                 raise RuntimeError(f"the probe {ending.status}; see {self.processes.folder}")
             self.state.probes[stands_for] = found
             self.state.save()
+
+    def _probe(self, family: str) -> tuple[dict[str, Any] | None, Ending]:
+        expected_s = self.options.expected_seconds
+        ending = self._process(f"probe_{family}", self._job(family, "", []), expected_s)
+        return next((e for e in ending.events if e["event"] == "probe"), None), ending
 
     def _job(self, family: str, contestant: str, workloads: list[str]) -> Job:
         return Job(

@@ -72,7 +72,7 @@ class Machine:
     def now_s(self) -> float:
         """Wait for the device, then read the clock."""
         if not self.is_host:
-            self.module.synchronize()
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     # -- memory ---------------------------------------------------------------------------------
@@ -126,7 +126,8 @@ class Machine:
         -------
         dict
             `allocated`, `reserved`, `page_locked`, `rss`; `in_steps` is what was allocated at most
-            during steps, `between_steps` the least that was between them.
+            during steps, `between_steps` the least that was between them; `driver` is what the
+            driver says is taken at the end.
         """
         self._take_peaks("after")
         page_locked = None
@@ -139,7 +140,15 @@ class Machine:
             "rss": peak_rss(),
             "in_steps": self._peaks.get("allocated steps"),
             "between_steps": self._least_held,
+            "driver": self._taken_from_driver(),
         }
+
+    def _taken_from_driver(self) -> int | None:
+        """What the driver has given away, to whomever; also what no allocator of torch's saw."""
+        if not hasattr(self.module, "mem_get_info"):
+            return None
+        free_nbytes, total_nbytes = self.module.mem_get_info(self.index)
+        return int(total_nbytes - free_nbytes)
 
     # -- for ours -------------------------------------------------------------------------------
 

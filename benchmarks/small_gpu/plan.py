@@ -113,7 +113,11 @@ class State:
         Cell -> round -> row.
     took_s : dict
         Seat -> seconds.
+    is_forking : bool
+        False once a process forked from the preloaded one could not use the accelerator.
     """
+
+    KEPT = ("options", "probes", "cells", "took_s", "is_forking")
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path = path
@@ -121,6 +125,7 @@ class State:
         self.probes: dict[str, Any] = {}
         self.cells: dict[str, dict[str, Any]] = {}
         self.took_s: dict[str, float] = {}
+        self.is_forking = True
 
     @classmethod
     def open(cls, path: Path, options: dict[str, Any], *, resume: bool) -> State:
@@ -139,14 +144,15 @@ class State:
                     f"{path} is of a run with {kept['options']}, not {options}; "
                     "leave out --resume to begin again, or give another --state"
                 )
-            state.probes, state.cells, state.took_s = kept["probes"], kept["cells"], kept["took_s"]
+            for name in cls.KEPT:
+                setattr(state, name, kept[name])
         return state
 
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
-        kept = {name: vars(self)[name] for name in ("options", "probes", "cells", "took_s")}
+        kept = {name: getattr(self, name) for name in self.KEPT}
         unfinished.write_text(json.dumps(kept))
         os.replace(unfinished, self.path)
 

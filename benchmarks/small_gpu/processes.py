@@ -33,6 +33,8 @@ class Processes:
     ----------
     folder : Path
         For jobs, their events and what they print.
+    is_forking : bool
+        Whether to try.
 
     Notes
     -----
@@ -40,7 +42,7 @@ class Processes:
     looks (`BAD_FORK`), and then all further ones are started afresh.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_forking: bool = True) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,7 +50,7 @@ class Processes:
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOADED])
-        self.is_forking = True
+        self.is_forking = is_forking
 
     def run(self, name: str, job: Job, limit_s: float) -> Ending:
         """Run one seat; it is killed after `limit_s`."""

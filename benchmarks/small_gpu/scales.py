@@ -82,7 +82,7 @@ SCALES: Mapping[str, Scale] = {
             _denoiser(3072, 24, 24),
             prefill_tokens=512,
             prompt_tokens=32,
-            decode_steps=8,
+            decode_steps=6,
             training_tokens=128,
             patches=4096,
             denoise_steps=4,

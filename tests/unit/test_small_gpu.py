@@ -10,6 +10,7 @@ from benchmarks.small_gpu import __main__ as command
 from benchmarks.small_gpu import table, weights, workloads
 from benchmarks.small_gpu.bound import Needs, bound, roofline_s
 from benchmarks.small_gpu.contestants import CONTESTANTS, reason_not
+from benchmarks.small_gpu.machine import Machine
 from benchmarks.small_gpu.plan import NO_CAP, Seat, Selection, State, seats, selection_of
 from benchmarks.small_gpu.processes import Ending
 from benchmarks.small_gpu.scales import CAPS, SCALES, WORKLOADS
@@ -128,7 +129,10 @@ def test_rounds_are_pooled_and_one_failure_is_a_failure(tmp_path):
 class Scripted:
     """Stands for the processes: answers each job from a list of endings, and keeps the jobs."""
 
+    folder = "nowhere"
+
     def __init__(self, endings):
+        self.is_forking = True
         self.endings = list(endings)
         self.jobs = []
 
@@ -244,6 +248,66 @@ def test_a_call_ends_with_its_minutes_and_the_next_one_goes_on(tmp_path):
     assert again.processes.jobs == [], "what was measured is not measured again"
     again._run_seat(Seat(0, "llama", 25, "flow"))
     assert [job["cap_nbytes"] for job in again.processes.jobs] == [919680 // 4]
+
+
+def test_where_a_forked_process_cannot_use_the_accelerator_others_are_started_afresh(tmp_path):
+    arguments = ["--device", "cpu", "--scale", "tiny", "--state", str(tmp_path)]
+    made = command.Bench(command.parse([*arguments, "--only", "decode1"]))
+    made.processes = Scripted([([], "exit 1"), ([PROBE], "ended")])
+    made._prepare()
+    assert made.state.probes["llama"] == PROBE
+    again = command.Bench(command.parse([*arguments, "--resume"]))
+    assert not again.processes.is_forking
+    made = bench(tmp_path / "dry", ([], "exit 1"))
+    with pytest.raises(RuntimeError, match="the probe exit 1"):
+        made._prepare()
+
+
+class Module:
+    """The names of torch's module of a kind of accelerator that a machine asks for."""
+
+    def __init__(self):
+        self.calls, self.peak, self.held = [], 0, 0
+
+    def mem_get_info(self, index):
+        return 700, 1000
+
+    def set_per_process_memory_fraction(self, fraction, index):
+        self.calls.append((fraction, index))
+
+    def reset_peak_memory_stats(self, index):
+        self.peak = self.held
+
+    def max_memory_allocated(self, index):
+        return self.peak
+
+    def max_memory_reserved(self, index):
+        return self.peak + 1
+
+    def memory_allocated(self, index):
+        return self.held
+
+    def use(self, peak, held):
+        self.peak, self.held = max(self.peak, peak), held
+
+
+def test_the_cap_and_the_peaks_are_those_of_torchs_allocator():
+    machine = Machine("cpu")
+    module = machine.module = Module()
+    assert machine.cap(250)
+    assert module.calls == [(0.25, 0)]
+    machine.reset_peaks()
+    module.use(peak=50, held=10)  # loading, a prompt
+    machine.begin_steps()
+    module.use(peak=30, held=12)
+    machine.end_step()
+    module.use(peak=20, held=14)
+    machine.end_step()
+    memory = machine.memory()
+    assert (memory["allocated"], memory["reserved"]) == (50, 51)
+    assert (memory["in_steps"], memory["between_steps"]) == (30, 12)
+    assert memory["driver"] == 300
+    assert memory["rss"] > 10**7
 
 
 # -- the page --------------------------------------------------------------------------------------
