@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import time
@@ -210,7 +211,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cell-seconds", type=float, default=15, help="no more runs then")
     parser.add_argument("--seat-seconds", type=float, default=300, help="stopped then")
     parser.add_argument("--state", type=Path, help="a folder (.cache/small_gpu/DEVICE_SCALE)")
-    parser.add_argument("--write", type=Path, help="also write the page to this file")
+    parser.add_argument("--write", type=Path, help="also write the page to this file or folder")
     options = parser.parse_args(arguments)
     if options.dry:
         options.device = "sim:rx6600xt"
@@ -242,14 +243,24 @@ def main(arguments: list[str] | None = None) -> int:
     page = table.page(bench.comparison, options.only, _command(options))
     print(page)
     if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(page)
+        path = page_path(options.write, bench.state)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page)
     missing = table.unexplained(rows)
     print("RESULT " + json.dumps(_result(bench, rows, is_finished)))
     if missing:
         print(f"cells without figures and without a reason: {', '.join(missing)}", file=sys.stderr)
         return 1
     return 0 if is_finished else UNFINISHED
+
+
+def page_path(wished: Path, state: State) -> Path:
+    """Return where the page goes: in a folder, a file with the name of the device and the scale."""
+    if not wished.is_dir():
+        return wished
+    device = next(iter(state.probes.values()))["hardware"]["device"]
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return wished / f"small_gpu_{name}_{state.options['scale']}.md"
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 
 import pytest
 import torch
 
 from benchmarks.small_gpu import __main__ as command
-from benchmarks.small_gpu import table, weights, workloads
+from benchmarks.small_gpu import calls, table, weights, workloads
 from benchmarks.small_gpu.bound import Needs, bound, roofline_s
 from benchmarks.small_gpu.contestants import CONTESTANTS, reason_not
 from benchmarks.small_gpu.machine import Machine
@@ -342,6 +344,57 @@ def test_the_page_of_a_run_that_is_not_finished_says_so(tmp_path):
     cells = len(WORKLOADS) * len(CAPS) * len(CONTESTANTS)
     assert page.count("not run: the run is not finished") == cells
     assert "(roofline)" in page
+
+
+def test_in_a_folder_the_page_has_the_name_of_the_device(tmp_path):
+    state = State(tmp_path / "state.json", {"scale": "full"})
+    state.probes["llama"] = {"hardware": {"device": "cuda:0 (NVIDIA H200)"}}
+    assert command.page_path(tmp_path, state).name == "small_gpu_cuda_0_nvidia_h200_full.md"
+    assert command.page_path(tmp_path / "mine.md", state).name == "mine.md"
+
+
+# -- make gpu --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls_made(tmp_path, monkeypatch):
+    """In an empty tree: give `answer(statuses)`, and the commands that were run."""
+    monkeypatch.chdir(tmp_path)
+    for folder in calls.TESTED:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "some.py").touch()
+    made, statuses = [], []
+
+    def run(arguments, **options):
+        made.append(" ".join(arguments[1:]))
+        return subprocess.CompletedProcess(arguments, statuses.pop(0))
+
+    monkeypatch.setattr(calls.subprocess, "run", run)
+    return statuses, made
+
+
+def test_calls_go_on_until_all_is_done(calls_made):
+    statuses, made = calls_made
+    statuses += [0, command.UNFINISHED, 0]
+    assert calls.main(["--scale", "tiny"]) == 0
+    assert made[0] == "-m pytest -q -m device tests/device"
+    assert [text.startswith("-m benchmarks.small_gpu --resume ") for text in made[1:]] == [True] * 2
+
+
+def test_one_call_is_one_and_tests_that_passed_are_not_run_again(calls_made, tmp_path):
+    statuses, made = calls_made
+    statuses += [0, command.UNFINISHED, command.UNFINISHED, 1]
+    assert calls.main(["--one"]) == command.UNFINISHED
+    assert calls.main(["--one"]) == command.UNFINISHED
+    assert [text.partition(" --")[0] for text in made] == [
+        "-m pytest -q -m device tests/device",
+        "-m benchmarks.small_gpu",
+        "-m benchmarks.small_gpu",
+    ]
+    changed = tmp_path / "torchtensorref" / "some.py"
+    os.utime(changed, (2**32, 2**32))
+    statuses[:] = [1, 0]
+    assert calls.main(["--one"]) == 1, "tests that failed are not forgotten over the benchmark"
 
 
 # -- weights and programs --------------------------------------------------------------------------
