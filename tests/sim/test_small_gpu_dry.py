@@ -78,3 +78,32 @@ def test_times_of_the_host_are_not_compared(dry):
     assert len(peers) == 2
     assert all(t["met"] is None for t in peers)
     assert "A dry run" in page
+
+
+def test_a_process_that_fails_or_takes_too_long_is_told_from_one_that_ends(tmp_path):
+    """Of those that are started afresh; the dry run is what forked ones do."""
+    from benchmarks.small_gpu.processes import Processes
+    from benchmarks.small_gpu.seat import Job
+
+    job = Job(
+        device="cpu",
+        scale="tiny",
+        family="denoiser",
+        contestant="plain",
+        workloads=["diffusion"],
+        cap_nbytes=None,
+        headroom_nbytes=0,
+        weights=str(tmp_path / "nothing"),
+        out="",
+        results={},
+        cell_s=1.0,
+        timelines={},
+    )
+    processes = Processes(tmp_path / "seats", is_forking=False)
+    ending = processes.run("failing", job, 120.0)
+    assert ending.status == "exit 42"
+    assert [event["event"] for event in ending.events] == ["started", "failed"]
+    assert "nothing" in ending.events[-1]["reason"]
+    assert "Traceback" in (tmp_path / "seats" / "failing.log").read_text()
+    ending = processes.run("slow", job, 0.001)
+    assert ending.status == "stopped after 0 s"
