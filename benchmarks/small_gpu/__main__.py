@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ UNFINISHED = 75
 
 
 class OutOfTime(Exception):
-    """The minutes of this call are used up."""
+    """The minutes of this call are used up; `events` is what a process had found by then."""
+
+    def __init__(self, reason: str, events: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(reason)
+        self.events = events
 
 
 class Bench:
@@ -117,8 +122,7 @@ class Bench:
         self.state.took_s[name] = ending.took_s
         if ending.status.startswith("stopped") and limit_s < self.options.seat_seconds:
             # The next call expects as much; a seat that no call has room for ends by its own limit.
-            self.state.save()
-            raise OutOfTime(f"{name} was {ending.status}")
+            raise OutOfTime(f"{name} was {ending.status}", ending.events)
         return ending
 
     def _run_seat(self, seat: Seat) -> None:
@@ -143,7 +147,13 @@ class Bench:
                 job["results"][workload] = str(path)
             job["timelines"] = self._timelines(seat, pending)
             expected_s = self.state.expected_s(seat, self.options.expected_seconds)
-            ending = self._process(seat.name, job, expected_s)
+            try:
+                ending = self._process(seat.name, job, expected_s)
+            except OutOfTime as cut:
+                for event in cut.events:
+                    self._put_measured(seat, event)
+                self.state.save()
+                raise
             pending, headrooms = self._take(seat, pending, headrooms, ending)
             self.state.save()
             done = f"{seat.name:40} {ending.took_s:6.1f} s  {ending.status}"
@@ -176,8 +186,7 @@ class Bench:
             if event["event"] == "started":
                 current = workload
             elif event["event"] == "measured":
-                row = {k: v for k, v in event.items() if k not in ("event", "workload")}
-                self.state.put(seat, event["workload"], {"status": "measured", **row})
+                self._put_measured(seat, event)
                 left.remove(event["workload"])
             elif event["event"] == "out of memory" and len(headrooms) > 1:
                 return left, headrooms[1:]
@@ -190,6 +199,11 @@ class Bench:
             reason = f"its process {ending.status}; {self.processes.last_line(seat.name)}"
             left = self._fail(seat, left, current, reason)
         return left, headrooms
+
+    def _put_measured(self, seat: Seat, event: dict[str, Any]) -> None:
+        if event["event"] == "measured":
+            row = {k: v for k, v in event.items() if k not in ("event", "workload")}
+            self.state.put(seat, event["workload"], {"status": "measured", **row})
 
     def _fail(self, seat: Seat, left: list[str], workload: str | None, reason: str) -> list[str]:
         """Write a failure down: of one workload, or of all that are left if it was none's."""

@@ -221,6 +221,16 @@ def test_what_is_not_installed_is_skipped_with_that_reason(monkeypatch):
     assert reason_not(CONTESTANTS["flow"], "decode1", 1, 1) is None
 
 
+def test_what_was_measured_before_a_call_ended_is_kept(tmp_path):
+    made = bench(tmp_path, ([said("decode1"), event("started", "decode16")], "stopped after 60 s"))
+    made.options.seat_seconds = 10**6
+    with pytest.raises(command.OutOfTime):
+        made._run_seat(Seat(0, "llama", 50, "flow"))
+    again = bench(tmp_path, ([said("decode16"), said("prefill")], "ended"), resume=True)
+    again._run_seat(Seat(0, "llama", 50, "flow"))
+    assert again.processes.jobs[0]["workloads"] == ["decode16", "prefill"]
+
+
 PROBE = {
     "event": "probe",
     "probe": {
