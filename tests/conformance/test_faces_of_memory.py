@@ -1,0 +1,329 @@
+"""Arrays, storages, pointers, pickles, files and copies: as with plain torch."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ..support.faces import QUIET, failure
+from ..support.programs import Bring
+
+pytestmark = QUIET
+
+# -- numpy --------------------------------------------------------------------------------------
+
+
+def test_an_array_shares_the_memory(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, 4))
+        array = x.t().numpy()
+        array[0, 0] = 7
+        seen = x + 1
+        x.mul_(2)
+        return [seen, array.tolist(), array.strides, str(array.dtype), x.sum()]
+
+    right(program)
+
+
+def test_an_array_goes_on_sharing_it_through_many_operators(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.zeros(5))
+        array = x.numpy()
+        seen = []
+        for step in range(6):
+            array += step
+            seen.append((x * x).sum().item())
+            x.add_(1)
+            seen.append(float(array.sum()))
+        return seen
+
+    right(program)
+
+
+def test_a_tensor_over_an_array_shares_the_memory(right):
+    def program(bring: Bring) -> Any:
+        array = np.arange(12, dtype=np.float32).reshape(3, 4)
+        x = bring(torch.from_numpy(array))
+        array[1] = 9
+        seen = x * 2
+        x[2].add_(1)
+        return [seen, array.tolist(), x]
+
+    right(program)
+
+
+def test_arrays_are_refused_where_torch_refuses_them(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        z = bring(torch.rand(3, dtype=torch.complex64)).conj()
+        b = bring(torch.rand(3)).bfloat16()
+        return [
+            failure(x.numpy),
+            failure(lambda: np.asarray(x)),
+            failure((x * 2).numpy),
+            x.detach().numpy().tolist(),
+            x.numpy(force=True).tolist(),
+            failure(z.numpy),
+            z.resolve_conj().numpy().tolist(),
+            failure(b.numpy),
+        ]
+
+    right(program)
+
+
+def test_array_protocols(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.arange(6.0).reshape(2, 3))
+        results = [
+            np.sin(x),
+            np.add(x, 1),
+            np.multiply(x, x),
+            x * np.float32(2),
+        ]
+        shared = np.asarray(x)
+        own = np.array(x, copy=True)
+        x.add_(1)
+        return [
+            *[
+                (type(r).__name__.replace("TensorRef", "Tensor"), np.asarray(r).tolist())
+                for r in results
+            ],
+            shared.tolist(),
+            own.tolist(),
+            x.__array__(np.float64).dtype.name,
+            np.asarray(x, dtype=np.int32).tolist(),
+            np.stack([x, x]).tolist(),
+            [np.shape(x), np.ndim(x)],
+        ]
+
+    right(program)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def test_dlpack(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(2, 3))
+        array = np.from_dlpack(x)
+        twin = torch.from_dlpack(x)
+        capsule = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+        twin[0, 0] = 5
+        capsule[1, 1] = 6
+        x.add_(1)
+        grown = bring(torch.rand(2, requires_grad=True))
+        return [
+            array.tolist(),
+            twin.tolist(),
+            capsule.tolist(),
+            x,
+            failure(lambda: torch.from_dlpack(grown)),
+            [int(part) for part in x.__dlpack_device__()],
+        ]
+
+    right(program)
+
+
+def test_a_pointer_stays_good(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(4))
+        y = x[1:]
+        floats = (ctypes.c_float * 4).from_address(x.data_ptr())
+        seen = []
+        for step in range(4):
+            floats[step] = step
+            seen.append(x.sum().item())
+            x.mul_(2)
+            seen.append(list(floats))
+        return [seen, y.data_ptr() - x.data_ptr(), x.data_ptr() == x.detach().data_ptr()]
+
+    right(program)
+
+
+def test_storages(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.arange(6.0).reshape(2, 3))
+        storage = x.untyped_storage()
+        other = bring(torch.empty(0)).set_(storage, 1, (2, 2), (2, 1))
+        other.mul_(10)
+        typed = x.storage()
+        typed[0] = 42
+        plain = torch.tensor(storage.tolist(), dtype=torch.uint8)
+        return [
+            x,
+            other,
+            storage.nbytes(),
+            len(typed),
+            typed.tolist(),
+            plain,
+            storage.data_ptr() == x.data_ptr(),
+            x[1].storage_offset(),
+            x.is_set_to(other),
+            x.element_size(),
+            x.nbytes,
+            storage.device.type,
+        ]
+
+    right(program)
+
+
+def test_resizing(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.arange(4.0))
+        x.resize_(2, 3)
+        x.view(-1)[4:].fill_(9)
+        return [x, x.untyped_storage().nbytes()]
+
+    right(program)
+
+
+def test_share_memory(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3))
+        before = x.is_shared()
+        same = x.share_memory_() is x
+        x.add_(1)
+        model = bring(nn.Linear(2, 2)).share_memory()
+        return [before, same, x.is_shared(), x, [p.is_shared() for p in model.parameters()]]
+
+    right(program)
+
+
+# -- writing and reading ------------------------------------------------------------------------
+
+
+def test_pickles(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(2, 3))
+        views = pickle.loads(pickle.dumps([x, x.t(), x[1]]))
+        views[0].zero_()
+        grown = bring(torch.rand(2, requires_grad=True))
+        parameter = bring(nn.Linear(2, 2)).weight
+        back = pickle.loads(pickle.dumps(parameter))
+        return [
+            views,
+            x,
+            pickle.loads(pickle.dumps(grown)),
+            isinstance(back, nn.Parameter),
+            back,
+            [pickle.loads(pickle.dumps(x, protocol)) for protocol in (2, 3, 4, 5)],
+            failure(lambda: pickle.dumps((grown * 2).requires_grad_())),
+        ]
+
+    right(program)
+
+
+def test_pickles_are_those_of_plain_tensors(right):
+    def program(bring: Bring) -> Any:
+        text = pickle.dumps(bring(torch.rand(3)))
+        return [b"torchTensorRef" in text, b"TensorRef" in text]
+
+    right(program)
+
+
+def test_save_and_load(right):
+    def program(bring: Bring) -> Any:
+        model = bring(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        tied = bring(torch.rand(4))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "tied": [tied, tied[1:]]}, file)
+        nbytes = len(file.getvalue())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        loaded["tied"][0].zero_()
+        whole = io.BytesIO()
+        torch.save(model, whole)
+        whole.seek(0)
+        again = torch.load(whole, weights_only=False)
+        return [
+            loaded["model"],
+            loaded["tied"],
+            nbytes,
+            again.state_dict(),
+            type(again[0].weight).__name__,
+        ]
+
+    right(program)
+
+
+def test_safetensors(right, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def program(bring: Bring) -> Any:
+        tensors = {
+            "a": bring(torch.rand(2, 3)),
+            "b": bring(torch.arange(4)),
+            "c": bring(torch.ones(())),
+        }
+        path = str(tmp_path / "x.safetensors")
+        safetensors.save_file(tensors, path)
+        loaded = safetensors.load_file(path)
+        text = safetensors.save(tensors)
+        model = bring(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        model[1].weight = model[0].weight
+        safetensors.save_model(model, path)
+        other = bring(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        other[1].weight = other[0].weight
+        safetensors.load_model(other, path)
+        x = tensors["a"]
+        return [
+            sorted(loaded.items()),
+            len(text),
+            sorted(safetensors.load(text).items()),
+            other.state_dict(),
+            failure(lambda: safetensors.save({"x": x, "y": x[0]}))[0],
+            failure(lambda: safetensors.save({"x": x.t()}))[0],
+        ]
+
+    right(program)
+
+
+# -- copies -------------------------------------------------------------------------------------
+
+
+def test_copies(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        x.sum().backward()
+        x.mark = ["noted"]
+        shallow, deep = copy.copy(x), copy.deepcopy(x)
+        with torch.no_grad():
+            x.add_(1)
+        return [
+            x,
+            shallow,
+            deep,
+            deep.grad,
+            deep.mark,
+            deep.mark is x.mark,
+            failure(lambda: copy.deepcopy(x * 2)),
+        ]
+
+    right(program)
+
+
+def test_a_deep_copy_of_a_module_keeps_what_is_tied(right):
+    def program(bring: Bring) -> Any:
+        model = bring(nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))
+        model["b"].weight = model["a"].weight
+        model.register_buffer("part", model["a"].weight.detach()[0])
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            model["a"].weight.zero_()
+            twin["a"].weight.add_(1)
+        return [
+            list(model.parameters()),
+            list(twin.parameters()),
+            twin["b"].weight is twin["a"].weight,
+            twin.part,
+        ]
+
+    right(program)
