@@ -137,6 +137,10 @@ def _run_ready(
         return _wrap(ref_type, out, residency.born(out, device), device, first)
     except SHORTAGES:
         return SLOW
+    except (RuntimeError, IndexError, ValueError):
+        if device.torch_device.type == "cpu":
+            raise  # the host has the same kernels: it is the program's own mistake
+        return SLOW  # the host may have a kernel for it
     finally:
         if outer is None:
             del hazards[ident]

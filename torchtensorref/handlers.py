@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import variants
 from .blocks.block import Block
 from .manager import tensorsManager
 from .op_call import OpCall
@@ -158,8 +159,64 @@ TABLE: tuple[tuple[Any, Callable[[OpCall], Any], str], ...] = (
 )
 
 
+_HOSTS_OWN = "chosen by the label; no accelerator has it"
+_HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
+_ACCELERATORS_OWN = "chosen by the label; the host has none, and runs it when memory is short"
+
+#: Operator, what takes its place where its operands lie on an accelerator, and on the host (None:
+#: itself), reason.
+VARIANTS: tuple[tuple[Any, Any, Any, str], ...] = (
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        variants.attention_for_cpu,
+        None,
+        _HOSTS_OWN,
+    ),
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        variants.attention_for_cpu_backward,
+        variants.attention_for_cpu_backward_at_home,
+        _HOSTS_OWN_BACK,
+    ),
+    (aten.mkldnn_rnn_layer.default, variants.lstm_layer, None, _HOSTS_OWN),
+    (
+        aten.mkldnn_rnn_layer_backward.default,
+        variants.lstm_layer_backward,
+        variants.lstm_layer_backward_at_home,
+        _HOSTS_OWN_BACK,
+    ),
+    (
+        aten._scaled_dot_product_flash_attention.default,
+        None,
+        variants.flash_attention_at_home,
+        _ACCELERATORS_OWN,
+    ),
+    (
+        aten._scaled_dot_product_flash_attention_backward.default,
+        variants.flash_attention_backward,
+        variants.flash_attention_backward,
+        _HOSTS_OWN_BACK,
+    ),
+    (
+        aten._scaled_dot_product_efficient_attention.default,
+        None,
+        variants.efficient_attention_at_home,
+        _ACCELERATORS_OWN,
+    ),
+    (
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        variants.efficient_attention_backward,
+        variants.efficient_attention_backward,
+        _HOSTS_OWN_BACK,
+    ),
+)
+
+
 def install(ref_type: type) -> None:
-    """Put the table into the plans."""
+    """Put the tables into the plans."""
+    for op, elsewhere, at_home, _ in VARIANTS:
+        # It is the operator in everything but the call.
+        plan_of(op).op = variants.ByDevice(op, elsewhere, at_home)  # type: ignore[assignment]
     for op, handler, _ in TABLE:
         plan = plan_of(op)
         plan.handler = handler

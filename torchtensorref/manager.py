@@ -25,6 +25,7 @@ from .headroom import OthersWatch, cap_allocator
 from .invariants import block_violations, ledger_violations
 from .reports import report_text
 from .residency import Residency
+from .schema import mind_labels
 from .strategy import Strategy
 from .strategy_choice import make_strategy
 from .transfer import TransferCounts
@@ -96,6 +97,8 @@ class TensorsManager(Custody):
     def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
         residency.open_ledger(device, budget)
         residency.ledgers[device].scratch_nbytes = 0
+        if device.torch_device.type != "cpu":
+            mind_labels()
         setting = settings.budget if self._budget_setting is None else self._budget_setting
         cap_allocator(device, setting, budget.limit_nbytes)
 

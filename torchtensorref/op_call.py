@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .blocks.block import Block
-from .budget import SHORTAGES, OutOfBudgetError
+from .budget import SHORTAGES
 from .config import settings
 from .costs import operator_cost
 from .devices.base import Device
-from .errors import TransferError
-from .operands import Operands
+from .labels import exchange_device, is_guest
+from .ladder import Ladder
 from .shadow import Shadow
-from .shortage import NO_ROOM, Generators, run_again
 from .strategy import PERSISTENT_AFTER, Access
 from .views import make_ref, parts_of, plain_on, replace_metadata, view_with
 
@@ -24,7 +23,7 @@ _CONJUGATE = torch._C._dispatch_key_parse("Conjugate")
 _NEGATIVE = torch._C._dispatch_key_parse("Negative")
 
 
-class OpCall(Operands):
+class OpCall(Ladder):
     """One operator on its way through the six phases."""
 
     __slots__ = ()
@@ -83,46 +82,6 @@ class OpCall(Operands):
                     )
                 )
 
-    # -- the ladder -----------------------------------------------------------------------------
-
-    def _run_down_the_ladder(self, device: Device) -> Any:
-        """Run on a device; where memory is too short for it, on the host."""
-        host = self.residency.host
-        if device is host:
-            self.residency.counts.host_op_count += 1
-            return self.run_on(host)
-        if self._might_need_a_second_run():
-            self._note_fallback("writes and makes results while memory is short")
-            return self.run_on(host)
-        generators = Generators(self, device)
-        try:
-            return self.run_on(device)
-        except SHORTAGES as error:
-            result = run_again(self, device, error, generators)
-            if result is not NO_ROOM:
-                return result
-            self._note_fallback(_reason(error))
-        except NotImplementedError:
-            if device.is_simulated:
-                raise  # the host has the same kernels
-            self.manager.unsupported.add((self.plan.number, self._dtype()))
-            self._note_fallback(f"no kernel for {self.plan.name} on {device.kind}")
-        generators.restore()
-        return self.run_on(host)
-
-    def _might_need_a_second_run(self) -> bool:
-        """What does not fit is made again on the host: impossible once operands have changed."""
-        if not self.written or all(twin is not None for twin in self.plan.result_of_write):
-            return False
-        ledger = self.residency.ledgers[self.accelerator]
-        need_nbytes = 3 * sum(block.nbytes for block in self.blocks)
-        return need_nbytes > ledger.budget.limit_nbytes
-
-    def _note_fallback(self, reason: str) -> None:
-        fallbacks = self.residency.counts.host_fallbacks
-        fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        self.residency.log.note("-", f"host fallback {self.plan.name}", reason)
-
     # -- fetch, run, commit, wrap ---------------------------------------------------------------
 
     def run_on(self, device: Device) -> Any:
@@ -137,7 +96,14 @@ class OpCall(Operands):
                     self.plain_of[id(ref)] = plain_on(ref, device)
             args = [self._plain(arg) for arg in self.args]
             kwargs = {name: self._plain(arg) for name, arg in self.kwargs.items()}
+            if self.plan.has_device:
+                asked = exchange_device(self.plan, device, self.accelerator, args, kwargs)
+                self.label = asked or self.label
+            if self.guests is not None or (self.plan.reads_at_home and not device.is_simulated):
+                self._put_where_they_are_read(device, args, kwargs)
             out = self._execute(device, args, kwargs)
+            if self.guests is not None:
+                self.guests.send_back(self._written_arguments())
             return self._wrap(out, device)
         finally:
             residency.release(held)
@@ -147,6 +113,30 @@ class OpCall(Operands):
                         residency.settle_at_home(block)
                     else:
                         residency.set_ready(block, device)
+
+    def _put_where_they_are_read(
+        self, device: Device, args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Exchange operands that a kernel reads elsewhere than where it runs."""
+        guests = self.guests
+        if guests is not None:
+
+            def at_hand(value: Any) -> Any:
+                return guests.on(value, device) if is_guest(value, self.accelerator) else value
+
+            args[:] = tree_map_only(torch.Tensor, at_hand, args)
+            kwargs.update(tree_map_only(torch.Tensor, at_hand, kwargs))
+        for name in self.plan.reads_at_home:
+            original = self.plan.argument(name, self.args, self.kwargs)
+            home = self.manager.plain_at_home(self.foreign.get(id(original), original))
+            if name in kwargs:
+                kwargs[name] = home
+            else:
+                args[self.plan.argument_names.index(name)] = home
+
+    def _written_arguments(self) -> list[Any]:
+        names = self.plan.write_names
+        return tree_leaves([self.plan.argument(name, self.args, self.kwargs) for name in names])
 
     def _plain(self, value: Any) -> Any:
         if type(value) is self.ref_type:
@@ -177,7 +167,7 @@ class OpCall(Operands):
             shadow.compare(out, device)
         flops, nbytes, dtype_name = operator_cost(self.plan, args, kwargs, out)
         device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
-        if not device.is_host and not self.plan.returns_tensors:
+        if device.is_simulated and not self.plan.returns_tensors:
             device.record().synchronize()  # the program reads a number: the host waits for it
         return out
 
@@ -218,8 +208,13 @@ class OpCall(Operands):
             return self._unmanaged(plain)
         if plain.is_quantized or plain.is_mkldnn:
             return self._unmanaged(plain)
-        if plain.device.type == "meta" or type(plain) not in (torch.Tensor, torch.nn.Parameter):
+        if type(plain) not in (torch.Tensor, torch.nn.Parameter):
             return plain
+        if plain.device != device.torch_device:
+            there = self._device_of(plain)
+            if there is None:
+                return plain
+            device = there
         for ref in self.refs:
             mine = self.plain_of[id(ref)]
             if mine is plain:
@@ -237,11 +232,18 @@ class OpCall(Operands):
                 raise
             # What it has written cannot be written again, so it cannot run again: the result is
             # there, and goes home.
-            self._note_fallback(_reason(error))
+            self._note_shortage(error)
             plain, device = plain.cpu(), self.residency.host
             block = self.residency.born(plain, device)
         self._note_birth(block)
         return make_ref(self.ref_type, plain, block, device, label)
+
+    def _device_of(self, plain: torch.Tensor) -> Device | None:
+        """Where a result lies that a kernel has made elsewhere than where it ran."""
+        if plain.is_cpu:
+            return self.residency.host
+        is_there = plain.device == self.accelerator.torch_device
+        return self.accelerator if is_there else None
 
     def _unmanaged(self, plain: torch.Tensor) -> torch.Tensor:
         """A result that stays plain, and may be made of the operands' own memory.
@@ -354,11 +356,3 @@ class OpCall(Operands):
             self.manager.after_operator(self.accelerator, [*self.blocks, *self.born])
         if settings.check >= 2:
             self.manager.check()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OutOfBudgetError):
-        return "the operator needs more than the budget"
-    if isinstance(error, TransferError):
-        return "a copy failed"
-    return "the device was out of memory"

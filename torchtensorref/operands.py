@@ -8,6 +8,7 @@ import torch
 
 from .blocks.block import Block
 from .devices.base import Device
+from .labels import Guests, is_guest
 from .manager import TensorsManager
 from .schema import OpPlan
 from .strategy import OpSnapshot
@@ -22,6 +23,7 @@ class Operands:
         "blocks",
         "born",
         "foreign",
+        "guests",
         "kwargs",
         "label",
         "manager",
@@ -58,6 +60,7 @@ class Operands:
         """Find the operands: TensorRefs, plain tensors that take part, and what is written."""
         self.refs: list[Any] = []
         self.foreign: dict[int, Any] = {}
+        self.guests: Guests | None = None
         self.special: list[torch.Tensor] = []
         self.label: Any = None
         for arg in self.args:
@@ -89,7 +92,11 @@ class Operands:
 
     def _collect_plain(self, tensor: torch.Tensor) -> None:
         """A plain operand takes part as a block of its own; what cannot, sends us to the host."""
-        if (
+        if is_guest(tensor, self.accelerator):
+            self.guests = self.guests or Guests()
+            self.guests.tensors.append(tensor)
+            self.label = self.label or tensor.device
+        elif (
             self._is_other_subclass(type(tensor))
             or tensor.device.type == "meta"
             or tensor.layout is not torch.strided
@@ -119,6 +126,8 @@ class Operands:
         residency, host, plan = self.residency, self.residency.host, self.plan
         if not residency.accelerators or self.special:
             return host
+        if self.guests is not None:
+            return self.accelerator  # the program has put one of its operands there
         if plan.draws_random(self.args, self.kwargs) and (
             self.label is None or self.label.type == "cpu"
         ):

@@ -78,6 +78,22 @@ RUNS_AT_HOME = {
     aten._local_scalar_dense.default,
 }
 
+#: Operators whose kernels on accelerators read some operands on the host, and their names.
+READS_AT_HOME: dict[OpOverload, tuple[str, ...]] = {
+    aten._pack_padded_sequence.default: ("lengths",),
+    aten._pack_padded_sequence_backward.default: ("batch_sizes",),
+    aten._pad_packed_sequence.default: ("batch_sizes",),
+    aten.lstm.data: ("batch_sizes",),
+    aten.gru.data: ("batch_sizes",),
+    aten.rnn_tanh.data: ("batch_sizes",),
+    aten.rnn_relu.data: ("batch_sizes",),
+    aten.tensor_split.tensor_indices_or_sections: ("tensor_indices_or_sections",),
+    aten._foreach_addcdiv.Tensor: ("scalars",),
+    aten._foreach_addcdiv_.Tensor: ("scalars",),
+    aten._foreach_addcmul.Tensor: ("scalars",),
+    aten._foreach_addcmul_.Tensor: ("scalars",),
+}
+
 _functions = torch._C._VariableFunctions
 _methods = torch._C.TensorBase
 
@@ -124,6 +140,7 @@ class OpPlan:
         "fast_below_nbytes",
         "flops",
         "handler",
+        "has_device",
         "has_kwarg_tensors",
         "is_fast",
         "is_flat",
@@ -137,6 +154,7 @@ class OpPlan:
         "number",
         "op",
         "random_argument",
+        "reads_at_home",
         "result_of_write",
         "returns_tensor",
         "returns_tensors",
@@ -206,6 +224,11 @@ class OpPlan:
                 or self.is_number
             )
         )
+        #: A call may say on which device its results are to be: a label (`labels.py`).
+        self.has_device = "device" in self.argument_names
+        self.reads_at_home = READS_AT_HOME.get(op, ())
+        if _labels_matter and (self.has_device or self.reads_at_home):
+            self.is_fast = False
         #: Larger first operands take the long way all the same.
         self.fast_below_nbytes = float("inf")
         #: What runs it on plain tensors in the least time.
@@ -271,6 +294,19 @@ def _is_first(schema: Any) -> bool:
 
 
 _plans: dict[OpOverload, OpPlan] = {}
+
+#: Whether plain tensors lie on devices of their own, so that what a call says of a device differs
+#: from where its operands are.
+_labels_matter = False
+
+
+def mind_labels() -> None:
+    """From now on, calls that name a device take the long way: a real accelerator is in use."""
+    global _labels_matter
+    _labels_matter = True
+    for plan in list(_plans.values()):
+        if plan.has_device or plan.reads_at_home:
+            plan.is_fast = False
 
 
 def plan_of(op: OpOverload) -> OpPlan:

@@ -183,3 +183,24 @@ class LateDevice(AcceleratorDevice):
 
     def _new_lane(self) -> StreamLane:
         return LateLane(self.vendor, self.double.random)
+
+
+class MetaLane(LateLane):
+    """Copies no bytes: there are none on `meta`."""
+
+    @staticmethod
+    def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:
+        assert source.numel() == destination.numel()
+
+
+class MetaDevice(LateDevice):
+    """An accelerator whose tensors really lie elsewhere, with all their metadata and no bytes.
+
+    Torch itself refuses an operator whose operands lie on several devices, and one that has no
+    kernel there: so it shows whether everything is where a card's kernels would look for it.
+    """
+
+    torch_device = torch.device("meta")  # type: ignore[assignment]
+
+    def _new_lane(self) -> StreamLane:
+        return MetaLane(self.vendor, self.double.random)

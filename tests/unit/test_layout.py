@@ -34,7 +34,7 @@ ROWS = (
         "reports",
         "manager",
     ),
-    ("operands", "shadow", "shortage", "op_call", "handlers", "dispatch"),
+    ("labels", "operands", "shadow", "ladder", "op_call", "variants", "handlers", "dispatch"),
     (
         "exchange",
         "recorder",
