@@ -177,12 +177,17 @@ class Comparison:
         return row
 
     def slowest_allowed_s(self, workload: str, cap: int) -> float | None:
-        """How long a step of flow may take to meet its target; None without one."""
+        """How long a step of flow may take to meet its target; None without one.
+
+        At 110 % there is one where everything fits, the program's other tensors too.
+        """
         least = self.bound(workload, cap)
         if least is None:
             return None
         if cap == 110:
-            return self.needs(workload).compute_s * OVER_PLAIN
+            needs, room_nbytes = self.needs(workload), self.cap_nbytes(workload, cap) or 0
+            held_nbytes = sizes_of(self.scale, WORKLOADS[workload]).nbytes + needs.other_nbytes
+            return needs.compute_s * OVER_PLAIN if held_nbytes <= room_nbytes else None
         share, caps = OF_BOUND.get(workload, (0.0, ()))
         return least.seconds / share if cap in caps else None
 
