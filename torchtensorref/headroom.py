@@ -6,15 +6,15 @@ in the ledger's `scratch_nbytes`.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
-from .budget import Budget, BudgetSetting, Ledger, resolve_budget, setting_for
-from .config import settings
+from .budget import SHORTAGES, Budget, BudgetSetting, Ledger, resolve_budget, setting_for
 from .devices.base import Device
 
-#: How often the driver is asked what is free.
-PERIOD_NS = 250_000_000
+#: How often the driver is asked what is free, in seconds.
+PERIOD_S = 0.25
 #: Differences up to this share of what the device can hold are nobody's concern.
 SMALL_SHARE = 0.02
 #: Of the budget, kept free for kernels after each operator that found no memory inside a kernel,
@@ -45,21 +45,46 @@ class OthersWatch:
     """Follows what other programs take of a device and give back, where no budget is set.
 
     What torch's allocator holds and the driver has free, less the share that is left to others,
-    is ours: as they take of that share, we give back as much.
+    is ours: as they take of that share, we give back as much. A thread asks the driver, since
+    operators on the fast path ask nobody anything.
     """
 
     def __init__(self) -> None:
-        self._next_ns = 0
+        self._watched: tuple[Any, Device] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
-    def look(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
-        """Ask the driver now and then; lower or raise the limit of the ledger (no lock held)."""
-        now_ns = time.perf_counter_ns()
-        if now_ns < self._next_ns:
-            return
-        self._next_ns = now_ns + PERIOD_NS
+    def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
+        """Follow a real device without a budget; leave alone what was followed before."""
+        is_followed = not device.is_simulated and setting_for(setting, device) is None
+        with self._lock:
+            self._watched = (residency, device) if is_followed else None
+            if is_followed and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="torchTensorRef-others", daemon=True
+                )
+                self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            time.sleep(PERIOD_S)
+            with self._lock:
+                watched = self._watched
+                if watched is None:
+                    self._thread = None
+                    return
+            residency, device = watched
+            try:
+                self.look(residency, device)
+            except SHORTAGES as error:
+                residency.log.note("-", f"others {device.name}", str(error)[:80])
+            del watched, residency, device
+
+    @staticmethod
+    def look(residency: Any, device: Device) -> None:
+        """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
         ledger = residency.ledgers.get(device)
-        wanted = settings.budget if setting is None else setting
-        if ledger is None or setting_for(wanted, device) is not None:
+        if ledger is None:
             return
         limit_nbytes = resolve_budget(None, device).limit_nbytes - ledger.scratch_nbytes
         before_nbytes = ledger.budget.limit_nbytes

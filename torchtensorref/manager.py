@@ -101,6 +101,7 @@ class TensorsManager(Custody):
             mind_labels()
         setting = settings.budget if self._budget_setting is None else self._budget_setting
         cap_allocator(device, setting, budget.limit_nbytes)
+        self._others.watch(residency, device, setting)
 
     @property
     def device(self) -> Any:
@@ -186,8 +187,6 @@ class TensorsManager(Custody):
     def after_operator(self, device: Device, blocks: Sequence[Block]) -> None:
         """Carry out what the strategy wants given back, written back and fetched ahead."""
         residency = self.residency
-        if not (device.is_simulated or device.is_host):
-            self._others.look(residency, device, self._budget_setting)
         strategy = residency.strategy
         kind = type(strategy)
         if kind.after_operator is not Strategy.after_operator:

@@ -7,6 +7,7 @@ finds, and is skipped where it finds none.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,6 +42,31 @@ def device(request: pytest.FixtureRequest) -> Any:
     return registry.resolve(name)
 
 
+class Scale:
+    """Sizes that make sense on a device: kernels of a real one need tens of MiB in passing."""
+
+    def __init__(self, is_real: bool) -> None:
+        self._factor = 64 if is_real else 1
+
+    def nbytes(self, nbytes: int) -> int:
+        """A budget."""
+        return nbytes * self._factor
+
+    def count(self, count: int) -> int:
+        """Elements of a vector."""
+        return count * self._factor
+
+    def width(self, width: int) -> int:
+        """Rows, and columns, of a square matrix."""
+        return width * int(self._factor**0.5)
+
+
+@pytest.fixture
+def scale(device: Any) -> Scale:
+    """Sizes for the device at hand."""
+    return Scale(device.torch_device.type != "cpu")
+
+
 @pytest.fixture
 def accelerator() -> Any:
     """A real accelerator, or a skip with its reason."""
@@ -52,9 +78,9 @@ def accelerator() -> Any:
     return registry.resolve(name)
 
 
-@pytest.fixture
-def manage(device: Any) -> Iterator[Callable[..., Any]]:
-    """Give `manage(strategy, nbytes)`: the manager on the device, checked at the end."""
+@contextlib.contextmanager
+def managed_by(device: Any) -> Iterator[Callable[..., Any]]:
+    """Give `manage(strategy, nbytes)`: the manager on a device, checked at the end."""
     import torch
 
     import torchTensorRef
@@ -63,7 +89,9 @@ def manage(device: Any) -> Iterator[Callable[..., Any]]:
 
     torch.manual_seed(0)
 
-    def make(strategy: Any = "lru", nbytes: int = 64 * MIB) -> Any:
+    def make(strategy: Any = "lru", nbytes: int | None = 64 * MIB) -> Any:
+        gc.collect()
+        device.give_up_caches()  # what plain torch has left would count against the budget
         tensorsManager.device = device
         tensorsManager.budget = nbytes
         tensorsManager.strategy = strategy
@@ -81,3 +109,17 @@ def manage(device: Any) -> Iterator[Callable[..., Any]]:
     device.give_up_caches()
     tensorsManager.device = "sim"
     tensorsManager.budget = None
+
+
+@pytest.fixture
+def manage(device: Any) -> Iterator[Callable[..., Any]]:
+    """The manager on the double, and on a real accelerator."""
+    with managed_by(device) as make:
+        yield make
+
+
+@pytest.fixture
+def manage_real(accelerator: Any) -> Iterator[Callable[..., Any]]:
+    """The manager on a real accelerator."""
+    with managed_by(accelerator) as make:
+        yield make

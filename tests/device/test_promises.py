@@ -56,13 +56,14 @@ WIDTH, DEPTH = 1024, 6
 SMALL = 10 * MIB
 
 
-def test_inference_is_plain_torchs_to_the_bit(manage, device, strategy):
-    batches = [torch.rand(n, WIDTH) for n in (4, 4, 1, 16, 4)]
-    plain = on(device, layers(WIDTH, DEPTH))
+def test_inference_is_plain_torchs_to_the_bit(manage, device, scale, strategy):
+    width = scale.width(WIDTH)
+    batches = [torch.rand(n, width) for n in (4, 4, 1, 16, 4)]
+    plain = on(device, layers(width, DEPTH))
     expected = [home(y) for y in inference_of(plain, [on(device, x) for x in batches])]
     del plain
-    manager = manage(strategy, SMALL)
-    model = manager.adopt(layers(WIDTH, DEPTH))
+    manager = manage(strategy, scale.nbytes(SMALL))
+    model = manager.adopt(layers(width, DEPTH))
     results = []
     for _ in range(3):  # the first time around, with the flow known, with memory page-locked
         results.append(ours(manager, inference_of(model, [manager.adopt(x) for x in batches])))
@@ -91,21 +92,22 @@ def train(model: nn.Module, batches: list[torch.Tensor], *, foreach: bool) -> li
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_training_is_plain_torchs_to_the_bit(manage, device, strategy, foreach):
-    batches = [torch.rand(4, 256) for _ in range(4)]
-    plain = on(device, layers(256, 4))
+def test_training_is_plain_torchs_to_the_bit(manage, device, scale, strategy, foreach):
+    width = scale.width(256)
+    batches = [torch.rand(4, width) for _ in range(4)]
+    plain = on(device, layers(width, 4))
     expected = [home(y) for y in train(plain, [on(device, x) for x in batches], foreach=foreach)]
     del plain
-    manager = manage(strategy, 2 * MIB)
-    model = manager.adopt(layers(256, 4))
+    manager = manage(strategy, scale.nbytes(2 * MIB))
+    model = manager.adopt(layers(width, 4))
     result = ours(manager, train(model, [manager.adopt(x) for x in batches], foreach=foreach))
     assert_same(expected, result)
 
 
-def test_what_is_written_in_place_is_not_lost(manage, device, strategy):
+def test_what_is_written_in_place_is_not_lost(manage, device, scale, strategy):
     """Dirty replicas go home and come back, again and again."""
-    manager = manage(strategy, 3 * MIB)
-    starts = [torch.rand(300_000) for _ in range(6)]
+    manager = manage(strategy, scale.nbytes(3 * MIB))
+    starts = [torch.rand(scale.count(300_000)) for _ in range(6)]
     plain = [on(device, x.clone()) for x in starts]
     managed = [manager.adopt(x.clone()) for x in starts]
     for turn in range(5):
@@ -116,11 +118,11 @@ def test_what_is_written_in_place_is_not_lost(manage, device, strategy):
     assert_same([home(x) for x in plain], ours(manager, managed))
 
 
-def test_a_source_that_the_host_writes_next_was_read_before(manage, device):
+def test_a_source_that_the_host_writes_next_was_read_before(manage, device, scale):
     """The copy to the device may start late; what the program writes at home comes after it."""
-    manager = manage("lru", 64 * MIB)
+    manager = manage("lru", scale.nbytes(64 * MIB))
     for turn in range(6):
-        x = manager.adopt(torch.full((400_000,), float(turn)))
+        x = manager.adopt(torch.full((scale.count(400_000),), float(turn)), sole=True)
         for _ in range(3):  # recurs, so that its memory is page-locked and the copy starts late
             total = x + 1
             settle(device)
@@ -133,9 +135,9 @@ def test_a_source_that_the_host_writes_next_was_read_before(manage, device):
         del view
 
 
-def test_an_array_over_the_bytes_is_followed(manage, device):
-    manager = manage("lru", 64 * MIB)
-    x = manager.adopt(torch.zeros(300_000))
+def test_an_array_over_the_bytes_is_followed(manage, scale):
+    manager = manage("lru", scale.nbytes(64 * MIB))
+    x = manager.adopt(torch.zeros(scale.count(300_000)))
     array = x.numpy()
     for turn in range(1, 5):
         array[:] = turn
@@ -144,12 +146,13 @@ def test_an_array_over_the_bytes_is_followed(manage, device):
         assert manager.release(y).unique().tolist() == [2.0 * turn]
 
 
-def test_weights_in_a_mapped_file(manage, device, tmp_path, strategy):
+def test_weights_in_a_mapped_file(manage, device, scale, tmp_path, strategy):
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(2)
-    weights = {f"w{n}": torch.rand(600, 600) for n in range(8)}
+    width = scale.width(600)
+    weights = {f"w{n}": torch.rand(width, width) for n in range(8)}
     safetensors.save_file(weights, tmp_path / "weights.safetensors")
-    x = torch.rand(3, 600)
+    x = torch.rand(3, width)
 
     def run(there: dict[str, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
         for name in sorted(there):
@@ -157,37 +160,45 @@ def test_weights_in_a_mapped_file(manage, device, tmp_path, strategy):
         return y
 
     expected = home(run({n: on(device, w) for n, w in weights.items()}, on(device, x)))
-    manager = manage(strategy, 5 * MIB)
+    manager = manage(strategy, scale.nbytes(5 * MIB))
     loaded = safetensors.load_file(tmp_path / "weights.safetensors")
     managed = {name: manager.adopt(tensor, sole=True) for name, tensor in loaded.items()}
     del loaded
     for _ in range(5):
         assert_same([expected], ours(manager, [run(managed, manager.adopt(x))]))
         settle(device)
-    managed["w0"].mul_(0)  # what is copied from must not be an old mirror
+    managed["w0"].mul_(0)  # what is copied from must not be an old mirror,
     manager.bring_all_home()
     assert manager.release(run(managed, manager.adopt(x))).abs().max() == 0
+    managed["w0"].fill_(1)
+    manager.bring_all_home()
+    before = manager.release(run(managed, manager.adopt(x)))
+    manager.bring_all_home()
+    managed["w7"].uniform_(-1, 1)  # also where the host writes: random, and without a label
+    assert not torch.equal(manager.release(run(managed, manager.adopt(x))), before)
 
 
-def test_clean_weights_are_never_copied_back(manage, device):
-    manager = manage("lru", SMALL)
-    model = manager.adopt(layers(WIDTH, DEPTH))
+def test_clean_weights_are_never_copied_back(manage, scale):
+    width = scale.width(WIDTH)
+    manager = manage("lru", scale.nbytes(SMALL))
+    model = manager.adopt(layers(width, DEPTH))
     for _ in range(3):
-        inference_of(model, [manager.adopt(torch.rand(2, WIDTH))])
+        inference_of(model, [manager.adopt(torch.rand(2, width))])
     stats = manager.stats()
     assert stats["evict_count"] > DEPTH
     assert stats["written_back_nbytes"] < MIB, "activations at most"
 
 
-def test_two_threads(manage, device, strategy):
-    batches = [[torch.rand(3, WIDTH) for _ in range(4)] for _ in range(2)]
-    plain = on(device, layers(WIDTH, DEPTH))
+def test_two_threads(manage, device, scale, strategy):
+    width = scale.width(WIDTH)
+    batches = [[torch.rand(3, width) for _ in range(4)] for _ in range(2)]
+    plain = on(device, layers(width, DEPTH))
     expected = [
         [home(y) for y in inference_of(plain, [on(device, x) for x in mine])] for mine in batches
     ]
     del plain
-    manager = manage(strategy, 14 * MIB)
-    model = manager.adopt(layers(WIDTH, DEPTH))
+    manager = manage(strategy, scale.nbytes(14 * MIB))
+    model = manager.adopt(layers(width, DEPTH))
     results: list[Any] = [None, None]
 
     def work(number: int) -> None:

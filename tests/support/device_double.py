@@ -97,6 +97,7 @@ class LateModule:
     ) -> None:
         self.total_nbytes = total_nbytes
         self.others_nbytes = 0
+        self.ours: Callable[[], int] = lambda: 0
         self.compute = LateStream("compute")
         self.streams: list[LateStream] = []
         self.runtime = Runtime(refuses)
@@ -123,7 +124,7 @@ class LateModule:
             stream.pump()
 
     def mem_get_info(self, index: int = 0) -> tuple[int, int]:
-        return self.total_nbytes - self.others_nbytes, self.total_nbytes
+        return self.total_nbytes - self.others_nbytes - self.ours(), self.total_nbytes
 
     def cudart(self) -> Runtime:
         return self.runtime
@@ -172,6 +173,7 @@ class LateDevice(AcceleratorDevice):
         self.double = module or LateModule()
         super().__init__("cuda", index, module=self.double)  # type: ignore[arg-type]
         self.name = f"late:{index}"
+        self.double.ours = lambda: self._residents.nbytes
 
     def empty(self, base: torch.Tensor) -> None:
         # A card's memory stays where it is when it is freed; the host's is gone.
