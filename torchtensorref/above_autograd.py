@@ -16,7 +16,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from .composites import TABLE as COMPOSITES
 from .dispatch import dispatch
+from .fast_path import SLOW, run_whole
 from .formulas import (
     Treatment,
     gradient_of_plain,
@@ -118,6 +120,35 @@ def composites_with_out() -> list[str]:
     return found
 
 
+_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_autocast = torch._C._is_any_autocast_enabled
+_is_tracing = torch._C._is_tracing
+_forward_ad = torch.autograd.forward_ad
+
+
+def as_one(op: OpOverload) -> Treatment:
+    """Make the kernel of a composite operator: in one where nobody has to see its parts."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not (
+            _dispatch_modes()
+            or _is_autocast()
+            or _is_tracing()
+            or _functorch_level() is not None
+            or _forward_ad._current_level >= 0
+            or (_is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args))
+        ):
+            result = run_whole(tensorsManager.ref_type, op, args, kwargs)
+            if result is not SLOW:
+                return result
+        with torch._C._ExcludeDispatchKeyGuard(KEYS):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
 # -- the table ----------------------------------------------------------------------------------
 
 _SUBCLASS = "takes another formula for the gradient of a subclass"
@@ -178,6 +209,8 @@ def install() -> None:
         ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
+    for op in COMPOSITES:
+        ours.impl(op, as_one(op))
     _libraries.extend((everything, ours))
 
 

@@ -24,6 +24,8 @@ BudgetSetting = BudgetText | Mapping[str, BudgetText]
 #: Failures after which an operator is tried elsewhere: memory is short, or a link fails.
 SHORTAGES = (torch.OutOfMemoryError, TransferError)
 
+_weakly = weakref.ref
+
 #: Left to others of what is free, when no budget is given.
 HEADROOM_SHARE = 0.10
 
@@ -123,15 +125,6 @@ def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
     return setting.get(device.kind)
 
 
-class Newborn(weakref.ref[Block]):
-    """A kernel's fresh result in the ledger. It is the weak reference itself: death names it."""
-
-    __slots__ = ("key", "nbytes")
-
-    key: int
-    nbytes: int
-
-
 class Ledger:
     """The replicas that hold bytes on one device, and their sum. Its user holds the lock.
 
@@ -150,9 +143,37 @@ class Ledger:
         self._lock = lock
         self.bury_all = bury_all
         self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
-        self._newborn: dict[int, Newborn] = {}
+        #: Fresh results and their bytes, by the weak references that tell their deaths.
+        self._newborn: dict[weakref.ref[Block], int] = {}
         #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
-        self.dead: deque[Newborn] = deque()
+        self.dead: deque[weakref.ref[Block]] = deque()
+        self._on_death = self.dead.append
+        #: The device counts for itself, and has to be told.
+        self._is_witnessed = device.is_witness
+
+    def bear_if_room(self, result: torch.Tensor, nbytes: int, tick: int) -> Block | None:
+        """Make the block of a kernel's fresh result; None where that needs more than counting.
+
+        What `bear` does, written out flat: it is done for most operators.
+        """
+        with self._lock:
+            if self.dead:
+                dead, newborn = self.dead, self._newborn
+                while dead:
+                    self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
+            resident_nbytes = self.resident_nbytes + nbytes
+            if resident_nbytes > self.budget.high_nbytes or self._is_witnessed:
+                return None
+            block = Block(nbytes)
+            block.born = block.last_use = tick
+            block.births = self
+            block.result = result
+            block.ready = self.device
+            block.owned = True
+            # Last: whoever finds it here may ask it for its replica.
+            self._newborn[_weakly(block, self._on_death)] = nbytes
+            self.resident_nbytes = resident_nbytes
+        return block
 
     @property
     def limit_nbytes(self) -> int:
@@ -160,26 +181,21 @@ class Ledger:
         return self.budget.limit_nbytes + self.scratch_nbytes
 
     def bear(self, block: Block, result: torch.Tensor) -> None:
-        """Count a kernel's fresh result."""
-        newborn = Newborn(block, self.dead.append)
-        newborn.key = key = id(block)
-        newborn.nbytes = nbytes = block.nbytes
-        if self.dead:
-            self.bury()  # one of them may have had this number
-        self._newborn[key] = newborn
-        self.resident_nbytes += nbytes
+        """Count a kernel's fresh result (lock held)."""
         block.births = self
         block.result = result
         block.ready = self.device
         block.owned = True
+        self._newborn[_weakly(block, self._on_death)] = block.nbytes
+        self.resident_nbytes += block.nbytes
 
     def settle(self, block: Block) -> None:
         """Make the replica of a fresh result, and count that instead."""
         with self._lock:
             if "replicas" in block.__dict__:
                 return
-            newborn = self._newborn.pop(id(block))
-            self.resident_nbytes -= newborn.nbytes
+            # Equal to the one it was counted by: while the block lives, references to it are.
+            self.resident_nbytes -= self._newborn.pop(_weakly(block))
             assert block.result is not None
             replica = Replica(block, self.device, block.result, DIRTY)
             self.bury_all()  # its number may have been that of one that has died meanwhile
@@ -189,11 +205,9 @@ class Ledger:
 
     def bury(self) -> None:
         """Take fresh results that have died off the books."""
-        while self.dead:
-            newborn = self.dead.popleft()
-            if self._newborn.get(newborn.key) is newborn:
-                del self._newborn[newborn.key]
-                self.resident_nbytes -= newborn.nbytes
+        dead, newborn = self.dead, self._newborn
+        while dead:
+            self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
 
     def add(self, replica: Replica) -> None:
         """Count a replica. The dead must have been buried before (`TensorsManager`)."""
@@ -215,7 +229,7 @@ class Ledger:
 
     def replicas(self) -> list[Replica]:
         """Return the living replicas that hold bytes here."""
-        for newborn in list(self._newborn.values()):
+        for newborn in list(self._newborn):
             block = newborn()
             if block is not None:
                 self.settle(block)
@@ -224,9 +238,8 @@ class Ledger:
 
     def recount_nbytes(self) -> int:
         """Sum again what is counted, for the comparison with the running sum."""
-        return sum(nbytes for nbytes, _ in list(self._replicas.values())) + sum(
-            newborn.nbytes for newborn in list(self._newborn.values())
-        )
+        counted = [nbytes for nbytes, _ in list(self._replicas.values())]
+        return sum(counted) + sum(list(self._newborn.values()))
 
     def __repr__(self) -> str:
         return (

@@ -27,16 +27,20 @@ SHARE_FROM_NBYTES = 1 << 16
 def _share(call: OpCall) -> Any:
     """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
     source = call.args[0]
-    memory_format = call.kwargs.get("memory_format", torch.preserve_format)
-    if type(source) is not call.ref_type or not _keeps_everything(source, call, memory_format):
+    if type(source) is not call.ref_type or not _keeps_everything(source, call.kwargs):
         return NotImplemented
     label = torch.device(call.kwargs.get("device") or source.device)
     return tensorsManager.copy_of(source, None, label=label)
 
 
-def _keeps_everything(source: Any, call: OpCall, memory_format: Any) -> bool:
+def _changes_something(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy has to be made anyway, so that nobody has to be asked about sharing."""
+    return not _keeps_everything(args[0], kwargs)
+
+
+def _keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the copy has the same dtype and strides and covers the whole block."""
-    kwargs = call.kwargs
+    memory_format = kwargs.get("memory_format", torch.preserve_format)
     if kwargs.get("dtype") not in (None, source.dtype) or kwargs.get("layout") not in (
         None,
         torch.strided,
@@ -221,4 +225,6 @@ def install(ref_type: type) -> None:
         plan = plan_of(op)
         plan.handler = handler
         plan.is_fast = plan.is_fast and handler is _share
+        plan.is_simple = False
         plan.fast_below_nbytes = SHARE_FROM_NBYTES
+        plan.fast_above = _changes_something

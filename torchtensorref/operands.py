@@ -13,6 +13,11 @@ from .manager import TensorsManager
 from .schema import OpPlan
 from .strategy import OpSnapshot
 
+#: A table of which rows are read is fetched as a whole once so many operators have read it,
+TABLE_USES = 3
+#: and if it takes at most this much of the room that is free.
+TABLE_SHARE = 0.5
+
 
 class Operands:
     """What one call of an operator reads and writes, and the device it will run on."""
@@ -145,9 +150,19 @@ class Operands:
         return self._ask_strategy(sum(block.nbytes for block in missing))
 
     def _table_is_away(self) -> bool:
-        """Whether the operand of which only a part is read is not on the accelerator."""
+        """Whether the operand of which only a part is read is not on the accelerator.
+
+        Where there is room for all of it, it is fetched once it is known to come again: then its
+        rows need not cross the link each time.
+        """
         block: Block = self.refs[0]._b
-        return block.readable_on(self.accelerator) is None
+        if block.readable_on(self.accelerator) is not None:
+            return False
+        residency = self.residency
+        ledger = residency.ledgers[self.accelerator]
+        room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
+        is_wanted = block.use_count >= TABLE_USES and not residency.is_pressed
+        return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
 
     def _dtype(self) -> torch.dtype:
         return self.refs[0].dtype if self.refs else torch.float32

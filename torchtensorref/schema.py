@@ -105,24 +105,63 @@ BINDINGS: dict[OpOverload, Any] = {
     aten.sub.Tensor: _functions.sub,
     aten.mul.Tensor: _functions.mul,
     aten.div.Tensor: _functions.div,
+    aten.pow.Tensor_Scalar: _functions.pow,
+    aten.where.self: _functions.where,
+    aten.neg.default: _functions.neg,
+    aten.sqrt.default: _functions.sqrt,
+    aten.rsqrt.default: _functions.rsqrt,
+    aten.cos.default: _functions.cos,
+    aten.sin.default: _functions.sin,
+    aten.exp.default: _functions.exp,
+    aten.relu.default: _functions.relu,
+    aten.tanh.default: _functions.tanh,
+    aten.sigmoid.default: _functions.sigmoid,
+    aten.silu.default: torch._C._nn.silu,
+    aten.gelu.default: torch._C._nn.gelu,
     aten.mm.default: _functions.mm,
     aten.bmm.default: _functions.bmm,
     aten.addmm.default: _functions.addmm,
-    aten.neg.default: _functions.neg,
-    aten.rsqrt.default: _functions.rsqrt,
-    aten.silu.default: torch._C._nn.silu,
-    aten.gelu.default: torch._C._nn.gelu,
+    aten.baddbmm.default: _functions.baddbmm,
     aten.linear.default: torch._C._nn.linear,
+    aten.matmul.default: _functions.matmul,
+    aten.convolution.default: _functions.convolution,
+    aten.scaled_dot_product_attention.default: torch._C._nn.scaled_dot_product_attention,
+    aten.layer_norm.default: _functions.layer_norm,
+    aten.native_layer_norm.default: _functions.native_layer_norm,
+    aten._softmax.default: _functions._softmax,
+    aten.mean.dim: _functions.mean,
+    aten.sum.dim_IntList: _functions.sum,
+    aten.argmax.default: _functions.argmax,
+    aten.embedding.default: _functions.embedding,
+    aten.cat.default: _functions.cat,
+    aten.stack.default: _functions.stack,
+    aten.clone.default: _functions.clone,
     aten.add_.Tensor: _methods.add_,
+    aten.sub_.Tensor: _methods.sub_,
     aten.mul_.Tensor: _methods.mul_,
+    aten.div_.Tensor: _methods.div_,
+    aten.addcmul_.default: _methods.addcmul_,
+    aten.addcdiv_.default: _methods.addcdiv_,
+    aten.lerp_.Scalar: _methods.lerp_,
     aten.view.default: _methods.view,
+    aten._unsafe_view.default: _methods.view,
     aten.t.default: _functions.t,
     aten.transpose.int: _functions.transpose,
+    aten.select.int: _functions.select,
     aten.unsqueeze.default: _functions.unsqueeze,
+    aten.squeeze.dim: _functions.squeeze,
     aten.expand.default: _methods.expand,
     aten.detach.default: _functions.detach,
     aten.permute.default: _functions.permute,
 }
+
+#: Beside elementwise operators: those whose results take exactly the bytes of their elements.
+EXACT = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+    | {aten.linear.default}
+)
+
+_HOLDS_TENSORS = (torch.Tensor, list, tuple)
 
 _plan_numbers = itertools.count(1)
 
@@ -134,9 +173,12 @@ class OpPlan:
     """What the runtime needs to know about one overload. Made once, read for every operator."""
 
     __slots__ = (
+        "_random_default",
+        "_random_position",
         "alias_position",
         "argument_names",
         "binding",
+        "fast_above",
         "fast_below_nbytes",
         "flops",
         "handler",
@@ -144,21 +186,26 @@ class OpPlan:
         "has_kwarg_tensors",
         "is_fast",
         "is_flat",
-        "is_list_first",
         "is_number",
         "is_random",
+        "is_simple",
         "is_true_view",
         "is_view_tagged",
+        "list_positions",
+        "makes_dense",
         "may_alias",
         "name",
         "number",
         "op",
+        "passing",
         "random_argument",
         "reads_at_home",
         "result_of_write",
         "returns_tensor",
         "returns_tensors",
         "runs_at_home",
+        "spreads_sizes",
+        "way",
         "write_names",
         "writes",
     )
@@ -173,10 +220,8 @@ class OpPlan:
         types = [str(argument.type) for argument in arguments]
         #: No lists of tensors: operands are found in one flat pass.
         self.is_flat = not any(kind in _LIST_TYPES for kind in types)
-        #: A list of tensors first, and no tensor after it: `cat`, `stack`.
-        self.is_list_first = (
-            bool(types) and types[0] == "List[Tensor]" and not any("Tensor" in t for t in types[1:])
-        )
+        #: Positions of the lists of tensors.
+        self.list_positions = tuple(i for i, kind in enumerate(types) if kind in _LIST_TYPES)
         self.has_kwarg_tensors = any(
             argument.kwarg_only and ("Tensor" in kind)
             for argument, kind in zip(arguments, types, strict=True)
@@ -205,40 +250,70 @@ class OpPlan:
         self.is_view_tagged = torch.Tag.inplace_view in op.tags
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags
         self.random_argument = RANDOM_ONLY_WITH.get(op)
+        if self.random_argument is not None:
+            self._random_position = self.argument_names.index(self.random_argument)
+            self._random_default = arguments[self._random_position].default_value
         #: Only rows of the first operand are read: while it is away, gathering where it lives and
         #: moving the rows is cheaper than moving the table.
         self.runs_at_home = op in RUNS_AT_HOME
         #: Reads one number of a tensor: the host waits for it.
         self.is_number = op is aten._local_scalar_dense.default
-        #: May take the fast path: one flat pass finds the operands, and the result is either one
-        #: fresh tensor, a view of the first operand, or the operand that was written.
+        #: Its results, strided operands given, are strided and take the bytes of their elements:
+        #: elementwise, or a product.
+        self.makes_dense = torch.Tag.pointwise in op.tags or op in EXACT
+        #: May take the fast path: operands are found by position, and the results are fresh, views
+        #: of the first operand, or the operands that were written.
         self.is_fast = (
-            (self.is_flat or self.is_list_first)
-            and op not in (aten._conj.default, aten._neg_view.default)
+            op not in (aten._conj.default, aten._neg_view.default)
             and op not in CONJUGATES_INSIDE
-            and not self.is_random
-            and not self.has_write_beyond_first()
-            and (
-                self.is_true_view
-                or (self.returns_tensor and not self.may_alias and not self.is_view_tagged)
-                or self.is_number
-            )
+            and not (self.is_random and self.random_argument is None)
+            and not self.is_view_tagged
+            and (self.is_true_view or self.is_number or self._has_plain_results(schema))
         )
         #: A call may say on which device its results are to be: a label (`labels.py`).
         self.has_device = "device" in self.argument_names
         self.reads_at_home = READS_AT_HOME.get(op, ())
         if _labels_matter and (self.has_device or self.reads_at_home):
             self.is_fast = False
-        #: Larger first operands take the long way all the same.
+        #: One flat pass finds its operands, and it has one result, whatever its arguments are.
+        self.is_simple = (
+            self.is_flat
+            and self.returns_tensor
+            and not self.is_random
+            and self.writes in ((), (0,))
+            and not self.is_number
+        )
+        #: Larger first operands take the long way all the same, unless this says otherwise.
         self.fast_below_nbytes = float("inf")
+        self.fast_above: Any = None
+        #: For a composite operator that may run as one: what it takes in passing.
+        self.passing: Any = None
+        #: The function that is its fast path; None: it has none.
+        self.way: Any = None
         #: What runs it on plain tensors in the least time.
         self.binding: Any = BINDINGS.get(op, op)
+        #: The binding takes sizes one by one: given a list, it tries another overload first.
+        self.spreads_sizes = self.binding is _methods.view
         self.handler: Any = None
         self.flops: Any = None
 
-    def has_write_beyond_first(self) -> bool:
-        """Whether it writes anything but its first argument, or something it does not hand back."""
-        return bool(self.writes) and (self.writes != (0,) or self.result_of_write != (0,))
+    def _has_plain_results(self, schema: Any) -> bool:
+        """Whether its results are fresh tensors, or nothing but what it has written."""
+        if self.writes:
+            first_kwarg = sum(not argument.kwarg_only for argument in schema.arguments)
+            return all(twin is not None for twin in self.result_of_write) and all(
+                position < first_kwarg for position in self.writes
+            )
+        kinds = {str(result.type) for result in schema.returns}
+        return not self.may_alias and kinds in ({"Tensor"}, {"List[Tensor]"})
+
+    def allows(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with such keywords may take the fast path."""
+        if kwargs.get("device") is not None:
+            return False
+        return not self.has_kwarg_tensors or not any(
+            isinstance(value, _HOLDS_TENSORS) for value in kwargs.values()
+        )
 
     def draws_random(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call draws random numbers."""
@@ -246,7 +321,10 @@ class OpPlan:
             return False
         if self.random_argument is None:
             return True
-        return bool(self.argument(self.random_argument, args, kwargs))
+        if self.random_argument in kwargs:
+            return bool(kwargs[self.random_argument])
+        position = self._random_position
+        return bool(args[position] if position < len(args) else self._random_default)
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value an argument has in a call, its default where it was left out."""
@@ -307,6 +385,7 @@ def mind_labels() -> None:
     for plan in list(_plans.values()):
         if plan.has_device or plan.reads_at_home:
             plan.is_fast = False
+            plan.way = None
 
 
 def plan_of(op: OpOverload) -> OpPlan:

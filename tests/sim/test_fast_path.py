@@ -1,0 +1,360 @@
+"""The fast path: what takes it, and that its results, books and views are those of the long way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import fast_path
+from torchTensorRef.composites import TABLE
+from torchTensorRef.op_call import OpCall
+
+from ..support.differential import differences
+
+F = nn.functional
+AMPLE_NBYTES = 1 << 24
+
+
+@pytest.fixture
+def ample(manage: Callable[..., Any]) -> Any:
+    """A manager with room for everything, regions off: each operator is seen."""
+    manager = manage("lru", AMPLE_NBYTES)
+    manager.regions = False
+    yield manager
+    manager.regions = True
+
+
+@contextmanager
+def long_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Note the operators that take the six phases."""
+    names: list[str] = []
+    whole = OpCall.run
+
+    def run(call: Any) -> Any:
+        names.append(call.plan.name)
+        return whole(call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpCall, "run", run)
+        yield names
+
+
+@contextmanager
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Note the composite operators that run as one."""
+    names: list[str] = []
+    whole = fast_path._one
+
+    def run(ref_type: Any, plan: Any, args: Any, kwargs: Any) -> Any:
+        result = whole(ref_type, plan, args, kwargs)
+        if plan.passing is not None and result is not fast_path.SLOW:
+            names.append(plan.name)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_path, "_one", run)
+        yield names
+
+
+def ready(manager: Any, *values: Any) -> list[Any]:
+    """The same tensors, managed and on the accelerator."""
+    return [
+        manager.adopt(value.clone(), sole=True).toGPU()
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
+
+
+def assert_equal(plain: Any, ours: Any) -> None:
+    found = differences(plain, ours)
+    assert not found, found
+
+
+def q(*size: int) -> tuple[int, ...]:
+    """Name the size of an operand: what is made while a module is imported is managed."""
+    return size
+
+
+def made(sizes: Any) -> list[Any]:
+    """Make plain operands, the same for the same sizes."""
+    torch.manual_seed(0)
+    return [torch.rand(size) for size in sizes]
+
+
+#: Name: function, operands, whether it runs as one. Each is called with plain tensors, too.
+COMPOSITES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {
+    "linear": (F.linear, (q(2, 3, 8), q(5, 8)), True),
+    "linear, bias": (F.linear, (q(1, 1, 8), q(5, 8), q(5)), True),
+    "linear, one row": (F.linear, (q(8), q(5, 8), q(5)), True),
+    "linear, one number": (F.linear, (q(8), q(8)), True),
+    "linear, strided": (lambda x, w: F.linear(x.transpose(0, 1), w), (q(3, 2, 8), q(5, 8)), True),
+    "linear, empty": (F.linear, (q(0, 8), q(5, 8), q(5)), True),
+    "matmul": (torch.matmul, (q(2, 3, 4, 5), q(2, 3, 5, 6)), True),
+    "matmul, strided": (lambda a, b: a @ b.mT, (q(2, 3, 4, 5), q(2, 3, 6, 5)), True),
+    "matmul, broadcast": (torch.matmul, (q(2, 3, 4, 5), q(5, 6)), False),
+    "matmul, vector": (torch.matmul, (q(3, 4, 5), q(5)), False),
+    "attention": (F.scaled_dot_product_attention, (q(1, 2, 3, 8),) * 3, True),
+    "attention, mask": (
+        F.scaled_dot_product_attention,
+        (q(1, 2, 3, 8), q(1, 2, 5, 8), q(1, 2, 5, 8), q(1, 1, 3, 5)),
+        True,
+    ),
+    "attention, causal": (
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.3),
+        (q(1, 2, 3, 8),) * 3,
+        True,
+    ),
+    "attention, grouped": (
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, enable_gqa=True),
+        (q(1, 4, 3, 8), q(1, 2, 5, 8), q(1, 2, 5, 8)),
+        True,
+    ),
+    "attention, three dimensions": (F.scaled_dot_product_attention, (q(2, 3, 8),) * 3, False),
+    "attention, dropout": (
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, dropout_p=0.5),
+        (q(1, 2, 3, 8),) * 3,
+        False,
+    ),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (q(2, 3, 8), q(8), q(8)), True),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (q(2, 4, 3), q(4)), True),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composites_run_as_one(
+    ample: Any, monkeypatch: pytest.MonkeyPatch, name: str, inference: bool
+) -> None:
+    function, sizes, as_one = COMPOSITES[name]
+    operands = made(sizes)
+    ours = ready(ample, *operands)
+    with torch.inference_mode(inference), torch.no_grad(), seen(monkeypatch) as names:
+        torch.manual_seed(1)
+        expected = function(*operands)
+        torch.manual_seed(1)
+        got = function(*ours)
+        assert bool(names) == as_one
+        assert_equal(expected, got)
+        assert got.is_inference() == inference
+        ample.check()
+        ample.bring_all_home()
+        assert_equal(expected, got)
+
+
+def test_the_table_has_composites_only() -> None:
+    for op in TABLE:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(), "CompositeImplicitAutograd"
+        )
+        assert len(op._schema.returns) == 1
+
+
+def test_what_passes_counts_against_the_budget(
+    manage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = made((q(1, 2, 32, 8),) * 3)
+    manager = manage("lru", 3 * operands[0].nbytes + 8_000)
+    manager.regions = False
+    ours = ready(manager, *operands)
+    with torch.no_grad(), seen(monkeypatch) as names:
+        got = F.scaled_dot_product_attention(*ours)
+        assert not names
+        assert_equal(F.scaled_dot_product_attention(*operands), got)
+    assert manager.stats()["peak_resident_nbytes"] <= manager.budget
+    manager.regions = True
+
+
+@pytest.mark.parametrize("where", ["gradients", "autocast", "vmap", "jvp", "mode"])
+def test_composites_are_taken_apart_where_somebody_looks(
+    ample: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    x, w = made((q(4, 3, 8), q(5, 8)))
+
+    def run(x: Any, w: Any) -> Any:
+        if where == "gradients":
+            w = w.detach().requires_grad_()
+            return torch.autograd.grad(F.linear(x, w).sum(), w)
+        if where == "autocast":
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                return F.linear(x, w)
+        if where == "vmap":
+            return torch.vmap(lambda row: F.linear(row, w))(x)
+        if where == "jvp":
+            return torch.func.jvp(lambda w: F.linear(x, w), (w,), (w,))
+        with torch.no_grad(), torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            F.linear(x, w)
+        return torch.tensor(counter.get_total_flops())
+
+    expected = run(x, w)
+    with seen(monkeypatch) as names:
+        assert_equal(expected, run(*ready(ample, x, w)))
+    assert not names
+
+
+def test_composites_run_in_parts_while_something_is_away(
+    ample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = made((q(2, 3, 8), q(5, 8)))
+    there, away = ample.adopt(x.clone()).toGPU(), ample.adopt(w.clone())
+    with torch.no_grad(), seen(monkeypatch) as names:
+        assert_equal(F.linear(x, w), F.linear(there, away))
+        assert not names
+        assert_equal(F.linear(x, w), F.linear(there, away))
+        assert names
+
+
+# -- several results, lists, conditions ------------------------------------------------------------
+
+
+OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "several results": (lambda x: torch.native_layer_norm(x, (8,), None, None, 1e-5), (q(3, 8),)),
+    "some results": (
+        lambda x, y: (
+            torch.ops.aten.convolution_backward(
+                y, x, torch.ones(2, 3, 1), None, [1], [0], [1], False, [0], 1, [False, True, False]
+            )[1]
+            + 0 * x.sum()
+        ),
+        (q(1, 3, 5), q(1, 2, 5)),
+    ),
+    "list of operands": (lambda x, y: torch.cat([x, y, x]), (q(3, 8), q(2, 8))),
+    "lists": (lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2), (q(3, 8), q(3, 8))),
+    "lists written": (
+        lambda x, y: (torch._foreach_addcmul_([x, y], [y, y], [x, x], 0.5), x, y),
+        (q(3, 8), q(3, 8)),
+    ),
+    "lists by a number": (lambda x, y: (torch._foreach_mul_([x, y], 3.0), x, y), (q(3), q(3))),
+    "new strides": (lambda x: x.t().contiguous(), (q(256, 256),)),
+    "same strides": (lambda x: x.clone().mul_(2), (q(256, 256),)),
+    "another dtype": (lambda x: x.double(), (q(256, 256),)),
+    "no dropout": (lambda x: F.dropout(x, 0.5, training=False), (q(3, 8),)),
+    "sizes of nothing": (lambda x: x.view([]), (q(1),)),
+    "sizes": (lambda x: (x.view(2, 12), x.view(24, 1), x.view(-1)), (q(3, 8),)),
+    "view of another dtype": (lambda x: x.view(torch.int32), (q(3, 8),)),
+    "offset": (lambda x: (x[1:, ::2], x[:, 3], x[2:, 1:2]), (q(3, 8),)),
+    "strides of one": (lambda x: (x[:, :1] + 1, x.t()[:1] * 2, x[:0].neg()), (q(3, 8),)),
+    "reductions": (lambda x: (x.mean(-1, keepdim=True), x.sum([0, 1]), x.argmax()), (q(3, 8),)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_on_ready_operands(
+    ample: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    function, sizes = OPERATORS[name]
+    plain = made(sizes)
+    ours = ready(ample, *plain)
+    with torch.no_grad():
+        expected, got = function(*plain), function(*ours)
+        assert_equal(expected, got)
+        ample.check()
+        ample.bring_all_home()
+        assert_equal([expected, plain], [got, ours])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["several results", "list of operands", "lists", "lists written", "new strides", "sizes"],
+)
+def test_they_take_the_fast_path(ample: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function, sizes = OPERATORS[name]
+    ours = ready(ample, *made(sizes))
+    with torch.no_grad():
+        function(*ours)  # what was adopted is written for the first time
+        with long_way(monkeypatch) as names:
+            function(*ours)
+    assert not names
+
+
+def test_training_takes_the_fast_path(ample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = ample.adopt(nn.Sequential(layer, nn.LayerNorm(16), nn.Linear(16, 4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = ample.adopt(torch.rand(2, 5, 16)).toGPU()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(), step(), step()
+    with long_way(monkeypatch) as names:
+        step()
+    assert len(names) <= 2, names
+
+
+# -- books -----------------------------------------------------------------------------------------
+
+
+def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
+    ledger = ample.residency.ledgers[ample.residency.main]
+    x = ample.adopt(torch.rand(64, 64)).toGPU()
+    with torch.no_grad():
+        before = ledger.resident_nbytes
+        results = [x + i for i in range(5)]
+        results.append(results[0].t() @ x)
+        assert ledger.resident_nbytes == before + 6 * x.nbytes
+        assert results[1]._b.replicas  # settled: counted once
+        ample.check()
+        assert ledger.recount_nbytes() == ledger.resident_nbytes == before + 6 * x.nbytes
+        del results
+        gc.collect()
+        ample.residency.bury()
+        assert ledger.resident_nbytes == before
+
+
+def test_threads_bear_and_settle_at_once(ample: Any) -> None:
+    x = ample.adopt(torch.rand(8, 8)).toGPU()
+    ledger, done = ample.residency.ledgers[ample.residency.main], threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                for i in range(400):
+                    assert (x + i - i).shape == (8, 8)
+        except BaseException as error:
+            errors.append(error)
+
+    def look() -> None:
+        try:
+            while not done.is_set():
+                with ample.residency.lock:
+                    ledger.replicas()
+        except BaseException as error:
+            errors.append(error)
+
+    looker = threading.Thread(target=look)
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for thread in (looker, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    done.set()
+    looker.join()
+    assert not errors
+    ample.check()
+
+
+def test_a_table_is_fetched_when_it_is_read_again_and_there_is_room(
+    manage: Callable[..., Any],
+) -> None:
+    table = torch.rand(100, 16)
+    for nbytes, comes in ((AMPLE_NBYTES, True), (table.nbytes + 500, False)):
+        manager = manage("lru", nbytes)
+        ours, ids = manager.adopt(table.clone()), manager.adopt(torch.tensor([[3, 5]]))
+        with torch.no_grad():
+            for _ in range(6):
+                assert_equal(F.embedding(torch.tensor([[3, 5]]), table), F.embedding(ids, ours))
+                manager.check()
+        assert (manager.where(ours._b) is manager.residency.main) == comes
+        del ours, ids

@@ -1,0 +1,63 @@
+"""Composite operators that run as one where nobody has to see their parts: a table.
+
+Torch takes them apart above us into several operators, each of which would come to us by itself.
+Where no gradient is noted and every operand is ready, torch's own composite is called on the plain
+tensors instead: it decides by itself what it is made of, as it does without us, and its result is
+fresh memory. What it takes in passing has to fit the budget, too, so each row says how much that is
+at most; where it is not known, or does not fit, the operator goes its long way in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+#: Says how many bytes a call takes in passing, at most; None: not known.
+Passing = Callable[..., int | None]
+
+
+def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> int:
+    """A product over rows; rows that are not in a row are copied first."""
+    return 0 if x.is_contiguous() else x.nbytes
+
+
+def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """Batches of equal shape are at most laid out anew; others are repeated, too."""
+    if a.dim() == 2 and b.dim() == 2:
+        return 0
+    if a.dim() < 3 or a.size()[:-2] != b.size()[:-2]:
+        return None
+    return a.nbytes + b.nbytes
+
+
+def _of_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
+) -> int | None:
+    """The weights of each query for each key, before and after softmax, and the operands again."""
+    wanted, held = query.size(), key.size()
+    if len(wanted) != 4 or len(held) != 4 or 0 in held:
+        return None
+    _, heads, rows, width = wanted
+    weights = heads * rows * held[2]
+    operands = heads * (rows + 2 * held[2]) * max(width, value.size(-1))
+    return wanted[0] * (3 * weights + operands) * query.element_size()
+
+
+def _of_norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
+    """Statistics by row or group, and a contiguous copy of what is none."""
+    return 2 * x.nbytes
+
+
+#: Operator and what it takes in passing. The result of each is one fresh tensor.
+TABLE: dict[OpOverload, Passing] = {
+    aten.linear.default: _of_linear,
+    aten.matmul.default: _of_matmul,
+    aten.scaled_dot_product_attention.default: _of_attention,
+    aten.layer_norm.default: _of_norm,
+    aten.group_norm.default: _of_norm,
+}
