@@ -280,7 +280,7 @@ class Movement(Books):
             if block is None or replica.state is not DIRTY:
                 return
             block.owned = False
-            home = self._home_replica(block)
+            home = self._home_replica(block, replica.device)
             if home.state is FILLING:
                 if wait:
                     self._arrive(home)
@@ -302,11 +302,12 @@ class Movement(Books):
             else:
                 self._going.append(home)
 
-    def _home_replica(self, block: Block) -> Replica:
+    def _home_replica(self, block: Block, source: Device | None = None) -> Replica:
         """Return the replica at home, with bytes that may be stale (lock held)."""
         home = block.replicas.get(self.host)
         if home is None:
-            base = empty_bytes(block.nbytes)
+            base = None if source is None else source.home_memory(block.nbytes)
+            base = empty_bytes(block.nbytes) if base is None else base
             home = block.replicas[self.host] = Replica(block, self.host, base, INVALID)
         return home
 

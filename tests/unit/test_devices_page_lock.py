@@ -10,6 +10,7 @@ import torch
 
 from torchTensorRef.devices import page_lock
 from torchTensorRef.devices.home_bytes import home_bytes
+from torchTensorRef.devices.home_pool import HomePool
 from torchTensorRef.devices.page_lock import (
     LEAST_NBYTES,
     PageLocks,
@@ -218,3 +219,45 @@ def test_readers_that_have_finished_are_forgotten():
         reader.finished = True
         home_bytes.note_reader(base(10), reader)
     assert len(home_bytes._readers) <= 65
+
+
+# -- homes for what kernels make ----------------------------------------------------------------
+
+
+def test_homes_are_made_in_the_background_and_come_back(locks, runtime):
+    pool = HomePool(locks)
+    assert pool.take(N) is None, "not at the moment of use"
+    assert locks.settle(10)
+    home = pool.take(N)
+    assert home is not None
+    assert home.numel() == N
+    assert locks.is_locked(home)
+    assert pool.take(N) is None, "one for each that was wanted"
+    assert locks.settle(10)
+    address, view = home.data_ptr(), home[5:9]
+    del home
+    gc.collect()
+    assert pool.take(N).data_ptr() != address, "a view of it lives"
+    del view
+    gc.collect()
+    again = [pool.take(N), pool.take(N)]
+    assert address in [part.data_ptr() for part in again if part is not None]
+    assert len(runtime.registered) == 2
+
+
+def test_small_homes_are_pageable(locks):
+    pool = HomePool(locks)
+    for _ in range(3):
+        assert pool.take(N - 1) is None
+        assert locks.settle(10)
+
+
+def test_sizes_that_were_wanted_once_make_room_for_others(runtime):
+    locks = PageLocks(RegisteringLocker(runtime), 4 * N)
+    pool = HomePool(locks)
+    pool.take(3 * N)
+    assert locks.settle(10)
+    pool.take(2 * N)
+    assert locks.settle(10)
+    assert pool.take(2 * N) is not None
+    assert locks.locked_nbytes == 2 * N

@@ -78,6 +78,8 @@ class AcceleratorDevice(AcceleratorCopies):
 
     #: Room is given to copies only after the last reader: the manager says who that was.
     notes_uses = True
+    #: Room that a copy home still reads is given to copies that wait for it, or compute waits.
+    keeps_leaving_bytes = True
 
     def __init__(self, kind: str, index: int = 0, *, module: ModuleType | None = None) -> None:
         self.kind = kind

@@ -12,6 +12,7 @@ from ..errors import TransferError
 from .accelerator_events import AcceleratorEvent, StagedEvent
 from .base import DONE, Device, Event, bytes_of, move_bytes
 from .home_bytes import home_bytes
+from .home_pool import HomePool
 from .host_limits import share_of_ram
 from .page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
 from .staging import Copier, StagedCopy, StagingRing
@@ -58,6 +59,7 @@ class AcceleratorCopies(Device):
         """Make what copies need; no thread is started and no memory page-locked yet."""
         self._in_flight = deque()
         self.page_locks = PageLocks(self._locker(), share_of_ram(settings.page_lock))
+        self._homes = HomePool(self.page_locks)
         if not self.vendor.has_streams:
             return
         self.in_lane, self.out_lane = self._new_lane(), self._new_lane()
@@ -132,6 +134,10 @@ class AcceleratorCopies(Device):
 
     def _is_page_locked(self, memory: Tensor) -> bool:
         return self.page_locks.is_locked(memory) or memory.is_pinned()
+
+    def home_memory(self, nbytes: int) -> Tensor | None:
+        """Page-locked memory for what is about to be copied home, if there is some ready."""
+        return self._homes.take(nbytes) if self.vendor.has_streams else None
 
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a block was copied from home; if it recurs, its memory is page-locked."""

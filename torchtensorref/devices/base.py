@@ -237,6 +237,16 @@ class Device(ABC):
             Nobody but operators writes them, so that a second copy of them stays right.
         """
 
+    def home_memory(self, nbytes: int) -> Tensor | None:
+        """Host memory that copies from here reach fastest, for a block that has no home yet.
+
+        Returns
+        -------
+        Tensor or None
+            A base of exactly so many bytes; None where any other memory is as good.
+        """
+        return None
+
     @property
     def page_locked_nbytes(self) -> int:
         """Host memory that is page-locked for its copies."""

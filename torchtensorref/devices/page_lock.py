@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import threading
@@ -161,7 +162,9 @@ class PageLocks:
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
         #: Empty mirrors that the next copy of a source may fill, by its address.
         self._prepared: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
-        self._wishes: deque[tuple[weakref.ref[Any], bool]] = deque()
+        #: Memory of our own, page-locked: its size by its address.
+        self._own: dict[int, int] = {}
+        self._tasks: deque[Callable[[], None]] = deque()
         self._wanted = threading.Event()
         self._idle = threading.Event()
         self._idle.set()
@@ -173,8 +176,10 @@ class PageLocks:
 
     def is_locked(self, source: Tensor) -> bool:
         """Whether a host tensor lies in memory that was page-locked here, from its first byte."""
-        found = self._locked.get(source.data_ptr())
-        return found is not None and found.nbytes >= source.numel()
+        address = source.data_ptr()
+        found = self._locked.get(address)
+        nbytes = self._own.get(address, 0) if found is None else found.nbytes
+        return nbytes >= source.numel() and nbytes > 0
 
     def take_prepared(self, source: Tensor) -> Tensor | None:
         """Give an empty mirror away to the copy that will fill it."""
@@ -211,8 +216,15 @@ class PageLocks:
             self._counts[key] = reference, count + 1
             if count + 1 != WORTH_IT_AFTER:
                 return
+        self.later(functools.partial(self._grant, reference, may_mirror))
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Let the background thread do something that takes the driver long."""
+        if self._locker is None:
+            return
+        with self._lock:
             self._idle.clear()
-            self._wishes.append((reference, may_mirror))
+            self._tasks.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name="torchTensorRef-page-lock", daemon=True
@@ -230,16 +242,17 @@ class PageLocks:
             self._wanted.clear()
             while True:
                 with self._lock:
-                    if not self._wishes:
+                    if not self._tasks:
                         self._idle.set()
                         break
-                    reference, may_mirror = self._wishes.popleft()
-                base = reference()
-                if base is not None:
-                    self._grant(base, may_mirror)
-                del base
+                    task = self._tasks.popleft()
+                task()
+                del task  # what it holds must not live until the next one
 
-    def _grant(self, base: Tensor, may_mirror: bool) -> None:
+    def _grant(self, reference: weakref.ref[Any], may_mirror: bool) -> None:
+        base = reference()
+        if base is None:
+            return
         storage = base.untyped_storage()
         nbytes, address = storage.nbytes(), storage.data_ptr()
         # Memory that torch did not allocate (a mapped file, an array) is not locked where it lies.
@@ -272,6 +285,9 @@ class PageLocks:
         if memory is None:
             self._given_back.append(nbytes)
             return None
+        address = memory.data_ptr()
+        self._own[address] = nbytes
+        weakref.finalize(memory, self._own.pop, address, None).atexit = False
         weakref.finalize(memory, self._given_back.append, nbytes).atexit = False
         return memory
 
