@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from . import option_texts as texts
 from .errors import ConfigError, did_you_mean, nearest
-from .units import parse_nbytes, parse_share
+from .option_texts import FAULT_KINDS, parse_budget, parse_faults
 from .world import watch
 
 __all__ = [
+    "FAULT_KINDS",
     "OPTIONS",
     "Option",
     "Settings",
@@ -31,138 +33,6 @@ __all__ = [
 
 PREFIX = "TTR_"
 
-#: What `TTR_FAULTS` can make fail.
-FAULT_KINDS = ("alloc", "copy")
-
-#: What `TTR_REGIONS` can say of native regions.
-REGION_MODES = ("on", "off", "forced")
-
-
-class _BadValueError(Exception):
-    """Says why a text is no value for an option; turned into a ConfigError by `Option.parse`."""
-
-
-def _level(highest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.strip() not in {str(level) for level in range(highest + 1)}:
-            raise _BadValueError(f"use a number from 0 to {highest}")
-        return int(text)
-
-    return parse
-
-
-def _switch(text: str) -> bool:
-    if text.strip() not in ("0", "1"):
-        raise _BadValueError("use 0 or 1")
-    return text.strip() == "1"
-
-
-def _name(text: str) -> str:
-    return text.strip()
-
-
-def _region_mode(text: str) -> str:
-    if text.strip() not in REGION_MODES:
-        raise _BadValueError(f"use one of {', '.join(REGION_MODES)}")
-    return text.strip()
-
-
-def _prefixes(text: str) -> tuple[str, ...]:
-    prefixes = tuple(part.strip() for part in text.split(",") if part.strip())
-    for prefix in prefixes:
-        if not all(part.isidentifier() for part in prefix.split(".")):
-            raise _BadValueError(
-                f"{prefix!r} is not the name of a module; use names such as 'transformers', "
-                "separated by commas"
-            )
-    return prefixes
-
-
-def _amount(text: str) -> str:
-    """Give `text` back if it is a size or a share."""
-    parse = parse_share if text.endswith("%") else parse_nbytes
-    parse(text)
-    return text
-
-
-def parse_budget(text: str) -> str | dict[str, str]:
-    """Check the text of a budget, and take it apart if it speaks of several devices.
-
-    Parameters
-    ----------
-    text : str
-        A size (``6GiB``), a share (``25%``), or one of them per device, separated by
-        commas (``cuda:0=6GiB,cpu=50%``).
-
-    Returns
-    -------
-    str or dict of str to str
-        What `tensorsManager.budget` takes: the amount, or the amounts by device name.
-
-    Raises
-    ------
-    ConfigError
-        If an amount is not understood.
-    """
-    if "=" not in text:
-        return _amount(text.strip())
-    budgets = {}
-    for part in text.split(","):
-        device, equals, amount = (piece.strip() for piece in part.partition("="))
-        if not device or not equals:
-            raise ConfigError(
-                f"{part.strip()!r} in the budget {text!r} names no device and amount. "
-                "Write it as 'cuda:0=6GiB,cpu=24GiB'.",
-                name=text,
-            )
-        budgets[device] = _amount(amount)
-    return budgets
-
-
-def parse_faults(text: str) -> tuple[tuple[str, int], ...]:
-    """Read a fault plan: which allocation or copy of a simulated device is to fail.
-
-    Parameters
-    ----------
-    text : str
-        Pairs of a kind and a number counted from 1, separated by commas: ``copy:17,alloc:3``.
-
-    Returns
-    -------
-    tuple of (str, int)
-        The pairs, in the order given.
-
-    Raises
-    ------
-    ConfigError
-        If a pair is not understood; the message names the nearest kind.
-    """
-    plan = []
-    for part in text.split(","):
-        kind, _, number = (piece.strip() for piece in part.partition(":"))
-        if kind not in FAULT_KINDS:
-            raise ConfigError(
-                f"{part.strip()!r} in the fault plan {text!r} names no kind of fault. "
-                + did_you_mean(kind, FAULT_KINDS),
-                name=kind,
-                known=FAULT_KINDS,
-                nearest=nearest(kind, FAULT_KINDS),
-            )
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigError(
-                f"{part.strip()!r} in the fault plan {text!r} has no number from 1 upward. "
-                "Write it as 'copy:17,alloc:3'.",
-                name=part.strip(),
-            )
-        plan.append((kind, int(number)))
-    return tuple(plan)
-
-
-def _faults(text: str) -> str:
-    """Give `text` back if it is a fault plan: each simulated device takes it apart itself."""
-    parse_faults(text)
-    return text
-
 
 def _row(default: object, parse: Callable[[str], Any], values: str, effect: str, cost: str) -> Any:
     """One row of the table, as the field of a dataclass."""
@@ -174,52 +44,52 @@ def _row(default: object, parse: Callable[[str], Any], values: str, effect: str,
 class Settings:
     """What every option is set to; the hot path reads these attributes and nothing else."""
 
-    disable: bool = _row(False, _switch, "0, 1", "no hook, no patch: is it us at all?", "none")
+    disable: bool = _row(False, texts.switch, "0, 1", "no hook, no patch: is it us at all?", "none")
     trace: int = _row(
         0,
-        _level(3),
+        texts.level(3),
         "0 to 3",
         "0 off; 1 totals at exit; 2 each fetch, eviction, write-back; 3 each operator",
         "none; low; medium; high",
     )
     trace_file: str | None = _row(
-        None, _name, "path", "write the trace there, as JSON lines", "a write per event"
+        None, texts.name, "path", "write the trace there, as JSON lines", "a write per event"
     )
     check: int = _row(
         0,
-        _level(2),
+        texts.level(2),
         "0 to 2",
         "`tensorsManager.check()` never; at exit; after each operator",
         "none; low; very high",
     )
     sync: bool = _row(
-        False, _switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
+        False, texts.switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
     )
     poison: bool = _row(
         False,
-        _switch,
+        texts.switch,
         "0, 1",
         "fill freed and stale replicas with a pattern: is it a stale read?",
         "a fill per drop",
     )
     shadow: bool = _row(
         False,
-        _switch,
+        texts.switch,
         "0, 1",
         "run each operator also on plain CPU tensors and compare",
         "very slow",
     )
     regions: str = _row(
         "on",
-        _region_mode,
+        texts.region_mode,
         "on, off, forced",
         "run modules natively where nothing speaks against it; never; as soon as that is legal, "
         "also where it takes longer",
         "forced: slow while memory is short",
     )
-    strategy: str | None = _row(None, _name, "name", "choose the strategy", "none")
+    strategy: str | None = _row(None, texts.name, "name", "choose the strategy", "none")
     device: str | None = _row(
-        None, _name, "`cuda:0`, `mps`, `sim`, ...", "choose the accelerator", "none"
+        None, texts.name, "`cuda:0`, `mps`, `sim`, ...", "choose the accelerator", "none"
     )
     budget: str | dict[str, str] | None = _row(  # noqa: RUF009 (it makes a field)
         None,
@@ -229,25 +99,29 @@ class Settings:
         "none",
     )
     page_lock: str = _row(
-        "50%", _amount, "`8GiB`, `25%`, `0`", "the most host memory to page-lock", "not swappable"
+        "50%",
+        texts.size_or_share,
+        "`8GiB`, `25%`, `0`",
+        "the most host memory to page-lock",
+        "not swappable",
     )
     faults: str | None = _row(
         None,
-        _faults,
+        texts.faults,
         "`copy:17,alloc:3`",
         "fail the 17th copy and the 3rd allocation (simulated devices only)",
         "none",
     )
     inject_to: tuple[str, ...] = _row(
         (),
-        _prefixes,
+        texts.prefixes,
         "`transformers,diffusers`",
         "packages whose names taken from torch are rebound, as `injectTo.append` does",
         "none",
     )
     exclude: tuple[str, ...] = _row(
         (),
-        _prefixes,
+        texts.prefixes,
         "`package.module`",
         "modules that keep plain tensors, as `injectTo.exclude` does",
         "none",
@@ -286,7 +160,7 @@ class Option:
         """
         try:
             return self._parse(text)
-        except _BadValueError as why:
+        except texts.BadValueError as why:
             raise ConfigError(
                 f"{self.variable}={text!r} is not understood: {why}.", name=self.variable
             ) from None

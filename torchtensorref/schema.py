@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .places import MAKES_AT_HOME, READS_AT_HOME
+
 aten = torch.ops.aten
 
 #: Operators that write arguments their schema does not mark as written.
@@ -76,22 +78,6 @@ RUNS_AT_HOME = {
     aten.take.default,
     aten.trace.default,
     aten._local_scalar_dense.default,
-}
-
-#: Operators whose kernels on accelerators read some operands on the host, and their names.
-READS_AT_HOME: dict[OpOverload, tuple[str, ...]] = {
-    aten._pack_padded_sequence.default: ("lengths",),
-    aten._pack_padded_sequence_backward.default: ("batch_sizes",),
-    aten._pad_packed_sequence.default: ("batch_sizes",),
-    aten.lstm.data: ("batch_sizes",),
-    aten.gru.data: ("batch_sizes",),
-    aten.rnn_tanh.data: ("batch_sizes",),
-    aten.rnn_relu.data: ("batch_sizes",),
-    aten.tensor_split.tensor_indices_or_sections: ("tensor_indices_or_sections",),
-    aten._foreach_addcdiv.Tensor: ("scalars",),
-    aten._foreach_addcdiv_.Tensor: ("scalars",),
-    aten._foreach_addcmul.Tensor: ("scalars",),
-    aten._foreach_addcmul_.Tensor: ("scalars",),
 }
 
 _functions = torch._C._VariableFunctions
@@ -194,6 +180,7 @@ class OpPlan:
         "list_positions",
         "makes_dense",
         "may_alias",
+        "minds_labels",
         "name",
         "number",
         "op",
@@ -273,7 +260,9 @@ class OpPlan:
         #: A call may say on which device its results are to be: a label (`labels.py`).
         self.has_device = "device" in self.argument_names
         self.reads_at_home = READS_AT_HOME.get(op, ())
-        if _labels_matter and (self.has_device or self.reads_at_home):
+        #: On a real accelerator it takes the long way, which looks where things lie.
+        self.minds_labels = self.has_device or bool(self.reads_at_home) or op in MAKES_AT_HOME
+        if _labels_matter and self.minds_labels:
             self.is_fast = False
         #: One flat pass finds its operands, and it has one result, whatever its arguments are.
         self.is_simple = (
@@ -383,7 +372,7 @@ def mind_labels() -> None:
     global _labels_matter
     _labels_matter = True
     for plan in list(_plans.values()):
-        if plan.has_device or plan.reads_at_home:
+        if plan.minds_labels:
             plan.is_fast = False
             plan.way = None
 

@@ -15,11 +15,11 @@ STRATEGIES = ROOT / "strategies"
 
 #: Lowest first. A module may use its own row and the rows before it.
 ROWS = (
-    ("errors", "units", "config", "events", "world", "_version"),
+    ("errors", "units", "option_texts", "config", "events", "world", "_version"),
     ("strategy", "birth_places", "history"),
     ("devices",),
     ("blocks",),
-    ("budget", "transfer", "schema", "costs", "views", "tracing"),
+    ("budget", "transfer", "places", "schema", "costs", "views", "tracing"),
     (
         "books",
         "movement",

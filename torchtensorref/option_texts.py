@@ -1,0 +1,146 @@
+"""How the texts of options are read: one function for each kind of value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .errors import ConfigError, did_you_mean, nearest
+from .units import parse_nbytes, parse_share
+
+#: What `TTR_FAULTS` can make fail.
+FAULT_KINDS = ("alloc", "copy")
+
+#: What `TTR_REGIONS` can say of native regions.
+REGION_MODES = ("on", "off", "forced")
+
+
+class BadValueError(Exception):
+    """Says why a text is no value for an option; turned into a ConfigError by `Option.parse`."""
+
+
+def level(highest: int) -> Callable[[str], int]:
+    """Read a number from 0 to `highest`."""
+
+    def parse(text: str) -> int:
+        if text.strip() not in {str(level) for level in range(highest + 1)}:
+            raise BadValueError(f"use a number from 0 to {highest}")
+        return int(text)
+
+    return parse
+
+
+def switch(text: str) -> bool:
+    """Read 0 or 1."""
+    if text.strip() not in ("0", "1"):
+        raise BadValueError("use 0 or 1")
+    return text.strip() == "1"
+
+
+def name(text: str) -> str:
+    """Read a name: any text."""
+    return text.strip()
+
+
+def region_mode(text: str) -> str:
+    """Read one of `REGION_MODES`."""
+    if text.strip() not in REGION_MODES:
+        raise BadValueError(f"use one of {', '.join(REGION_MODES)}")
+    return text.strip()
+
+
+def prefixes(text: str) -> tuple[str, ...]:
+    """Read names of modules, separated by commas."""
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    for prefix in found:
+        if not all(part.isidentifier() for part in prefix.split(".")):
+            raise BadValueError(
+                f"{prefix!r} is not the name of a module; use names such as 'transformers', "
+                "separated by commas"
+            )
+    return found
+
+
+def size_or_share(text: str) -> str:
+    """Give `text` back if it is a size or a share."""
+    parse = parse_share if text.endswith("%") else parse_nbytes
+    parse(text)
+    return text
+
+
+def parse_budget(text: str) -> str | dict[str, str]:
+    """Check the text of a budget, and take it apart if it speaks of several devices.
+
+    Parameters
+    ----------
+    text : str
+        A size (``6GiB``), a share (``25%``), or one of them per device, separated by
+        commas (``cuda:0=6GiB,cpu=50%``).
+
+    Returns
+    -------
+    str or dict of str to str
+        What `tensorsManager.budget` takes: the amount, or the amounts by device name.
+
+    Raises
+    ------
+    ConfigError
+        If an amount is not understood.
+    """
+    if "=" not in text:
+        return size_or_share(text.strip())
+    budgets = {}
+    for part in text.split(","):
+        device, equals, amount = (piece.strip() for piece in part.partition("="))
+        if not device or not equals:
+            raise ConfigError(
+                f"{part.strip()!r} in the budget {text!r} names no device and amount. "
+                "Write it as 'cuda:0=6GiB,cpu=24GiB'.",
+                name=text,
+            )
+        budgets[device] = size_or_share(amount)
+    return budgets
+
+
+def parse_faults(text: str) -> tuple[tuple[str, int], ...]:
+    """Read a fault plan: which allocation or copy of a simulated device is to fail.
+
+    Parameters
+    ----------
+    text : str
+        Pairs of a kind and a number counted from 1, separated by commas: ``copy:17,alloc:3``.
+
+    Returns
+    -------
+    tuple of (str, int)
+        The pairs, in the order given.
+
+    Raises
+    ------
+    ConfigError
+        If a pair is not understood; the message names the nearest kind.
+    """
+    plan = []
+    for part in text.split(","):
+        kind, _, number = (piece.strip() for piece in part.partition(":"))
+        if kind not in FAULT_KINDS:
+            raise ConfigError(
+                f"{part.strip()!r} in the fault plan {text!r} names no kind of fault. "
+                + did_you_mean(kind, FAULT_KINDS),
+                name=kind,
+                known=FAULT_KINDS,
+                nearest=nearest(kind, FAULT_KINDS),
+            )
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(
+                f"{part.strip()!r} in the fault plan {text!r} has no number from 1 upward. "
+                "Write it as 'copy:17,alloc:3'.",
+                name=part.strip(),
+            )
+        plan.append((kind, int(number)))
+    return tuple(plan)
+
+
+def faults(text: str) -> str:
+    """Give `text` back if it is a fault plan: each simulated device takes it apart itself."""
+    parse_faults(text)
+    return text
