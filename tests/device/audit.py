@@ -1,6 +1,6 @@
 """Which operators of torch's database run on the host although there is an accelerator, and why.
 
-    python -m tests.device.audit [--device cuda] [--only add,mul] [--seconds 500] [--results FOLDER]
+    python -m tests.device.audit [--device cuda] [--only add,mul] [--samples 3] [--seconds 500]
 
 Every operator is called on TensorRefs with a few sample inputs, and on plain tensors that lie on
 the accelerator. The results must be equal where both are deterministic; what the runtime ran on the
@@ -60,7 +60,7 @@ def calls_of(op: Any, dtype: torch.dtype) -> Iterator[tuple[tuple[Any, ...], dic
     if not op.supports_dtype(dtype, "cpu"):
         return
     torch.manual_seed(0)
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES):
+    for sample in op.sample_inputs("cpu", dtype):
         yield (sample.input, *sample.args), sample.kwargs
 
 
@@ -68,7 +68,9 @@ def moved(value: Any, there: Any) -> Any:
     return tree_map_only(torch.Tensor, there, value)
 
 
-def audit(manager: Any, device: Any, ops: Any = op_db, *, seconds: float = 1e9) -> Findings:
+def audit(
+    manager: Any, device: Any, ops: Any = op_db, *, samples: int = SAMPLES, seconds: float = 1e9
+) -> Findings:
     """Call operators with us and with plain torch; the manager runs on the device."""
     findings = Findings()
     ends = time.monotonic() + seconds
@@ -78,7 +80,7 @@ def audit(manager: Any, device: Any, ops: Any = op_db, *, seconds: float = 1e9) 
             findings.left.append(name_of(op))
             continue
         for dtype in DTYPES:
-            for args, kwargs in calls_of(op, dtype):
+            for args, kwargs in itertools.islice(calls_of(op, dtype), samples):
                 findings.called += 1
                 manager.reset_stats()
                 found = compare(manager, device, op, args, kwargs, has_values)
@@ -169,6 +171,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", help="by default what torch finds")
     parser.add_argument("--only", default="", help="names of operators, separated by commas")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="calls of each, by dtype")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
@@ -184,7 +187,9 @@ def main(arguments: list[str]) -> int:
         warnings.simplefilter("ignore")
         tensorsManager.device = name
         device = tensorsManager.residency.main
-        findings = audit(tensorsManager, device, ops, seconds=chosen.seconds)
+        findings = audit(
+            tensorsManager, device, ops, samples=chosen.samples, seconds=chosen.seconds
+        )
     chosen.results.mkdir(parents=True, exist_ok=True)
     path = chosen.results / f"host_fallbacks_{device.kind}.md"
     path.write_text(page_of(device.name, findings))
