@@ -7,8 +7,10 @@ import contextlib
 import pytest
 import torch
 
+from torchTensorRef.devices import registry, vendor
 from torchTensorRef.devices.accelerator import AcceleratorDevice
-from torchTensorRef.errors import TransferError
+from torchTensorRef.devices.vendor import can_refill
+from torchTensorRef.errors import ConfigError, TransferError
 
 
 class FakeEvent:
@@ -308,3 +310,34 @@ def test_it_works_over_torchs_own_host_module():
     device.copy_in(torch.full((100_000,), 7, dtype=torch.uint8), base).wait()
     device.copy_out(base, home, after=device.record()).synchronize()
     assert home.unique().tolist() == [7]
+
+
+def test_a_device_must_be_able_to_empty_storages():
+    assert can_refill(torch.device("cpu"))
+    assert can_refill(torch.device("meta"))
+
+
+@pytest.fixture
+def mps(monkeypatch):
+    """A machine whose accelerator is of a kind that cannot."""
+    refused = torch.device("mps")
+    module = BareModule()
+    module.is_available = lambda: True
+    module.device_count = lambda: 1
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: refused
+    )
+    return module
+
+
+def test_one_that_cannot_is_refused_and_is_not_the_default(mps):
+    with pytest.raises(ConfigError, match="cannot empty the storage"):
+        AcceleratorDevice("mps")
+    assert registry.default_name() == "sim"
+
+
+def test_one_that_can_is_taken(mps, monkeypatch):
+    monkeypatch.setattr(vendor, "can_refill", lambda device: True)
+    assert AcceleratorDevice("mps").capacity_nbytes == 500
+    assert registry.default_name() == "mps"

@@ -64,11 +64,16 @@ def resolve(what: str | torch.device | DeviceSpec | Device) -> Device:
 
 
 def default_name() -> str:
-    """The name of the accelerator that torch finds, else ``"sim"``."""
+    """The name of the accelerator that torch finds and can evict from, else ``"sim"``."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in REAL_KINDS:
+        return "sim"
+    from .vendor import can_refill
+
+    # Not asked of cuda, where it is known: asking opens the device.
+    if accelerator.type != "cuda" and not can_refill(accelerator):
         return "sim"
     return accelerator.type
 

@@ -6,11 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from .base import empty_bytes
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vendor"]
+__all__ = ["Vendor", "can_refill"]
 
 
 class Vendor:
@@ -187,4 +188,23 @@ class Vendor:
                 f"There is no device '{kind}:{index}': torch finds {count}, numbered from 0.",
                 name=f"{kind}:{index}",
             )
+        if not can_refill(device):
+            raise ConfigError(
+                f"This torch ({torch.__version__}) cannot empty the storage of a tensor on "
+                f"'{kind}' and fill it again, which is how replicas are evicted. Use 'sim', or "
+                "a newer torch.",
+                name=f"{kind}:{index}",
+            )
         return cls(module, device, kind, index)
+
+
+def can_refill(device: torch.device) -> bool:
+    """Whether a storage on a device can give its bytes back and get others; on mps it cannot."""
+    try:
+        storage = empty_bytes(8, device).untyped_storage()
+        storage.resize_(0)
+        is_empty = storage.nbytes() == 0
+        storage.resize_(8)
+    except RuntimeError:
+        return False
+    return is_empty and storage.nbytes() == 8
