@@ -96,7 +96,8 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return out
         else:
             nbytes = out.untyped_storage().nbytes()
-        ledger = residency.ledgers.get(device)
+        # Under pressure the strategy may want to hear of it.
+        ledger = None if residency.is_pressed else residency.ledgers.get(device)
         block = None if ledger is None else ledger.bear_if_room(out, nbytes, tick)
         if block is None:
             block = residency.born(out, device)

@@ -57,6 +57,8 @@ class TensorsManager(Custody):
         self._devices_by_name: dict[str, Device] = {}
         self._others = OthersWatch()
         self.native = None
+        #: The operators before the counts were started anew.
+        self._first_tick = 0
 
     # -- settings -------------------------------------------------------------------------------
 
@@ -149,6 +151,7 @@ class TensorsManager(Custody):
         for device, budget in budgets:
             self._open_ledger(self._residency, device, budget)
             self._residency.fit_budget(device)
+        self.native.start_again()  # which modules fit is another question now
 
     @property
     def strategy(self) -> Any:
@@ -238,6 +241,7 @@ class TensorsManager(Custody):
                 "op_count": counts.op_count,
                 "native_op_region_count": self.native.native_count,
                 "native_op_count": self.native.native_op_count,
+                "native_share": self.native.share_of(residency.tick - self._first_tick),
                 "host_op_count": counts.host_op_count,
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
                 "host_fallback_reasons": dict(counts.host_fallbacks),
@@ -252,6 +256,7 @@ class TensorsManager(Custody):
             residency.counts = Counts()
             residency.transfer.counts = TransferCounts()
             self.native.native_count = self.native.native_op_count = 0
+            self._first_tick = residency.tick
             for device in residency.ledgers:
                 device.reset_peak()
 

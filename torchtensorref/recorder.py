@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .blocks.block import Block
 
 
+class Use(NamedTuple):
+    """One use of a block by an operator of a recorded call."""
+
+    #: The operator's number in the call, from 1.
+    number: int
+    #: The block's place among the module's own and those it was given.
+    place: int
+    #: What `Access.struct` says of it.
+    kind: int
+    writes: bool
+
+
 class Recorder:
     """Written to by every operator while a module is being learned (`regions.py`)."""
 
-    def __init__(self, expected: set[Block]) -> None:
-        self._expected = expected
+    def __init__(self, own: Sequence[Block], given: Sequence[Block]) -> None:
+        self._expected = {*own, *given}
+        #: Where a use is noted: a block by its place among the module's own and those given.
+        self._places = {block: place for place, block in enumerate((*own, *given))}
+        self.op_count = 0
+        #: Each use of what was there before: number of the operator, place, kind of the use.
+        self.uses: list[Use] = []
         self._thread = threading.get_ident()
         #: Blocks with a higher number came into the world during the call.
         self._newest = Block(0).block_id
@@ -32,7 +50,12 @@ class Recorder:
             return
         if torch.is_grad_enabled():
             self.mistrust("it computes gradients")
+        self.op_count += 1
         for block in call.blocks:
+            place = self._places.get(block)
+            if place is not None and device is call.accelerator:
+                kind = hash((call.plan.number, block.nbytes))
+                self.uses.append(Use(self.op_count, place, kind, block in call.written))
             if block in self._expected or id(block) in self._made:
                 continue
             if block.block_id > self._newest:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .blocks.block import Block
+from .recorder import Use
 
 
 @dataclass
@@ -29,6 +30,9 @@ class Structure:
     op_count: int = 0
     #: Whether it writes what it is given: a static cache.
     writes_inputs: bool = False
+    #: Its operators' uses of the module's blocks and of those given, and how many blocks these are.
+    uses: tuple[Use, ...] = ()
+    block_count: int = 0
 
 
 class Slot(NamedTuple):
@@ -130,3 +134,28 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
             for name, tensor in registry.items():
                 if tensor is not None:
                     yield registry, name, tensor
+
+
+def forgetter(region: Region) -> Any:
+    """Return a callback that drops what a region holds; it does not hold the region."""
+    reference = weakref.ref(region)
+
+    def drop(_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.forget()
+
+    return drop
+
+
+class _Nowhere:
+    """A device on which no block is ever ready: recorded calls take the long way."""
+
+
+NOWHERE: Any = _Nowhere()
+
+
+def key_of(inputs: list[Any]) -> Any:
+    """Calls with equal keys are taken to be of one structure."""
+    size = sum(ref._b.nbytes for ref in inputs)
+    return len(inputs), tuple((ref.dtype, ref.dim()) for ref in inputs[:8]), size.bit_length()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 
 from .blocks.block import Block
-from .budget import SHORTAGES
+from .budget import SHORTAGES, Ledger
 from .config import settings
 from .exchange import Exchange
 from .manager import TensorsManager
+from .recorder import Use
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
 from .strategy import Access
 from .views import make_ref, plain_on, view_of
@@ -70,11 +72,8 @@ class Entry:
                 return False
         if any(block.is_shared for block in self.own):
             return False
-        if residency.is_pressed and settings.regions != "forced" and not self._are_there():
-            # Fetched one by one, ahead or on demand, they arrive while operators run; fetched as
-            # one bundle, the first operator would wait for the last block.
+        if not self._is_worth_it(ledger, passing):
             return False
-        self._tell_accesses()
         self._announce()
         try:
             if not self._are_ready():
@@ -83,6 +82,7 @@ class Entry:
             if self.device.is_witness:
                 residency.make_room_patiently(self.device, passing, "a native region")
                 self.reserve = self.device.allocate(passing)
+            self._tell_accesses()
         except SHORTAGES:
             self._withdraw()
             self._release()
@@ -93,9 +93,19 @@ class Entry:
             raise
         return True
 
-    def _are_there(self) -> bool:
-        """Whether every block of the module's own is on the device, and has arrived."""
-        return all(block.readable_on(self.device) is not None for block in self.own)
+    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
+        """Whether entering now makes nobody wait who would not wait in between.
+
+        While memory is short, blocks that are fetched one by one, ahead or on demand, arrive while
+        operators run; of those fetched as one bundle, the first operator would wait for the last.
+        And room for all that passes at once would be taken from what was fetched ahead.
+        """
+        if not self.residency.is_pressed or settings.regions == "forced":
+            return True
+        room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
+        return passing_nbytes <= room_nbytes and all(
+            block.readable_on(self.device) is not None for block in self.blocks
+        )
 
     def _announce(self) -> None:
         """From here on nobody evicts the blocks, this thread's own operators included."""
@@ -119,26 +129,37 @@ class Entry:
         return all(block.ready is device and block.owned for block in self.given)
 
     def _tell_accesses(self) -> None:
-        """One access per block, so that forecasts do not depend on how operators ran."""
-        residency = self.residency
-        residency.tick += 1
-        strategy, tick = residency.strategy, residency.tick
+        """Tell what the recorded operators told: how they run makes no difference to forecasts."""
+        residency, structure = self.residency, self.structure
+        if residency.unheard or residency.young:
+            residency.tell_births()
+        tick = residency.tick
         for block in self.blocks:
-            block.last_use = tick
+            block.last_use = tick + 1
             block.use_count += 1
             if block.use_count == 1:
                 residency.known[block.block_id] = block
-        if strategy.watches_accesses and residency.is_pressed:
+        if residency.strategy.watches_accesses and residency.is_pressed:
             with residency.strategy_lock:
-                for block in self.blocks:
-                    replica = block.replicas.get(self.device)
-                    there = replica is not None and replica.state.value != "invalid"
-                    struct = hash(("region", block.nbytes))
-                    strategy.on_access(
-                        Access(
-                            block.block_id, block.nbytes, struct, block.is_persistent, False, there
-                        )
-                    )
+                for use in self._uses():
+                    self._tell_use(use, tick)
+        residency.tick = tick + max(structure.op_count, 1)
+
+    def _uses(self) -> Iterable[Use]:
+        """Return the recorded uses; each block once where the blocks are others now."""
+        if self.structure.block_count == len(self.blocks):
+            return self.structure.uses
+        kinds = (hash(("region", block.nbytes)) for block in self.blocks)
+        return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
+
+    def _tell_use(self, use: Use, tick: int) -> None:
+        block = self.blocks[use.place]
+        if block.is_persistent:
+            self.residency.told_tick = tick + use.number
+        there = block.readable_on(self.device) is not None
+        self.residency.strategy.on_access(
+            Access(block.block_id, block.nbytes, use.kind, block.is_persistent, use.writes, there)
+        )
 
     # -- running ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from tests.support.differential import differences
-from torchTensorRef import tensorsManager
+from torchTensorRef import options, tensorsManager
 from torchTensorRef.world import is_disabled
 
 AMPLE_NBYTES = 1 << 24
@@ -717,10 +717,87 @@ def test_memory_error_inside_leaves_the_program_running(ample: Any) -> None:
     assert_equal(expected, ours(ample.adopt(x.clone())))
 
 
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_at_half_the_weights_regions_cost_no_time(
+    manage: Callable[..., Any], strategy: str
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Mlp(48) for _ in range(10))).eval()
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    x, found = torch.rand(4, 48), []
+    with torch.no_grad():
+        expected = [plain(x) for _ in range(8)]
+        for is_on in (False, True):
+            manager = manage(strategy, nbytes // 2)
+            manager.native.forget()
+            manager.regions = is_on
+            ours, given = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
+            assert_equal(expected, [ours(given) for _ in range(8)])
+            manager.check()
+            found.append(manager.stats()["time_ns"])
+            del ours, given
+    assert found[1] <= found[0]
+
+
+def test_the_share_of_native_operators_is_known(ample: Any) -> None:
+    ours, x = ample.adopt(Mlp().eval()), ample.adopt(torch.rand(2, 16))
+    learned(ours, x)
+    assert 0 < ample.stats()["native_share"] < 1
+    ample.reset_stats()
+    assert ample.stats()["native_share"] == 0
+    ours(x)
+    assert ample.stats()["native_share"] == 1
+    _ = x + x, x + x, x + x
+    assert ample.stats()["native_share"] == 0.5
+
+
+def test_what_is_larger_than_the_budget_is_found_when_the_budget_grows(ample: Any) -> None:
+    ours, x = ample.adopt(Mlp().eval()), ample.adopt(torch.rand(2, 16))
+    ample.budget = 1500
+    assert native_runs(lambda: [ours(x) for _ in range(5)]) == 0
+    ample.budget = AMPLE_NBYTES
+    assert native_runs(lambda: [ours(x) for _ in range(5)]) == 2
+
+
+def _uses_told(strategy: Any, names: dict[int, str]) -> list[Any]:
+    """From now on, note which named blocks a strategy is told of, and as what."""
+    seen: list[Any] = []
+    whole = strategy.on_access
+
+    def on_access(access: Any) -> None:
+        if access.block_id in names:
+            seen.append((names[access.block_id], access.struct))
+        whole(access)
+
+    strategy.on_access = on_access
+    return seen
+
+
+def test_uses_are_told_as_the_operators_tell_them(manage: Callable[..., Any]) -> None:
+    told: dict[bool, list[Any]] = {}
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Mlp() for _ in range(6))).eval()
+    for native in (False, True):
+        manager = manage("flow", 9_000)
+        manager.native.forget()
+        with torch.no_grad(), options(regions="forced" if native else "off"):
+            ours, x = manager.adopt(copy.deepcopy(plain)), manager.adopt(torch.rand(2, 16))
+            names = {p._b.block_id: name for name, p in ours.named_parameters()}
+            for _ in range(4):
+                ours(x)
+            seen = _uses_told(manager.strategy, names)
+            start = manager.residency.tick
+            ours(x)
+            told[native] = [*seen, manager.residency.tick - start]
+            assert bool(manager.native.native_count) == native
+        del ours, x
+    assert told[True] == told[False]
+
+
 def test_forecasts_are_fed_once_per_block(manage: Callable[..., Any]) -> None:
     manager = manage("flow", 7_000)
     plain, ours = pair(manager, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
-    with torch.no_grad():
+    with torch.no_grad(), options(regions="forced"):
         follow(manager, plain, ours, torch.rand(2, 16), calls=8)
     assert manager.stats()["peak_resident_nbytes"] <= 7_000
 
