@@ -265,6 +265,7 @@ def open_device(name: str) -> None:
     else:
         device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
         device.name, device.capacity_nbytes = "adapter:0", ROOM_NBYTES
+        device.torch_device = torch.device("cpu")  # as tensors on it say, without a number
         tensorsManager.device = device
     tensorsManager.budget = ROOM_NBYTES
     tensorsManager.strategy = "lru"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .blocks.block import Block
 from .budget import SHORTAGES
 from .composites import TABLE as COMPOSITES
 from .costs import operator_cost
@@ -90,18 +91,9 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             _charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
-        if plan.makes_dense:
-            nbytes = out.nbytes
-        elif _has_no_bytes_of_its_own(out):
+        if not plan.makes_dense and _has_no_bytes_of_its_own(out):
             return out
-        else:
-            nbytes = out.untyped_storage().nbytes()
-        # Under pressure the strategy may want to hear of it.
-        ledger = None if residency.is_pressed else residency.ledgers.get(device)
-        block = None if ledger is None else ledger.bear_if_room(out, nbytes, tick)
-        if block is None:
-            block = residency.born(out, device)
-        return _wrap(ref_type, out, block, device, first)
+        return _wrap(ref_type, out, _born(plan, out, residency, device), device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -195,9 +187,9 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return out
         if type(out) is not _Tensor:
             return type(out)(_wrap_several(ref_type, out, flat, residency, device, first))
-        if _has_no_bytes_of_its_own(out):
+        if not plan.makes_dense and _has_no_bytes_of_its_own(out):
             return out
-        return _wrap(ref_type, out, residency.born(out, device), device, first)
+        return _wrap(ref_type, out, _born(plan, out, residency, device), device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -265,6 +257,19 @@ def _can_look(ref: Any, device: Device) -> bool:
 def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
     """Whether a result cannot be moved: it stays plain."""
     return out.layout is not _strided or out.is_quantized or out.is_nested
+
+
+def _born(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device) -> Block:
+    """Make the block of a fresh result: in one step where only counting is needed."""
+    # Under pressure the strategy may want to hear of it.
+    ledger = None if residency.is_pressed else residency.ledgers.get(device)
+    if ledger is not None:
+        nbytes = out.nbytes if plan.makes_dense else out.untyped_storage().nbytes()
+        block: Block | None = ledger.bear_if_room(out, nbytes, residency.tick)
+        if block is not None:
+            return block
+    born: Block = residency.born(out, device)
+    return born
 
 
 def _wrap_several(

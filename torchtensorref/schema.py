@@ -143,8 +143,18 @@ BINDINGS: dict[OpOverload, Any] = {
 
 #: Beside elementwise operators: those whose results take exactly the bytes of their elements.
 EXACT = frozenset(
-    {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-    | {aten.linear.default}
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.argmax.default,
+        aten.embedding.default,
+        aten.cat.default,
+    }
 )
 
 _HOLDS_TENSORS = (torch.Tensor, list, tuple)
@@ -246,7 +256,7 @@ class OpPlan:
         #: Reads one number of a tensor: the host waits for it.
         self.is_number = op is aten._local_scalar_dense.default
         #: Its results, strided operands given, are strided and take the bytes of their elements:
-        #: elementwise, or a product.
+        #: elementwise, a product, a sum, a gathering.
         self.makes_dense = torch.Tag.pointwise in op.tags or op in EXACT
         #: May take the fast path: operands are found by position, and the results are fresh, views
         #: of the first operand, or the operands that were written.

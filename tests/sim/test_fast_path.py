@@ -15,6 +15,7 @@ from torch import nn
 from torchTensorRef import fast_path
 from torchTensorRef.composites import TABLE
 from torchTensorRef.op_call import OpCall
+from torchTensorRef.schema import EXACT
 
 from ..support.differential import differences
 
@@ -293,6 +294,28 @@ def test_training_takes_the_fast_path(ample: Any, monkeypatch: pytest.MonkeyPatc
 
 
 # -- books -----------------------------------------------------------------------------------------
+
+
+def test_exact_operators_take_the_bytes_of_their_elements() -> None:
+    """The ledger counts what they make by its elements, without a look at the storage."""
+    a, b, ids = torch.rand(3, 4), torch.rand(4, 5), torch.tensor([[1, 2]])
+    aten, c, d = torch.ops.aten, torch.rand(2, 3, 4), torch.rand(2, 4, 5)
+    calls: dict[Any, tuple[Any, ...]] = {
+        aten.mm.default: (a, b),
+        aten.bmm.default: (c, d),
+        aten.addmm.default: (torch.rand(5), a, b),
+        aten.baddbmm.default: (torch.rand(5), c, d),
+        aten.linear.default: (c.transpose(0, 1), torch.rand(5, 4), torch.rand(5)),
+        aten.mean.dim: (c, [1], False),
+        aten.sum.dim_IntList: (c.transpose(0, 2), [0], True),
+        aten.argmax.default: (c, 1),
+        aten.embedding.default: (a, ids),
+        aten.cat.default: ([a, a.t().reshape(3, 4)],),
+    }
+    assert set(calls) == EXACT
+    for op, args in calls.items():
+        made_of = op(*args)
+        assert made_of.untyped_storage().nbytes() == made_of.nbytes, op
 
 
 def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
