@@ -165,8 +165,9 @@ class OpCall(Ladder):
                 self.residency.written(block, device)
         if shadow is not None:
             shadow.compare(out, device)
-        flops, nbytes, dtype_name = operator_cost(self.plan, args, kwargs, out)
-        device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
+        if device.is_simulated or device.is_host:  # a real accelerator has a clock of its own
+            flops, nbytes, dtype = operator_cost(self.plan, args, kwargs, out)
+            device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype)
         if device.is_simulated and not self.plan.returns_tensors:
             device.record().synchronize()  # the program reads a number: the host waits for it
         return out

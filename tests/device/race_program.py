@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchTensorRef
 import torchTensorRef.tensor  # (wires the manager)
+from tests.support.device_double import LateDevice, LateLane
 from tests.support.programs import RandomEviction
 from torchTensorRef.devices.accelerator_copies import StreamLane
 from torchTensorRef.manager import tensorsManager
@@ -32,38 +33,54 @@ from torchTensorRef.op_call import OpCall
 MIB = 1 << 20
 
 
-def listening(method: Any, listener: Callable[[], Any]) -> Any:
-    """The same method, with the sanitizer on while it runs."""
+class Listener(TorchDispatchMode):
+    """Lets the sanitizer hear what touches bytes, and not what only makes views of them."""
+
+    QUIET = ("aten::set_", "aten::empty", "aten::detach", "aten::alias")
+
+    def __init__(self, sanitizer: Any) -> None:
+        super().__init__()
+        self.sanitizer = sanitizer
+        self.heard = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in self.QUIET:
+            return func(*args, **kwargs)
+        self.heard += 1
+        with self.sanitizer:
+            return func(*args, **kwargs)
+
+
+def listening(method: Any, listener: Listener) -> Any:
+    """The same method, with a listener on while it runs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with listener():
+        with listener:
             return method(*args, **kwargs)
 
     return call
 
 
-def listen_on(kind: str) -> None:
-    """Put the sanitizer around kernels and copies."""
+def listen_on(kind: str) -> tuple[Listener, Listener]:
+    """Put a listener around kernels and one around copies."""
+    sanitizer: Any = contextlib.nullcontext()
     if kind == "cuda":
         from torch.cuda._sanitizer import cuda_sanitizer
 
-        dispatch = cuda_sanitizer.dispatch
-
-        @contextlib.contextmanager
-        def listener() -> Any:
-            with dispatch:
-                yield
+        sanitizer = cuda_sanitizer.dispatch
+    kernels, copies = Listener(sanitizer), Listener(sanitizer)
+    OpCall._call_kernel = listening(OpCall._call_kernel, kernels)  # type: ignore[method-assign]
+    if kind == "late":
+        LateLane._copy = staticmethod(listening(LateLane._copy, copies))  # type: ignore[method-assign]
     else:
-        listener = contextlib.nullcontext  # type: ignore[assignment]
-    OpCall._call_kernel = listening(OpCall._call_kernel, listener)  # type: ignore[method-assign]
-    StreamLane.issue = listening(StreamLane.issue, listener)  # type: ignore[method-assign]
+        StreamLane.issue = listening(StreamLane.issue, copies)  # type: ignore[method-assign]
+    return kernels, copies
 
 
 def device_of(kind: str) -> Any:
     """The accelerator, or the double."""
     if kind == "late":
-        from tests.support.device_double import LateDevice
-
         return LateDevice()
     from torchTensorRef.devices import registry
 
@@ -81,7 +98,7 @@ def main(kind: str) -> int:
     """Move everything, all the time."""
     width = 256 if kind == "late" else 2048
     budget = 3 * MIB if kind == "late" else 192 * MIB
-    listen_on(kind)
+    kernels, copies = listen_on(kind)
     # With each operator traced, none takes the fast path, where nobody could listen.
     with torchTensorRef.disabled(), torchTensorRef.options(trace=3):
         tensorsManager.device = device_of(kind)
@@ -95,7 +112,8 @@ def main(kind: str) -> int:
             for _ in range(4):
                 step(model, optimizer, random.choice((1, 8, 64)), width)
             tensorsManager.check()
-        print(f"evicted {tensorsManager.stats()['evict_count']}")  # noqa: T201
+        evicted = tensorsManager.stats()["evict_count"]
+        print(kernels.heard, copies.heard, evicted)  # noqa: T201
     return 0
 
 
