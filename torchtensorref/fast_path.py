@@ -110,13 +110,15 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
 def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a composite operator as one, where what it takes in passing fits the budget."""
     kwargs = kwargs or _NO_KWARGS
-    first = args[0]
+    for arg in args:
+        if isinstance(arg, _Tensor) and type(arg) is not ref_type:
+            return SLOW  # nested, sparse, another class: the table knows nothing of those
     passing_nbytes = plan.passing(*args, **kwargs)
     if passing_nbytes is None or plan.draws_random(args, kwargs):
         return SLOW
-    if not passing_nbytes or type(first) is not ref_type:
+    if not passing_nbytes:
         return _one(ref_type, plan, args, kwargs)
-    device, residency = first._b.ready, tensorsManager._residency
+    device, residency = args[0]._b.ready, tensorsManager._residency
     ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
     if ledger is None or ledger.resident_nbytes + passing_nbytes > ledger.budget.high_nbytes:
         return SLOW

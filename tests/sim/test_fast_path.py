@@ -200,6 +200,20 @@ def test_composites_are_taken_apart_where_somebody_looks(
     assert not names
 
 
+@pytest.mark.filterwarnings("ignore:.*beta state")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_composites_with_operands_of_other_kinds(ample: Any) -> None:
+    w, x = made((q(8, 8), q(3, 8)))
+    [ours] = ready(ample, w)
+    nested = torch.nested.nested_tensor([x, x[:2]])
+    sparse = x.relu().sub(0.5).relu().to_sparse()
+    with torch.no_grad():
+        expected, got = F.linear(nested, w), F.linear(nested, ours)
+        assert_equal(list(expected.unbind()), [ample.release(part) for part in got.unbind()])
+        assert_equal(torch.matmul(sparse, w), ample.release(torch.matmul(sparse, ours)))
+        assert_equal(F.linear(x, w), F.linear(x, ours))
+
+
 def test_composites_run_in_parts_while_something_is_away(
     ample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
