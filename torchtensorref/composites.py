@@ -21,9 +21,13 @@ aten = torch.ops.aten
 Passing = Callable[..., int | None]
 
 
-def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> int:
+def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
-    return 0 if x.is_contiguous() else x.nbytes
+    if x.is_contiguous():
+        return 0
+    # Torch copies them for a weight that wants gradients, also where none are noted, and multiplies
+    # in batches for another: plain tensors do not say which it is.
+    return None if x.dim() > 2 and (x.requires_grad or weight.requires_grad) else x.nbytes
 
 
 def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
@@ -40,6 +44,9 @@ def _of_attention(
 ) -> int | None:
     """The weights of each query for each key, before and after softmax, and the operands again."""
     wanted, held = query.size(), key.size()
+    # Torch takes no fused kernel for a mask that wants gradients.
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*rest, *more.values())):
+        return None
     if len(wanted) != 4 or len(held) != 4 or 0 in held:
         return None
     _, heads, rows, width = wanted

@@ -180,3 +180,27 @@ def test_gradients_of_products_in_batches(right):
         return results
 
     right(program)
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_kernels_that_are_chosen_by_whether_gradients_are_wanted(manage, strategy):
+    """Also where none are noted: torch looks at the tensor, not at the mode."""
+
+    def program(bring: Bring) -> Any:
+        layers = [bring(nn.Linear(32, 96)), bring(nn.Linear(32, 96, bias=False))]
+        layers += [bring(nn.Linear(32, 96).requires_grad_(False))]
+        mask = nn.Parameter(bring(torch.randn(2, 1, 6, 6)))
+        results = []
+        for _ in range(2):
+            with torch.no_grad():
+                x = bring(torch.randn(2, 5, 32)) * 1
+                views = [x, x.transpose(0, 1), x[:, ::2], x[0], x.transpose(0, 1)[1]]
+                results += [layer(view) for layer in layers for view in views]
+                q, k, v = (bring(torch.randn(2, 4, 6, 16)) * 1 for _ in range(3))
+                for attended in (None, mask, mask.detach(), mask.expand(2, 4, 6, 6)):
+                    results.append(nn.functional.scaled_dot_product_attention(q, k, v, attended))
+                results += [layers[0].weight @ layer.weight.t() for layer in layers]
+                results += [torch.matmul(view, layers[0].weight.t()) for view in views]
+        return results
+
+    assert_right(program, manage(strategy))
