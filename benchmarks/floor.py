@@ -18,8 +18,13 @@ as long as they do, with the whole budget for them.
 A program whose phases are bound in turn by the link and by compute (an optimizer after four
 passes) cannot overlap them further than the budget reaches: of what a stretch of the program uses,
 no more than a budget can be there when it begins. So a stretch takes as long as its operators, and
-as long as the copies of what it uses less one budget; stretches that do not overlap add up. The
-floor is the larger of the two bounds.
+as long as the copies of what it uses less one budget; stretches that do not overlap add up.
+
+Likewise for what it makes (THEORY 3.1: gradients, moments and updated weights leave the device): of
+what a stretch writes and the program reads after it, no more than a budget can still be there when
+it ends, and the rest has been copied home after it was written, so within the stretch. Where the
+device's link is duplex both directions work at once, otherwise they add up; either way all of it
+passes the host's memory. The floor is the larger of the two bounds.
 """
 
 from __future__ import annotations
@@ -39,6 +44,14 @@ from torchTensorRef.schema import plan_of
 
 #: Places in the program between which stretches are looked for.
 STRETCH_EDGES = 150
+
+#: Operators that read nothing of what they write.
+OVERWRITES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
 
 #: Operators after which a storage still in use counts as one that stays (optimizer state).
 LONG_LIFE = 400
@@ -63,6 +76,9 @@ class Recorder(TorchDispatchMode):
         self.spec = spec
         self.lives: list[Life] = []
         self.trace: list[tuple[int, ...]] = []
+        #: Storages that each operator writes, and the last operator that reads each.
+        self.writes: list[tuple[int, ...]] = []
+        self.last_read: dict[int, int] = {}
         self.took_ns: list[float] = []
         self.flops = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -93,6 +109,7 @@ class Recorder(TorchDispatchMode):
         gathered = args[table] if table is not None else None
         met = [x for x in (*operands, *results) if x is not gathered and x.numel()]
         self.trace.append(tuple(dict.fromkeys(self._number(x) for x in met)))
+        self._note_writes(op, operands, results)
         flops = flop_rule(plan)(args, kwargs, out)
         speed = self.spec.flops_per_s.get("float32", self.spec.default_flops_per_s)
         move_ns = sum(touched_nbytes(x) for x in met) / self.spec.memory_bytes_per_s * 1e9
@@ -100,6 +117,19 @@ class Recorder(TorchDispatchMode):
         self.took_ns.append(took_ns)
         self.flops += flops
         return out
+
+    def _note_writes(
+        self, op: Any, operands: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        """Note what an operator writes: its results, which are its operands where it is in place.
+
+        Writes that are declared and not returned go unnoticed, which lowers the floor.
+        """
+        position = len(self.trace) - 1
+        only_written = operands[:1] if op in OVERWRITES else ()
+        for operand in operands[len(only_written) :]:
+            self.last_read[self._number(operand)] = position
+        self.writes.append(tuple(dict.fromkeys(self._number(x) for x in results if x.numel())))
 
     def stays(self, number: int) -> bool:
         """Whether a storage is a parameter, or lives as long as one."""
@@ -133,23 +163,42 @@ class Recorder(TorchDispatchMode):
         """The largest sum, over stretches one after another, of what each takes at the least."""
         step = max(1, len(self.trace) // STRETCH_EDGES)
         edges = [*range(0, len(self.trace), step), len(self.trace)]
+        #: The first edge at which a storage is read no more.
+        done_at = {n: bisect.bisect_right(edges, read) for n, read in self.last_read.items()}
         least_ns = [0.0] * len(edges)  # from the edge to the end
         for first in range(len(edges) - 2, -1, -1):
             used: set[int] = set()
             used_nbytes, took_ns = 0, 0.0
             there_nbytes = budget_nbytes if first else 0  # nothing is there when it all begins
+            written: set[int] = set()
+            left_nbytes, done = 0, defaultdict[int, int](int)
             for last in range(first, len(edges) - 1):
                 for position in range(edges[last], edges[last + 1]):
+                    for number in self.writes[position]:
+                        if number not in written and done_at.get(number, 0) > last + 1:
+                            left_nbytes += self.lives[number].nbytes
+                            done[done_at[number]] += self.lives[number].nbytes
+                            written.add(number)
                     took_ns += self.took_ns[position]
                     for number in self.trace[position]:
                         life = self.lives[number]
                         if number not in used and (life.is_given or life.first < edges[first]):
                             used_nbytes += life.nbytes
                         used.add(number)
-                copied_ns = (used_nbytes - there_nbytes) / self.spec.h2d_bytes_per_s * 1e9
+                left_nbytes -= done.pop(last + 1, 0)
+                in_nbytes = max(0, used_nbytes - there_nbytes)
+                out_nbytes = max(0, left_nbytes - budget_nbytes)
+                copied_ns = self._copies_ns(in_nbytes, out_nbytes)
                 stretch_ns = max(took_ns, copied_ns) + least_ns[last + 1]
                 least_ns[first] = max(least_ns[first], stretch_ns)
         return least_ns[0]
+
+    def _copies_ns(self, in_nbytes: int, out_nbytes: int) -> float:
+        """The least time in which so much can be copied to the device and from it."""
+        spec = self.spec
+        in_s, out_s = in_nbytes / spec.h2d_bytes_per_s, out_nbytes / spec.d2h_bytes_per_s
+        link_s = max(in_s, out_s) if spec.duplex else in_s + out_s
+        return max(link_s, (in_nbytes + out_nbytes) / spec.host_memory_bytes_per_s) * 1e9
 
     def min_nbytes(self, budget_nbytes: int) -> int:
         """Bytes that MIN copies to the device for the whole program."""

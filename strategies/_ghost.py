@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 #: A forecast may move this many times LRU's bytes before it is doubted.
 TOLERATED = 1.05
-#: Bytes that it may then move beyond, in budgets, before it is dropped.
-PATIENCE = 2.0
+#: Bytes that it may then move beyond, in budgets, before it is dropped: while a program is learned
+#: for the first time, and when it has been dropped before.
+PATIENCE = 2.8
+SECOND_PATIENCE = 1.0
 #: It is followed again when it would have moved at most this share of LRU's bytes.
 CONVINCING = 0.9
 
@@ -80,11 +82,22 @@ class Referee:
         self._forecast = GhostCache(next_use)
         self._excess_nbytes = 0.0
 
-    def access(self, block_id: int, nbytes: int, fetched_nbytes: int, limit_nbytes: int) -> None:
-        """Hear of an access, and how many bytes were fetched for it on demand."""
+    def access(
+        self,
+        block_id: int,
+        nbytes: int,
+        fetched_nbytes: int,
+        limit_nbytes: int,
+        *,
+        is_followed: bool = True,
+    ) -> None:
+        """Hear of an access, and how many bytes were fetched for it on demand.
+
+        Where nobody follows the forecast for want of confidence, what is fetched is not its doing.
+        """
         lru_nbytes = self._lru.access(block_id, nbytes, limit_nbytes)
         if self.is_followed:
-            if lru_nbytes or fetched_nbytes:
+            if is_followed and (lru_nbytes or fetched_nbytes):
                 self._weigh(fetched_nbytes - TOLERATED * lru_nbytes, limit_nbytes)
             return
         self._forecast.access(block_id, nbytes, limit_nbytes)
@@ -108,7 +121,8 @@ class Referee:
 
     def _weigh(self, excess_nbytes: float, limit_nbytes: int) -> None:
         self._excess_nbytes = max(0.0, self._excess_nbytes + excess_nbytes)
-        if self._excess_nbytes > PATIENCE * limit_nbytes:
+        patience = SECOND_PATIENCE if self.fall_count else PATIENCE
+        if self._excess_nbytes > patience * limit_nbytes:
             self.is_followed = False
             self.fall_count += 1
             self._start_proof()

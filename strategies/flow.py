@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from ..history import NEVER, History
@@ -32,13 +33,22 @@ SMALL_NBYTES = MIB
 SMALL_SHARE = 1 / 512
 SMALL_TOTAL_SHARE = 1 / 16
 #: The next victims, as a share of the budget, are copied home early.
-WRITE_BACK_SHARE = 1 / 2
-WRITE_BACK_COUNT = 2
+WRITE_BACK_SHARE = 3 / 4
+#: ... once less than this share is free.
+FREE_SHARE = 1 / 2
+#: They are queued up to so many, and up to this share of the budget.
+WRITE_BACK_COUNT = 4
+WRITE_BACK_QUEUE_SHARE = 1 / 4
+#: Blocks looked at, in the order of their writing, where the forecast is not followed.
+LOOKED_AT_COUNT = 16
+#: How much dearer a byte is that has to be copied home first: little, as the other direction of the
+#: link is idle most of the time.
+DIRTY_COST = 1.25
 #: What is used within so many accesses, or a quarter of the period, may be written again.
 SOON = 24
 #: Forecasts are followed above the first, and fetched ahead of above the second.
 VICTIM_CONFIDENCE = 0.35
-PREFETCH_CONFIDENCE = 0.9
+PREFETCH_CONFIDENCE = 0.8
 
 #: How much dearer a byte of a larger block is: the block needs its whole room while it comes, so
 #: a large one that is kept saves more than its bytes. Per share of the budget that it takes.
@@ -91,7 +101,7 @@ class Flow(Strategy):
         self._accesses_until_void = 0
         self._small: dict[int, int] = {}
         self._small_nbytes = 0
-        self._may_be_dirty: set[int] = set()
+        self._may_be_dirty: dict[int, None] = {}  # written first comes first
         self._made: set[int] = set()
         self._gate = LatestStart()
         self._limit_nbytes = 0
@@ -118,7 +128,13 @@ class Flow(Strategy):
         self._note_use(access)
         if self._limit_nbytes:
             fetched_nbytes = 0 if access.was_resident else nbytes
-            self.referee.access(block_id, nbytes, fetched_nbytes, self._limit_nbytes)
+            self.referee.access(
+                block_id,
+                nbytes,
+                fetched_nbytes,
+                self._limit_nbytes,
+                is_followed=history.confidence >= VICTIM_CONFIDENCE,
+            )
 
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Record where an operator made a block; say whether such a one stayed before."""
@@ -130,7 +146,7 @@ class Flow(Strategy):
             return PERSISTENT_AFTER
         if not self.history.birth(block_id, nbytes, place):
             return STAYS_AFTER
-        self._may_be_dirty.add(block_id)
+        self._may_be_dirty[block_id] = None
         if not self._order_is_void:
             self._note_position(block_id, nbytes, is_persistent=True)
         return 0
@@ -141,7 +157,7 @@ class Flow(Strategy):
         self._room.death(block_id)
         self._order.forget(block_id)
         self._small_nbytes -= self._small.pop(block_id, 0)
-        self._may_be_dirty.discard(block_id)
+        self._may_be_dirty.pop(block_id, None)
         self._made.discard(block_id)
         self.referee.death(block_id)
 
@@ -190,20 +206,39 @@ class Flow(Strategy):
         busy_until_ns = max(device.now_ns, device.compute_free_ns, device.link_free_ns)
         if not self._may_be_dirty or device.d2h_free_ns > busy_until_ns:
             return ()
-        near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
-        if device.free_nbytes > near_nbytes or not self._follows(VICTIM_CONFIDENCE):
+        if device.free_nbytes > device.limit_nbytes * FREE_SHARE:
             return ()
+        if not self._follows(VICTIM_CONFIDENCE):
+            return self._oldest_dirty(look_into(resident))
         self._put_in_order(resident)
+        near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
+        queue_nbytes = min(QUEUE_NBYTES, int(device.limit_nbytes * WRITE_BACK_QUEUE_SHARE))
         leaving: list[int] = []
         soon = min(SOON, self.history.period // 4)
         for distance, block in self._by_distance(device, look_into(resident), 1.0):
             if block.is_dirty and block.is_persistent and distance > soon:
+                queue_nbytes -= block.nbytes
+                if leaving and queue_nbytes < 0:
+                    break
                 leaving.append(block.block_id)
                 if len(leaving) >= WRITE_BACK_COUNT:
                     break
             near_nbytes -= block.nbytes
             if near_nbytes <= 0:
                 break
+        return leaving
+
+    def _oldest_dirty(self, look: Look) -> list[int]:
+        """Return the dirty blocks written first, for victims are chosen by age."""
+        leaving: list[int] = []
+        for block_id in list(islice(self._may_be_dirty, LOOKED_AT_COUNT)):
+            block = look(block_id)
+            if block is not None and block.is_dirty:
+                leaving.append(block_id)
+                if len(leaving) >= WRITE_BACK_COUNT:
+                    break
+            else:
+                del self._may_be_dirty[block_id]
         return leaving
 
     # -- how it is decided -------------------------------------------------------------------
@@ -221,7 +256,8 @@ class Flow(Strategy):
         """Note what follows from a use: when the next one is, and what may be dirty."""
         block_id = access.block_id
         if access.is_persistent and (access.is_write or block_id in self._made):
-            self._may_be_dirty.add(block_id)
+            self._may_be_dirty.pop(block_id, None)
+            self._may_be_dirty[block_id] = None
             self._made.discard(block_id)
         self._accesses_until_void -= 1
         if not self._order_is_void:
@@ -283,7 +319,7 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, blocks: Sequence[BlockSnapshot]
     ) -> list[BlockSnapshot]:
         """Sort blocks: first to be given back first."""
-        dirty_cost = 1 + device.h2d_bytes_per_s / max(device.d2h_bytes_per_s, 1.0)
+        dirty_cost = DIRTY_COST
         newest = max((block.last_use for block in blocks), default=0)
         is_lost = self.history.cursor < 0
 
@@ -409,7 +445,7 @@ class Flow(Strategy):
         The block used last is the one that is used again last: the best victim, once the operator
         is through. Meanwhile the link idles. To spare the block costs a block's bytes per period.
         """
-        dirty_cost = 1 + device.h2d_bytes_per_s / max(device.d2h_bytes_per_s, 1.0)
+        dirty_cost = DIRTY_COST
         idle_ns = device.compute_free_ns - max(device.link_free_ns, device.now_ns)
         idle_nbytes = max(0, idle_ns) * device.h2d_bytes_per_s / 1e9
         excess_nbytes = self.history.living_nbytes - device.limit_nbytes

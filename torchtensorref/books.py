@@ -18,7 +18,6 @@ from .events import EventLog
 from .strategy import PERSISTENT_AFTER, BlockSnapshot, DeviceSnapshot, Strategy
 from .transfer import Transfer
 
-
 #: Results remembered until the strategy is told of them; most are dead by then.
 UNHEARD_COUNT = 4096
 

@@ -169,7 +169,7 @@ class History:
             self._index_until = self.end + INDEXED_RUN
             self._index()
             return True
-        if not is_new or self._substitutions.bit_count() >= SUBSTITUTION_LIMIT:
+        if not is_made or self._substitutions.bit_count() >= SUBSTITUTION_LIMIT:
             return False
         self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         self._append(symbol, struct)

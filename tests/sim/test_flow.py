@@ -208,6 +208,60 @@ class TestSurprises:
             assert (manager.release(ref) == 2 * (number + 1)).all()
 
 
+class Listening(Flow):
+    """Flow, and what it was told of births: block -> after how many operators it stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.born: dict[int, int] = {}
+
+    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+        self.born[block_id] = super().on_birth(block_id, nbytes, place)
+        return self.born[block_id]
+
+
+class TestTraining:
+    def test_gradients_are_told_of_and_known_again_in_the_next_step(self, manage):
+        """Made on the fast path, of activations alone; used again when the next one is added."""
+        layers, steps = 12, 6
+        found: list[tuple[int, ...]] = []
+
+        def program(model: nn.ModuleList, note: Callable[[], None]) -> list[torch.Tensor]:
+            for _ in range(steps):
+                for start in range(3):
+                    x = torch.full((2, WIDTH), 0.1 * start)
+                    for layer in model:
+                        x = torch.tanh(layer(x)) + 0.1 * x
+                    x.square().mean().backward()
+                note()
+                with torch.no_grad():
+                    for layer in model:
+                        layer.weight.sub_(layer.weight.grad, alpha=0.1)
+                        layer.weight.grad = None
+            return [layer.weight.detach() for layer in model]
+
+        expected = program(stack(layers), lambda: None)
+        strategy = Listening()
+        manager = manage(strategy, int(layers * LAYER_NBYTES * 0.6), **SLOW_LINK)
+        model = manager.adopt(stack(layers))
+
+        def note() -> None:
+            blocks = [layer.weight.grad._b.block_id for layer in model]
+            assert all(block_id in strategy.born for block_id in blocks)
+            symbol_of = strategy.history._names.symbol_of
+            found.append(tuple(symbol_of.get(block_id, block_id) for block_id in blocks))
+            ages.append([strategy.born[block_id] for block_id in blocks])
+
+        ages: list[list[int]] = []
+        results = manager.release(program(model, note))
+        assert all(map(torch.equal, expected, results))
+        assert len(set(found[-1])) == layers
+        assert found[-1] == found[-2], "the same gradient has another name in each step"
+        assert ages[0] != [0] * layers
+        assert ages[-1] == [0] * layers, "not recognised when it is made"
+        assert manager.stats()["peak_resident_nbytes"] <= manager.budget
+
+
 class Reversed(History):
     """Says that what comes next comes last."""
 

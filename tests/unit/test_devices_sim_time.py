@@ -61,6 +61,30 @@ def test_the_host_waits_when_the_queue_is_full():
     assert sim.now_ns() == 106  # the first one has ended
 
 
+def test_copies_of_pageable_memory_are_slower_and_the_host_waits_for_them():
+    spec = PLAIN.scaled(pageable_bytes_per_s=0.5e9)
+    for page_locked, took_ns in ((True, 10 + 100), (False, 10 + 200)):
+        sim = SimDevice(spec, page_locked=page_locked)
+        base = sim.allocate(100)
+        arrival = sim.copy_in(host_bytes(100), base)
+        assert arrival.end_ns == took_ns
+        assert sim.now_ns() == (0 if page_locked else took_ns)
+        arrival.wait()
+        leaving = sim.copy_out(base, host_bytes(100), after=sim.record())
+        assert leaving.end_ns == 2 * took_ns
+        assert sim.now_ns() == (0 if page_locked else 2 * took_ns)
+        rate = 1e9 if page_locked else 0.5e9
+        assert sim.clocks().h2d_bytes_per_s == sim.clocks().d2h_bytes_per_s == pytest.approx(rate)
+
+
+def test_pageable_memory_is_never_faster_than_the_link():
+    for spec in SPECS.values():
+        pageable = spec.link_bytes_per_s(to_device=True, page_locked=False)
+        assert pageable <= spec.link_bytes_per_s(to_device=True, page_locked=True)
+    slow = PLAIN.scaled(h2d_bytes_per_s=0.1e9)
+    assert slow.link_bytes_per_s(to_device=True, page_locked=False) == 0.1e9
+
+
 def test_both_ways_to_charge_take_the_same_time():
     fast, noted = SimDevice(PLAIN), SimDevice(PLAIN)
     base = noted.allocate(8)

@@ -11,6 +11,7 @@ devices of one `Machine`. The rules of time:
 * A copy starts when its engine is free, the host has issued it and `after` has fired. It takes
   ``copy_latency_ns + nbytes / bandwidth``, the bandwidth being what the link takes of the host
   memory's that other copies leave over (`SharedMemory`).
+* A copy from or to pageable memory is slower, and the host's clock waits until it ends.
 * Its bytes arrive when its event fires (`wait`, `synchronize`, or `is_done` once the host's clock
   has passed its end), never before. Events of one engine fire in their order, so that waiting for
   one waits for those before it; nothing orders one engine with another but `after` and `wait`.
@@ -54,6 +55,9 @@ class SimDevice(SimEngines):
         What is to fail.
     name : str, optional
         By default ``"sim:<index>"``.
+    page_locked : bool, optional
+        Whether the host's memory is page-locked, as ours is. Otherwise copies take as long as from
+        pageable memory (`DeviceSpec.pageable_bytes_per_s`), and the host waits for each.
 
     Attributes
     ----------
@@ -80,8 +84,17 @@ class SimDevice(SimEngines):
         poison: bool = False,
         faults: FaultPlan | None = None,
         name: str | None = None,
+        page_locked: bool = True,
     ) -> None:
-        super().__init__(spec, index, machine=machine, poison=poison, faults=faults, name=name)
+        super().__init__(
+            spec,
+            index,
+            machine=machine,
+            poison=poison,
+            faults=faults,
+            name=name,
+            page_locked=page_locked,
+        )
         self.stall_ns = 0
         self._worked_ns = 0  # what its operators took, waiting not counted
         self._dispatch_ns = spec.dispatch_ns
@@ -151,8 +164,8 @@ class SimDevice(SimEngines):
                 compute_free_ns=self._compute_ns,
                 link_free_ns=self._copy_ns[Engine.H2D],
                 d2h_free_ns=self._copy_ns[Engine.D2H],
-                h2d_bytes_per_s=self.spec.h2d_bytes_per_s,
-                d2h_bytes_per_s=self.spec.d2h_bytes_per_s,
+                h2d_bytes_per_s=self._link_rate[Engine.H2D] * 1e9,
+                d2h_bytes_per_s=self._link_rate[Engine.D2H] * 1e9,
             )
 
     def _run(self, flops: int, nbytes: int, dtype_name: str) -> int:

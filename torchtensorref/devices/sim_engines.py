@@ -33,16 +33,18 @@ class SimEngines(SimMemory):
         poison: bool = False,
         faults: FaultPlan | None = None,
         name: str | None = None,
+        page_locked: bool = True,
     ) -> None:
         super().__init__(spec, index, machine=machine, poison=poison, faults=faults, name=name)
+        self.page_locked = page_locked
         #: when each copy engine is free
         self._copy_ns = {Engine.H2D: 0, Engine.D2H: 0}
         #: copies whose bytes have not arrived, in the order of their engine
         self._pending: dict[Engine, deque[Copy]] = {Engine.H2D: deque(), Engine.D2H: deque()}
         self._touching = {Engine.H2D: self._arriving, Engine.D2H: self._leaving}
         self._link_rate = {
-            Engine.H2D: spec.h2d_bytes_per_s / 1e9,
-            Engine.D2H: spec.d2h_bytes_per_s / 1e9,
+            Engine.H2D: spec.link_bytes_per_s(to_device=True, page_locked=page_locked) / 1e9,
+            Engine.D2H: spec.link_bytes_per_s(to_device=False, page_locked=page_locked) / 1e9,
         }
 
     # copies -------------------------------------------------------------------------------
@@ -133,6 +135,8 @@ class SimEngines(SimMemory):
         copy = Copy(self, engine, end_ns, number=self.copy_count, resident=resident, after=after)
         self._pending[engine].append(copy)
         self._touching[engine][resident.key] = copy
+        if not self.page_locked:
+            machine.wait_until(end_ns)
         return copy
 
     def _count_copy(self, engine: Engine, nbytes: int) -> None:

@@ -18,6 +18,9 @@ TERA = 10**12
 COMPUTE_SHARE = 0.70
 MEMORY_SHARE = 0.80
 LINK_SHARE = 0.80
+#: Pageable copies are bound by one host core and its memory, not by the link: 3 to 6 GB/s are found
+#: (THEORY.md, 4.3). The high end, for every host.
+PAGEABLE_BYTES_PER_S = 6e9
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class DeviceSpec:
     memory_bytes_per_s: float = 200e9
     h2d_bytes_per_s: float = 12e9
     d2h_bytes_per_s: float = 12e9
+    #: of a copy, either way, with ordinary (pageable) memory at the host's end: the driver moves it
+    #: piece by piece through a small page-locked buffer, and the host waits for it
+    pageable_bytes_per_s: float = PAGEABLE_BYTES_PER_S
     #: from the issue of a copy to its first byte
     copy_latency_ns: int = 10_000
     #: of one kernel, on the device
@@ -61,6 +67,7 @@ class DeviceSpec:
             "memory_bytes_per_s": self.memory_bytes_per_s,
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
             "d2h_bytes_per_s": self.d2h_bytes_per_s,
+            "pageable_bytes_per_s": self.pageable_bytes_per_s,
             "host_memory_bytes_per_s": self.host_memory_bytes_per_s,
             "host_flops_per_s": self.host_flops_per_s,
         }
@@ -81,6 +88,11 @@ class DeviceSpec:
         """The speed for dtypes that are not listed: ``"default"``, else the slowest listed."""
         listed = self.flops_per_s.get("default")
         return min(self.flops_per_s.values()) if listed is None else listed
+
+    def link_bytes_per_s(self, *, to_device: bool, page_locked: bool) -> float:
+        """What a copy gets of the link: by direction, and by the memory at the host's end."""
+        rate = self.h2d_bytes_per_s if to_device else self.d2h_bytes_per_s
+        return rate if page_locked else min(rate, self.pageable_bytes_per_s)
 
     def scaled(self, *, capacity: int | str | None = None, **changes: Any) -> DeviceSpec:
         """The same device with another size or other speeds.
