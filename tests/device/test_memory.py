@@ -117,6 +117,32 @@ def test_a_second_try_draws_the_same_numbers(manage, device, monkeypatch):
     assert torch.equal(manager.release(torch.bernoulli(half)), expected)
 
 
+def test_a_factory_that_finds_no_room_gets_what_can_be_evicted(manage, device):
+    from torchTensorRef.inject import factories
+
+    manager = manage("lru", 64 * MIB)
+    x = manager.adopt(torch.ones(500_000))
+    assert (x + 1)._b.readable_on(device)
+    calls = []
+
+    def factory(size: int) -> torch.Tensor:
+        manager.stats()  # takes the dead off the books
+        calls.append(manager.residency.ledgers[device].resident_nbytes)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return torch.zeros(size, device=device.torch_device)
+
+    assert factories._with_room(factory, (7,), {}).sum() == 0
+    assert calls[0] > 0
+    assert calls[1] == 0, "everything that nobody held was evicted"
+
+    def hopeless() -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room, whatever is evicted")
+
+    with pytest.raises(torch.OutOfMemoryError, match="whatever"):
+        factories._with_room(hopeless, (), {})
+
+
 # -- other programs -----------------------------------------------------------------------------
 
 

@@ -124,7 +124,7 @@ def _with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
     known = _with_known_device(kwargs) if kwargs or _function_modes() else kwargs
-    plain = wrapped(*args, **known)
+    plain = _with_room(wrapped, args, known)
     if type(plain) is not Tensor or not is_plain_world():
         return plain
     if args and isinstance(args[0], torch.UntypedStorage):
@@ -137,6 +137,20 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
         # `.to` of the same device gives the tensor itself, as it does where torch can name it.
         ref._asked = str(kwargs.get("device") or _default_device())
     return ref
+
+
+def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory; where an accelerator has no room for what it makes, evict and call again."""
+    try:
+        return wrapped(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        residency = _core().manager.residency
+        device = residency.main
+        if device.is_host or device.is_simulated:
+            raise
+        residency.evict_some(device, residency.ledgers[device].resident_nbytes)
+        device.give_up_caches()
+    return wrapped(*args, **kwargs)
 
 
 def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
