@@ -151,9 +151,8 @@ def test_flow_evicts_the_farthest_and_dirty_ones_later():
     blocks = [block(5), block(6), block(7, dirty=True)]
     assert list(strategy.victims(device(), blocks, 1)) == [6]
     assert list(strategy.victims(device(), blocks, 3_000)) == [6, 7, 5]
-    # A dirty one of about the same distance is dearer: it has to be copied home first.
-    blocks = [block(5), block(6, dirty=True), block(7, dirty=True)]
-    assert list(strategy.victims(device(), blocks, 3_000)) == [6, 5, 7]
+    blocks = [block(5), block(6), block(7)]
+    assert list(strategy.victims(device(), blocks, 3_000)) == [7, 6, 5]
 
 
 def test_flow_evicts_what_it_does_not_foresee_first():
