@@ -82,6 +82,17 @@ def _as_one(op: OpOverload) -> Treatment:
     return call
 
 
+def _values_alone(op: OpOverload) -> Treatment:
+    """Treat an operator that finds the vectors, too, for a subclass: by another algorithm."""
+    one = _as_one(op)
+
+    def treat(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        return (op if would_be_noted(tensors) else one)(*args, **kwargs)
+
+    return treat
+
+
 #: What torch names the last node of a loss with smoothed labels.
 _smoothed_loss = gradient_of_plain(_as_one(aten.cross_entropy_loss.default), "AddBackward0")
 
@@ -173,6 +184,14 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     _by_plain(aten.linalg_det.default, "LinalgDetBackward0"),
     (aten.cumprod.default, _cumprod, _SUBCLASS),
     (aten.cumprod_.default, then_copied(aten.cumprod_.default, _cumprod), _SUBCLASS),
+    *(
+        (op, _values_alone(op), "finds the vectors, too, for a subclass: other last bits")
+        for op in (
+            aten.linalg_svdvals.default,
+            aten.linalg_eigvals.default,
+            aten.linalg_eigvalsh.default,
+        )
+    ),
     (aten.cross_entropy_loss.default, _cross_entropy, "takes another formula for a subclass"),
     (aten.masked_fill.Tensor, masked_fill, _SUBCLASS),
     (aten.masked_fill_.Tensor, masked_fill_in_place, _SUBCLASS),

@@ -53,7 +53,11 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
     Written out flat: this is what most operators cost.
     """
     first = args[0]
-    if type(first) is not ref_type or (kwargs and not plan.allows(kwargs)):
+    if (
+        type(first) is not ref_type
+        or (kwargs and not plan.allows(kwargs))
+        or (plan.may_conjugate and first.is_complex())
+    ):
         return SLOW
     device = first._b.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
@@ -146,7 +150,11 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
     """Run what `_one` cannot: lists of operands, several results or none, conditions."""
     flat = _flattened(plan, args)
     first: Any = flat[0] if flat else None
-    if type(first) is not ref_type or (kwargs and not plan.allows(kwargs)):
+    if (
+        type(first) is not ref_type
+        or (kwargs and not plan.allows(kwargs))
+        or (plan.may_conjugate and first.is_complex())
+    ):
         return SLOW
     kwargs = kwargs or _NO_KWARGS
     residency: Any = tensorsManager._residency

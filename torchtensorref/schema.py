@@ -48,10 +48,6 @@ UNDECLARED_ALIASES = {
     aten.lift_fresh.default,
 }
 
-#: Operators whose kernel is made of others and conjugates lazily between them: see
-#: `OpCall._call_kernel`, which the fast path does without.
-CONJUGATES_INSIDE = {aten.linalg_pinv.atol_rtol_tensor}
-
 #: Tagged as random, but only one argument makes them so; else as deterministic as any.
 RANDOM_ONLY_WITH = {
     aten.scaled_dot_product_attention.default: "dropout_p",
@@ -190,6 +186,7 @@ class OpPlan:
         "list_positions",
         "makes_dense",
         "may_alias",
+        "may_conjugate",
         "minds_labels",
         "name",
         "number",
@@ -258,11 +255,13 @@ class OpPlan:
         #: Its results, strided operands given, are strided and take the bytes of their elements:
         #: elementwise, a product, a sum, a gathering.
         self.makes_dense = torch.Tag.pointwise in op.tags or op in EXACT
+        #: Its kernel may be made of others and conjugate lazily between them, which only the long
+        #: way provides for (`OpCall._call_kernel`): complex operands go there.
+        self.may_conjugate = not self.makes_dense
         #: May take the fast path: operands are found by position, and the results are fresh, views
         #: of the first operand, or the operands that were written.
         self.is_fast = (
             op not in (aten._conj.default, aten._neg_view.default)
-            and op not in CONJUGATES_INSIDE
             and not (self.is_random and self.random_argument is None)
             and not self.is_view_tagged
             and (self.is_true_view or self.is_number or self._has_plain_results(schema))

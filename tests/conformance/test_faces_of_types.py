@@ -144,3 +144,24 @@ def test_results_that_are_still_to_be_conjugated(manage):
         return [x, x.is_conj(), x * 2, x.imag + 1, x.resolve_conj().tolist()]
 
     assert_right(program, manage("lru"))
+
+
+def test_solvers_that_conjugate_between_their_steps(manage):
+    """Kernels made of others, which read what is lazily conjugated, on operands that are ready."""
+
+    def program(bring: Bring) -> Any:
+        results = []
+        for _ in range(2):
+            a, b = (bring(torch.randn(4, 3, dtype=torch.complex64)) * 1 for _ in range(2))
+            results += torch.linalg.lstsq(a, b, driver="gels")
+            results += [
+                torch.linalg.pinv(a),
+                torch.linalg.cond(a),
+                torch.cov(a),
+                torch.vdot(a[:, 0], b[:, 0]),
+            ]
+            results += torch.linalg.qr(a)
+            results += [torch.linalg.lu_solve(*torch.linalg.lu_factor(a[:3] * 1), b[:3] * 1)]
+        return results
+
+    assert_right(program, manage("lru"))

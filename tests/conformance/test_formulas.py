@@ -204,3 +204,23 @@ def test_kernels_that_are_chosen_by_whether_gradients_are_wanted(manage, strateg
         return results
 
     assert_right(program, manage(strategy))
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_values_without_vectors(manage, strategy):
+    """For a subclass torch finds the vectors, too: by another algorithm, with other last bits."""
+
+    def program(bring: Bring) -> Any:
+        results = []
+        for dtype in (torch.float32, torch.complex64):
+            for wants in (False, True):
+                a = bring(torch.randn(5, 7, 7, dtype=dtype))
+                a = (a * 1).requires_grad_(wants)
+                results += [torch.linalg.svdvals(a), torch.linalg.eigvalsh(a + a.mH)]
+                results += [torch.linalg.cond(a), torch.linalg.matrix_norm(a, "nuc")]
+                results += [torch.linalg.eigvals(a).abs().sort()[0], torch.linalg.matrix_rank(a)]
+                with torch.no_grad():
+                    results += [torch.linalg.svdvals(a), torch.linalg.norm(a[0], 2)]
+        return results
+
+    assert_right(program, manage(strategy))

@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -145,6 +145,10 @@ def _cases_of_sample(op: Any, sample: Any, number: int, has_backward: bool) -> I
     yield Case("call", op.get_op(), args, kwargs, *facts)
     if number < READY_SAMPLES:
         yield Case("ready", op.get_op(), args, kwargs, *facts, is_ready=True)
+        if has_backward:
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            call = Case("without gradients", op.get_op(), *detached, sees_values=facts[1])
+            yield replace(call, is_ready=number % 2 == 0)
     yield from _written_variants(op, sample, number, *facts)
     if number < 2 and op.get_method() is not None:
         yield Case("method", op.get_method(), args, kwargs, *facts)
