@@ -9,9 +9,10 @@ import torch
 from .blocks.block import Replica
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .books import Resident
+from .copies import RoomTakenError
 from .devices.base import Device
 from .errors import TransferError
-from .movement import Movement, RoomTakenError
+from .movement import Movement
 
 
 class LookAhead(Movement):

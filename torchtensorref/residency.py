@@ -12,10 +12,11 @@ import torch
 from .blocks.block import Block, Exposure, Replica, graveyard
 from .blocks.states import CLEAN, DIRTY, FILLING, INVALID
 from .budget import OutOfBudgetError
+from .copies import PATIENCE_S, RoomTakenError
 from .devices.base import Device, bytes_of
 from .errors import ExposedError
 from .look_ahead import LookAhead
-from .movement import PATIENCE_ROUNDS, PATIENCE_S, HeldByOthersError, RoomTakenError
+from .movement import PATIENCE_ROUNDS, HeldByOthersError
 from .transfer import copy_of
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchTensorRef import movement
+from torchTensorRef import copies
 from torchTensorRef.errors import ExposedError, TransferError
 from torchTensorRef.transfer import ATTEMPTS
 
@@ -119,7 +119,7 @@ def test_a_link_that_recovers_loses_nothing(manager, ref):
 
 
 def test_a_link_that_does_not_recover_says_so_and_loses_nothing(manager, ref, monkeypatch):
-    monkeypatch.setattr(movement, "LINK_PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr(copies, "LINK_PAUSES_S", (0.001, 0.001))
     ref.add_(1)
     break_link(manager, 3 * ATTEMPTS)
     with pytest.raises(TransferError):

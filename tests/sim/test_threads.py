@@ -15,7 +15,7 @@ from torch import nn
 
 from torchTensorRef import handlers
 from torchTensorRef.budget import OutOfBudgetError
-from torchTensorRef.movement import RoomTakenError
+from torchTensorRef.copies import RoomTakenError
 
 from ..support.programs import RandomEviction, assert_same
 

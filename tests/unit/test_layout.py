@@ -22,8 +22,8 @@ ROWS = (
     ("budget", "transfer", "places", "schema", "costs", "views", "tracing"),
     (
         "books",
+        "copies",
         "movement",
-        "look_ahead",
         "look_ahead",
         "residency",
         "adoption",
@@ -69,7 +69,7 @@ STRICTER = {
 }
 
 #: Modules of 400 lines or more, waiting to be split where it hurts. The list may only get shorter.
-STILL_TOO_LONG = {"movement"}
+STILL_TOO_LONG: set[str] = set()
 
 #: The part of us that a strategy may know.
 FOR_STRATEGIES = {"strategy", "history", "errors", "units"}
