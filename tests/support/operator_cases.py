@@ -133,7 +133,9 @@ def cases_of(op: Any, dtype: torch.dtype, *, samples: int | None = None) -> Iter
     has_backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     drawn = op.sample_inputs("cpu", dtype, requires_grad=has_backward)
     for number, sample in enumerate(itertools.islice(drawn, samples)):
-        is_steady = name_of(op) not in UNSTEADY_IN_TORCH or sample.kwargs.get("driver") == "gels"
+        # Without a driver the kernel on the cpu takes `gelsy`.
+        driver = sample.kwargs.get("driver") or "gelsy"
+        is_steady = name_of(op) not in UNSTEADY_IN_TORCH or driver != "gelsy"
         for case in _cases_of_sample(op, sample, number, has_backward):
             case.is_steady = is_steady
             yield case
