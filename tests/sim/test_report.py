@@ -1,6 +1,15 @@
 """`tensorsManager.report()`: what it says, that it fits a screen, that looking moves nothing."""
 
+import weakref
+
+import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def nobody_elses(manager, monkeypatch):
+    """What earlier tests of this process keep (a library's own tensors) is not in the reports."""
+    monkeypatch.setattr(manager.residency, "known", weakref.WeakValueDictionary())
 
 
 def test_an_empty_report_has_every_part(manager):
