@@ -80,8 +80,7 @@ class OthersWatch:
                 residency.log.note("-", f"others {device.name}", str(error)[:80])
             del watched, residency, device
 
-    @staticmethod
-    def look(residency: Any, device: Device) -> None:
+    def look(self, residency: Any, device: Device) -> None:
         """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
         ledger = residency.ledgers.get(device)
         if ledger is None:
@@ -92,6 +91,8 @@ class OthersWatch:
             return
         residency.log.note("-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}")
         with residency.lock:
+            if self._watched != (residency, device):
+                return  # meanwhile the user has said what the budget is
             ledger.budget = Budget(max(limit_nbytes, 0))
             residency.bury()
             excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes

@@ -97,13 +97,14 @@ class TensorsManager(Custody):
         return [(device, resolve_budget(setting, device)) for device in devices]
 
     def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
+        setting = settings.budget if self._budget_setting is None else self._budget_setting
+        # First: a look that has begun must not undo what the user says now.
+        self._others.watch(residency, device, setting)
         residency.open_ledger(device, budget)
         residency.ledgers[device].scratch_nbytes = 0
         if device.torch_device.type != "cpu":
             mind_labels()
-        setting = settings.budget if self._budget_setting is None else self._budget_setting
         cap_allocator(device, setting, budget.limit_nbytes)
-        self._others.watch(residency, device, setting)
 
     @property
     def device(self) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchTensorRef import headroom, ladder
+from torchTensorRef.budget import Budget
 
 from ..support.programs import assert_same
 from .test_promises import SMALL, WIDTH, home, inference_of, layers, on, ours, settle
@@ -172,6 +173,21 @@ def test_what_others_take_is_given_up_and_taken_again(manage, device, scale, mon
     device.double.others_nbytes = 16 * MIB
     time.sleep(0.1)
     assert manager.budget == 20 * MIB, "what the user has said is not ours to change"
+
+
+def test_a_look_that_has_begun_does_not_undo_what_the_user_says(manage, device, monkeypatch):
+    """The watching thread has seen what others take; meanwhile the user sets a budget."""
+    manager = manage("lru", None)
+    manager.budget = None
+    residency, ledger = manager.residency, manager.residency.ledgers[device]
+
+    def resolve(setting: Any, of: Any) -> Any:
+        manager.budget = device.capacity_nbytes // 2
+        return Budget(device.capacity_nbytes // 4)
+
+    monkeypatch.setattr(headroom, "resolve_budget", resolve)
+    manager._others.look(residency, device)
+    assert ledger.budget.limit_nbytes == device.capacity_nbytes // 2
 
 
 def until(condition: Any, timeout_s: float = 20) -> bool:
