@@ -3,8 +3,9 @@
 Torch takes them apart above us into several operators, each of which would come to us by itself.
 Where no gradient is noted and every operand is ready, torch's own composite is called on the plain
 tensors instead: it decides by itself what it is made of, as it does without us, and its result is
-fresh memory. What it takes in passing has to fit the budget, too, so each row says how much that is
-at most; where it is not known, or does not fit, the operator goes its long way in parts.
+fresh memory. What it takes in passing has to fit the budget beside its result, so each row says how
+much the two are at most; where that is not known, or does not fit, the operator goes its long way
+in parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-#: Says how many bytes a call takes in passing, at most; None: not known.
+#: Says how many bytes a call takes at most, its result included; 0: no more than its result; None:
+#: not known.
 Passing = Callable[..., int | None]
 
 
@@ -27,16 +29,18 @@ def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> int |
         return 0
     # Torch copies them for a weight that wants gradients, also where none are noted, and multiplies
     # in batches for another: plain tensors do not say which it is.
-    return None if x.dim() > 2 and (x.requires_grad or weight.requires_grad) else x.nbytes
+    if (x.dim() > 2 and (x.requires_grad or weight.requires_grad)) or not x.size(-1):
+        return None
+    return x.nbytes + x.nbytes // x.size(-1) * weight.size(0)
 
 
 def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
     """Batches of equal shape are at most laid out anew; others are repeated, too."""
     if a.dim() == 2 and b.dim() == 2:
         return 0
-    if a.dim() < 3 or a.size()[:-2] != b.size()[:-2]:
+    if a.dim() < 3 or a.size()[:-2] != b.size()[:-2] or not a.size(-1):
         return None
-    return a.nbytes + b.nbytes
+    return a.nbytes + b.nbytes + a.nbytes // a.size(-1) * b.size(-1)
 
 
 def _of_attention(
@@ -52,15 +56,16 @@ def _of_attention(
     _, heads, rows, width = wanted
     weights = heads * rows * held[2]
     operands = heads * (rows + 2 * held[2]) * max(width, value.size(-1))
-    return wanted[0] * (3 * weights + operands) * query.element_size()
+    result = heads * rows * value.size(-1)
+    return wanted[0] * (3 * weights + operands + result) * query.element_size()
 
 
 def _of_norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
     """Statistics by row or group, and a contiguous copy of what is none."""
-    return 2 * x.nbytes
+    return 3 * x.nbytes
 
 
-#: Operator and what it takes in passing. The result of each is one fresh tensor.
+#: Operator and what it takes. The result of each is one fresh tensor.
 TABLE: dict[OpOverload, Passing] = {
     aten.linear.default: _of_linear,
     aten.matmul.default: _of_matmul,

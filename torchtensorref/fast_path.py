@@ -117,22 +117,21 @@ def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> A
     for arg in args:
         if isinstance(arg, _Tensor) and type(arg) is not ref_type:
             return SLOW  # nested, sparse, another class: the table knows nothing of those
-    passing_nbytes = plan.passing(*args, **kwargs)
-    if passing_nbytes is None or plan.draws_random(args, kwargs):
+    taken_nbytes = plan.passing(*args, **kwargs)
+    if taken_nbytes is None or plan.draws_random(args, kwargs):
         return SLOW
-    if not passing_nbytes:
+    if not taken_nbytes:
         return _one(ref_type, plan, args, kwargs)
     device, residency = args[0]._b.ready, tensorsManager._residency
     ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
-    if ledger is None or ledger.resident_nbytes + passing_nbytes > ledger.budget.high_nbytes:
+    if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
         return SLOW
     try:
-        reserve = device.allocate(passing_nbytes) if device.is_witness else None
+        if device.is_witness:
+            device.allocate(taken_nbytes)  # let go at once: its peak has seen what the kernel takes
     except SHORTAGES:
         return SLOW
-    result = _one(ref_type, plan, args, kwargs)
-    del reserve
-    return result
+    return _one(ref_type, plan, args, kwargs)
 
 
 def run_whole(ref_type: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -395,3 +395,25 @@ def test_a_table_is_fetched_when_it_is_read_again_and_there_is_room(
                 manager.check()
         assert (manager.where(ours._b) is manager.residency.main) == comes
         del ours, ids
+
+
+@pytest.mark.parametrize("share", range(0, 21, 2))
+def test_what_passes_and_the_result_fit_the_budget_together(
+    manage: Callable[..., Any], share: int
+) -> None:
+    """The device has more room than the budget, so only the budget keeps the peak down."""
+    manager = manage("lru", AMPLE_NBYTES)
+    manager.regions = False
+    values = [torch.rand(2, 4, 12, 16) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*values)
+    taken_nbytes = TABLE[torch.ops.aten.scaled_dot_product_attention.default](*values)
+    assert taken_nbytes is not None
+    held_nbytes = sum(value.nbytes for value in values)
+    manager.budget = limit_nbytes = held_nbytes + taken_nbytes * share // 16
+    ours = ready(manager, *values)
+    manager.reset_stats()
+    with torch.no_grad():
+        assert_equal(expected, F.scaled_dot_product_attention(*ours))
+    assert manager.stats()["peak_resident_nbytes"] <= limit_nbytes
+    manager.check()
+    manager.regions = True
