@@ -52,8 +52,8 @@ class PatchedFunction(_FunctionWrapper):
 
 
 @dataclass(eq=False)
-class Patch:
-    """One attribute of another library that we replace."""
+class Replacement:
+    """Something of another library in whose place we put our own, and that we give back."""
 
     module: str
     path: str
@@ -79,30 +79,48 @@ class Patch:
         if self.installed:
             return
         try:
-            owner, name, original = wrapt.resolve_path(
-                importlib.import_module(self.module), self.path
-            )
-        except (AttributeError, ImportError) as error:
-            self.absence = str(error)
+            owner, name, self.original = self._find()
+            patched = PatchedFunction(self.original, self.wrapper)
+            self._put(owner, name, patched)
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
+            self.absence = f"{type(error).__name__}: {error}"
             return
         self.absence = ""
-        self.original = original
-        patched: Any = PatchedFunction(original, self.wrapper)
         self.patched = patched
-        setattr(owner, name, patched)
 
     def uninstall(self) -> None:
         """Put the same object back, unless somebody else has replaced ours since."""
         if not self.installed:
             return
-        owner, name, current = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+        owner, name, current = self._find()
         if current is self.patched:
-            setattr(owner, name, self.original)
+            self._put(owner, name, self.original)
         self.patched = None
+
+    def _find(self) -> tuple[Any, str, Any]:
+        """Return who has the attribute, its name there, and what it is now."""
+        raise NotImplementedError
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
-class MethodPatch:
+class Patch(Replacement):
+    """One attribute of another library that we replace."""
+
+    def _find(self) -> tuple[Any, str, Any]:
+        found: tuple[Any, str, Any] = wrapt.resolve_path(
+            importlib.import_module(self.module), self.path
+        )
+        return found
+
+    def _put(self, owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+
+
+@dataclass(eq=False)
+class MethodPatch(Replacement):
     """A method of a class written in C that we replace: Python cannot assign to such a class.
 
     Its dictionary can be reached all the same. For what is looked up there at each call (methods,
@@ -110,55 +128,14 @@ class MethodPatch:
     what it has looked up before.
     """
 
-    module: str
-    path: str
-    wrapper: Wrapper
-    reason: str
-    original: Any = field(default=None, init=False)
-    patched: Any = field(default=None, init=False)
-    absence: str = field(default="", init=False)
-
-    @property
-    def name(self) -> str:
-        """What is replaced, in full."""
-        return f"{self.module}.{self.path}"
-
-    @property
-    def installed(self) -> bool:
-        """Whether the method is ours now."""
-        return self.patched is not None
-
-    def install(self) -> None:
-        """Replace the method, unless it is replaced; note where there is none."""
-        if self.installed:
-            return
-        name = self.path.rpartition(".")[2]
-        try:
-            self.original = vars(self._owner())[name]
-            self._put(name, PatchedFunction(self.original, self.wrapper))
-        except (AttributeError, ImportError, KeyError, TypeError) as error:
-            self.absence = f"{type(error).__name__}: {error}"
-            return
-        self.absence = ""
-        self.patched = vars(self._owner())[name]
-
-    def uninstall(self) -> None:
-        """Put the same object back, unless somebody else has replaced ours since."""
-        if self.installed:
-            name = self.path.rpartition(".")[2]
-            if vars(self._owner())[name] is self.patched:
-                self._put(name, self.original)
-            self.patched = None
-
-    def _owner(self) -> type:
-        names = self.path.split(".")[:-1]
-        found = functools.reduce(getattr, names, importlib.import_module(self.module))
-        if not isinstance(found, type):
+    def _find(self) -> tuple[Any, str, Any]:
+        *names, name = self.path.split(".")
+        owner = functools.reduce(getattr, names, importlib.import_module(self.module))
+        if not isinstance(owner, type):
             raise TypeError(f"{self.path} is not of a class")
-        return found
+        return owner, name, vars(owner)[name]
 
-    def _put(self, name: str, value: Any) -> None:
-        owner = self._owner()
+    def _put(self, owner: Any, name: str, value: Any) -> None:
         (namespace,) = (part for part in gc.get_referents(vars(owner)) if type(part) is dict)
         namespace[name] = value
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
