@@ -18,19 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from .composites import TABLE as COMPOSITES
 from .dispatch import dispatch
-from .fast_path import SLOW, run_whole
+from .fast_path import SLOW, attach_plan
 from .formulas import (
     Treatment,
     gradient_of_plain,
-    is_watched,
     masked_fill,
     masked_fill_in_place,
     product,
     several_of,
     then_copied,
-    would_be_noted,
 )
 from .manager import tensorsManager
+from .onlookers import is_watched, somebody_looks, would_be_noted
 from .views import KEY_NAME, KEYS
 
 aten = torch.ops.aten
@@ -132,32 +131,47 @@ def composites_with_out() -> list[str]:
 
 
 _is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-_is_autocast = torch._C._is_any_autocast_enabled
-_is_tracing = torch._C._is_tracing
-_forward_ad = torch.autograd.forward_ad
 
 
 def as_one(op: OpOverload) -> Treatment:
     """Make the kernel of a composite operator: in one where nobody has to see its parts."""
+    plan = attach_plan(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not (
-            _dispatch_modes()
-            or _is_autocast()
-            or _is_tracing()
-            or _functorch_level() is not None
-            or _forward_ad._current_level >= 0
-            or (_is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args))
+        if not somebody_looks() and not (
+            _is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)
         ):
-            result = run_whole(tensorsManager.ref_type, op, args, kwargs)
+            way = plan.way
+            result = SLOW if way is None else way(tensorsManager.ref_type, plan, args, kwargs)
             if result is not SLOW:
                 return result
         with torch._C._ExcludeDispatchKeyGuard(KEYS):
             return op(*args, **kwargs)
 
     return kernel
+
+
+def _ahead(op: OpOverload) -> Treatment:
+    """Make the kernel of an operator that runs here already where autograd has nothing to note."""
+    plan = attach_plan(op)
+
+    def kernel(first: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = first if type(first) is list else (first,)
+        if not somebody_looks() and not would_be_noted(tensors):
+            way = plan.way
+            arguments = (first, *args)
+            result = SLOW if way is None else way(tensorsManager.ref_type, plan, arguments, kwargs)
+            if result is not SLOW:
+                return result
+        with torch._C._ExcludeDispatchKeyGuard(KEYS):
+            return op(first, *args, **kwargs)
+
+    return kernel
+
+
+#: What programs call most by name, with tensors in the first argument only: where no gradient is
+#: noted, to run here saves a third of the way.
+AHEAD = (aten.cat.default, aten.rsqrt.default, aten.silu.default, aten.gelu.default)
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -230,6 +244,8 @@ def install() -> None:
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
     for op in COMPOSITES:
         ours.impl(op, as_one(op))
+    for op in AHEAD:
+        ours.impl(op, _ahead(op))
     _libraries.extend((everything, ours))
 
 

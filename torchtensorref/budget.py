@@ -164,12 +164,7 @@ class Ledger:
             resident_nbytes = self.resident_nbytes + nbytes
             if resident_nbytes > self.budget.high_nbytes or self._is_witnessed:
                 return None
-            block = Block(nbytes)
-            block.born = block.last_use = tick
-            block.births = self
-            block.result = result
-            block.ready = self.device
-            block.owned = True
+            block = Block(nbytes, tick, self.device, result, self)
             # Last: whoever finds it here may ask it for its replica.
             self._newborn[_weakly(block, self._on_death)] = nbytes
             self.resident_nbytes = resident_nbytes
@@ -180,19 +175,17 @@ class Ledger:
         """The budget as it was asked for."""
         return self.budget.limit_nbytes + self.scratch_nbytes
 
-    def bear(self, block: Block, result: torch.Tensor) -> None:
-        """Count a kernel's fresh result (lock held)."""
-        block.births = self
-        block.result = result
-        block.ready = self.device
-        block.owned = True
-        self._newborn[_weakly(block, self._on_death)] = block.nbytes
-        self.resident_nbytes += block.nbytes
+    def bear(self, result: torch.Tensor, nbytes: int, tick: int) -> Block:
+        """Make the block of a kernel's fresh result, and count it (lock held)."""
+        block = Block(nbytes, tick, self.device, result, self)
+        self._newborn[_weakly(block, self._on_death)] = nbytes
+        self.resident_nbytes += nbytes
+        return block
 
     def settle(self, block: Block) -> None:
         """Make the replica of a fresh result, and count that instead."""
         with self._lock:
-            if "replicas" in block.__dict__:
+            if block.births is None:
                 return
             # Equal to the one it was counted by: while the block lives, references to it are.
             self.resident_nbytes -= self._newborn.pop(_weakly(block))

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from .carried import run_with_carried
 from .fast_path import SLOW, attach_plan
 from .manager import tensorsManager
 from .op_call import OpCall
@@ -47,6 +48,8 @@ def dispatch(
     way = plan.way
     if way is not None and not watch.on:
         result = way(ref_type, plan, args, kwargs)
+        if result is SLOW and not _function_modes():
+            result = run_with_carried(ref_type, plan, args, kwargs)
         if result is not SLOW:
             return result
     if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from .manager import tensorsManager
+from .onlookers import is_method_seen
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
@@ -221,6 +222,8 @@ class Faces:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert dtype, layout or label as torch does; a label moves no bytes."""
+        if len(args) == 1 and not kwargs and not is_method_seen() and args[0] is self.dtype:
+            return self  # as torch, which takes longer to find that out
         args, kwargs, wished = _without_foreign_device(args, kwargs)
         if wished and not args and not (set(kwargs) - {"non_blocking", "copy"}):
             # The program asks for its own copy on an accelerator that this torch cannot name.

@@ -19,8 +19,7 @@ from .costs import operator_cost
 from .devices.base import Device
 from .manager import tensorsManager
 from .schema import OpPlan, plan_of
-from .views import KEYS, make_ref, plain_on
-from .world import watch
+from .views import KEYS, labelled, make_ref, plain_on
 
 #: Returned where the operator has to take the long way. Nothing has happened then.
 SLOW = object()
@@ -37,20 +36,32 @@ def attach_plan(op: OpOverload) -> OpPlan:
     """Hang the plan on the operator itself: a dictionary would hash it, in Python, at each call."""
     plan = plan_of(op)
     if plan.binding is op:
-        plan.binding = plan.op  # what stands for it, where devices have kernels of their own
+        # What stands for it, where devices have kernels of their own; else what it calls itself.
+        plan.binding = plan.op._op if type(plan.op) is OpOverload else plan.op
     plan.passing = COMPOSITES.get(op)
     if plan.passing is not None:
         plan.way = _whole
     elif plan.is_fast:
-        plan.way = _view if plan.is_true_view else _one if plan.is_simple else _any
+        plan.way = (
+            _view
+            if plan.is_true_view
+            else _one
+            if plan.is_simple
+            else _listed
+            if plan.is_listed
+            else _any
+        )
     op._ref_plan = plan  # type: ignore[attr-defined]
     return plan
 
 
-def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _one(
+    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0
+) -> Any:
     """Run an operator with one result, whose operands are all ready; `SLOW` if one is not.
 
-    Written out flat: this is what most operators cost.
+    The operator takes the first `listed_count` of them as a list. Written out flat: this is what
+    most operators cost.
     """
     first = args[0]
     if (
@@ -90,14 +101,17 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return SLOW
         residency.tick = tick + 1
         run = plan.op if _function_modes() else plan.binding
-        out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
+        if listed_count:
+            out = run(
+                plain_args[:listed_count], *plain_args[listed_count:], **(kwargs or _NO_KWARGS)
+            )
+        else:
+            out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
         if device.is_simulated:
             _charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
-        if not plan.makes_dense and _has_no_bytes_of_its_own(out):
-            return out
-        return _wrap(ref_type, out, _born(plan, out, residency, device), device, first)
+        return _fresh(ref_type, plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -109,6 +123,12 @@ def _one(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             del hazards[ident]
         else:
             hazards[ident] = outer
+
+
+def _listed(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run an operator on a list of operands, with one result."""
+    operands = args[0]
+    return _one(ref_type, plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
 
 
 def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -134,20 +154,9 @@ def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> A
     return _one(ref_type, plan, args, kwargs)
 
 
-def run_whole(ref_type: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run a composite operator as one; `SLOW` where its parts have to be seen."""
-    try:
-        plan = op._ref_plan  # type: ignore[attr-defined]
-    except AttributeError:
-        plan = attach_plan(op)
-    if watch.on or plan.way is None:
-        return SLOW
-    return plan.way(ref_type, plan, args, kwargs)
-
-
 def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run what `_one` cannot: lists of operands, several results or none, conditions."""
-    flat = _flattened(plan, args)
+    flat = flattened(plan, args)
     first: Any = flat[0] if flat else None
     if (
         type(first) is not ref_type
@@ -186,7 +195,7 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return SLOW
         residency.tick += 1
         run = plan.op if _function_modes() else plan.binding
-        out = run(*_folded(plan, args, plain), **kwargs)
+        out = run(*folded(plan, args, plain), **kwargs)
         if device.is_simulated:
             _charge(ref_type, plan, flat, plain, kwargs, out, device)
         if plan.writes:
@@ -196,9 +205,7 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return out
         if type(out) is not _Tensor:
             return type(out)(_wrap_several(ref_type, out, flat, residency, device, first))
-        if not plan.makes_dense and _has_no_bytes_of_its_own(out):
-            return out
-        return _wrap(ref_type, out, _born(plan, out, residency, device), device, first)
+        return _fresh(ref_type, plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -212,7 +219,7 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             hazards[ident] = outer
 
 
-def _flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments, those of lists of tensors one by one."""
     if not plan.list_positions:
         return args
@@ -225,7 +232,7 @@ def _flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(flat)
 
 
-def _folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
+def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
     """Return flat arguments in lists again, as they were in `args`."""
     if not plan.list_positions:
         return flat
@@ -268,17 +275,38 @@ def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
     return out.layout is not _strided or out.is_quantized or out.is_nested
 
 
-def _born(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device) -> Block:
-    """Make the block of a fresh result: in one step where only counting is needed."""
+def _fresh(
+    ref_type: Any, plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any
+) -> Any:
+    """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
+    is_dense = plan.makes_dense
+    if not is_dense and _has_no_bytes_of_its_own(out):
+        return out
+    block: Block | None = None
     # Under pressure the strategy may want to hear of it.
     ledger = None if residency.is_pressed else residency.ledgers.get(device)
     if ledger is not None:
-        nbytes = out.nbytes if plan.makes_dense else out.untyped_storage().nbytes()
-        block: Block | None = ledger.bear_if_room(out, nbytes, residency.tick)
-        if block is not None:
-            return block
-    born: Block = residency.born(out, device)
-    return born
+        nbytes = out.nbytes if is_dense else out.untyped_storage().nbytes()
+        block = ledger.bear_if_room(out, nbytes, residency.tick)
+    if block is None:
+        block = residency.born(out, device)
+    if not is_dense or labelled.otherwise:
+        return _wrap(ref_type, out, block, device, like)
+    # It fills its storage from the start. All is told by position: torch takes half as long to read
+    # that.
+    ref = _make_wrapper(
+        ref_type, out.size(), out.stride(), None, None, out.dtype,
+        _strided, None, False, False, None, False, False, KEYS,
+    )  # fmt: skip
+    ref._b = block
+    ref._t = out
+    ref._d = device
+    return ref
+
+
+def wrap_fresh(like: Any, plain: torch.Tensor, residency: Any, device: Device) -> Any:
+    """Make the TensorRef of a fresh tensor on the device, which is counted as a result is."""
+    return _wrap(type(like), plain, residency.born(plain, device), device, like)
 
 
 def _wrap_several(
@@ -332,28 +360,15 @@ def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> An
 
 
 def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
-    """Make the TensorRef of a result.
-
-    Strides are told only where the sizes do not tell them, and everything by position: torch takes
-    half as long to read that.
-    """
+    """Make the TensorRef of any result."""
     dtype = out.dtype
     # Some solvers give results that are still to be conjugated.
-    if ref_type.labels_vary or (dtype.is_complex and out.is_conj()):
+    if labelled.otherwise or (dtype.is_complex and out.is_conj()):
         return make_ref(ref_type, out, block, device, like.device)
-    size = out.size()
-    offset = out.storage_offset()
-    # What is contiguous may stride over dimensions of size 1, or over nothing, as it likes.
-    if offset or not out.is_contiguous() or 1 in size or 0 in size:
-        ref = _make_wrapper(
-            ref_type, size, out.stride(), offset, None, dtype,
-            _strided, None, False, False, None, False, False, KEYS,
-        )  # fmt: skip
-    else:
-        ref = _make_wrapper(
-            ref_type, size, None, None, None, dtype,
-            _strided, None, False, False, None, False, False, KEYS,
-        )  # fmt: skip
+    ref = _make_wrapper(
+        ref_type, out.size(), out.stride(), out.storage_offset(), None, dtype,
+        _strided, None, False, False, None, False, False, KEYS,
+    )  # fmt: skip
     ref._b = block
     ref._t = out
     ref._d = device

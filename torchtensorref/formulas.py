@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from .manager import tensorsManager
+from .onlookers import is_watched, would_be_noted
 from .views import KEYS
 
 aten = torch.ops.aten
@@ -18,26 +18,6 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 Treatment = Callable[..., Any]
-
-
-def is_watched(tensors: Any) -> bool:
-    """Whether something beside autograd has to see the operators: a transform, a mode."""
-    return (
-        _dispatch_modes() > 0
-        or _functorch_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or any(type(tensor) not in _plain_or_ref() for tensor in tensors)
-    )
-
-
-def would_be_noted(tensors: Any) -> bool:
-    """Whether autograd would note a call with these operands."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-@functools.cache
-def _plain_or_ref() -> tuple[type, ...]:
-    return (torch.Tensor, torch.nn.Parameter, tensorsManager.ref_type)
 
 
 # -- gradients by plain torch's formula ---------------------------------------------------------

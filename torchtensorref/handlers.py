@@ -225,6 +225,6 @@ def install(ref_type: type) -> None:
         plan = plan_of(op)
         plan.handler = handler
         plan.is_fast = plan.is_fast and handler is _share
-        plan.is_simple = False
+        plan.is_simple = plan.is_listed = False
         plan.fast_below_nbytes = SHARE_FROM_NBYTES
         plan.fast_above = _changes_something

@@ -232,9 +232,9 @@ class Residency(LookAhead):
         OutOfBudgetError, torch.OutOfMemoryError
             It does not fit on the device, even after every legal eviction. Nothing has changed.
         """
-        block = Block(tensor.untyped_storage().nbytes())
-        block.born = block.last_use = self.tick
+        nbytes = tensor.untyped_storage().nbytes()
         if device.is_host:
+            block = Block(nbytes, self.tick)
             block.replicas[device] = Replica(block, device, tensor, CLEAN)
             self.settle_at_home(block)
             return block
@@ -245,11 +245,11 @@ class Residency(LookAhead):
             with self.lock:
                 if graveyard or ledger.dead:
                     self.bury()
-                if ledger.resident_nbytes + block.nbytes <= ledger.budget.high_nbytes:
+                if ledger.resident_nbytes + nbytes <= ledger.budget.high_nbytes:
                     try:
                         if device.is_witness:
                             device.account(tensor)
-                        ledger.bear(block, tensor)
+                        block = ledger.bear(tensor, nbytes, self.tick)
                         if self.is_pressed and self.strategy.watches_accesses:
                             self.unheard.append(weakref.ref(block))
                         return block
@@ -259,9 +259,9 @@ class Residency(LookAhead):
                         is_refused = has_been_refused = True
             # Without the lock: the strategy is asked, and who tells it something may need the lock.
             if is_refused:
-                self.evict_some(device, block.nbytes)
+                self.evict_some(device, nbytes)
             else:
-                self.make_room_patiently(device, block.nbytes, "results")
+                self.make_room_patiently(device, nbytes, "results")
 
     # -- sharing and exposure -------------------------------------------------------------------
 

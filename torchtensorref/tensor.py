@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import above_autograd, handlers
+from . import above_autograd, handlers, methods
 from .dispatch import dispatch
 from .faces import Faces, reduce_for_process
 from .manager import tensorsManager
@@ -45,13 +45,13 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    #: Plain view over the replica on the device `_d`, and over the one at home, once made.
-    _t: Tensor | None = None
-    _d: Any = None
+    #: The block, and the plain view over its replica on the device `_d`, once made. No defaults:
+    #: the fast path reads these of every operand.
+    _b: Any
+    _t: Tensor | None
+    _d: Any
+    #: Plain view over the replica at home, once made.
     _h: Tensor | None = None
-
-    #: Whether a TensorRef has ever been labelled other than cpu (`torch.set_default_device`, cuda).
-    labels_vary = False
 
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
@@ -119,3 +119,4 @@ tensorsManager.native = Regions(tensorsManager)
 handlers.install(TensorRef)
 ForkingPickler.register(TensorRef, reduce_for_process)
 above_autograd.install()
+methods.install(TensorRef)

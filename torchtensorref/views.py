@@ -14,6 +14,16 @@ from .devices.base import Device
 KEY_NAME = "DeferredInit"
 KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
 
+
+class Labelled:
+    """Whether a TensorRef has ever been labelled other than cpu (a default device, cuda)."""
+
+    def __init__(self) -> None:
+        self.otherwise = False
+
+
+labelled = Labelled()
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 # Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
 _empty = torch._C._VariableFunctions.empty
@@ -37,10 +47,11 @@ def make_ref(
         _extra_dispatch_keys=KEYS,
     )
     if label.type != "cpu":
-        ref_type.labels_vary = True  # type: ignore[attr-defined]
+        labelled.otherwise = True
     ref._b = block
     if block.sharers is not None and block.owner is not block:
-        pass  # the block may leave these replicas, and a view that was kept would stay behind
+        # The block may leave these replicas, and a view that was kept would stay behind.
+        ref._t = ref._d = None
     else:
         if device.is_host:
             ref._h = plain
@@ -73,6 +84,7 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
     else:
         twin._b = block
+        twin._t = twin._d = None
     if ref.is_conj() or ref.is_neg():
         _set_lazy_bits(twin, ref)
     return twin

@@ -13,7 +13,8 @@ is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=Fa
 class Watch:
     """Whether somebody wants to see every operator: the fast path reads this one attribute."""
 
-    on = False
+    def __init__(self) -> None:
+        self.on = False
 
 
 watch = Watch()

@@ -82,8 +82,7 @@ def test_two_threads_that_ask_for_the_replicas_of_a_fresh_result_find_the_same(m
     for _ in range(20):
         ledger = Slow(device, Budget(1 << 20), lock, lambda: None)
         base = device.allocate(64)
-        block = Block(64)
-        ledger.bear(block, base)
+        block = ledger.bear(base, 64, 0)
         found = []
         with lock:
             other = threading.Thread(target=lambda b=block, f=found: f.append(b.replicas))

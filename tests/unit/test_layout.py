@@ -19,7 +19,7 @@ ROWS = (
     ("strategy", "birth_places", "history"),
     ("devices",),
     ("blocks",),
-    ("budget", "transfer", "places", "schema", "costs", "views", "tracing"),
+    ("budget", "transfer", "places", "bindings", "schema", "costs", "views", "tracing"),
     (
         "books",
         "copies",
@@ -43,7 +43,9 @@ ROWS = (
         "op_call",
         "variants",
         "handlers",
+        "onlookers",
         "fast_path",
+        "carried",
         "dispatch",
     ),
     (
@@ -55,6 +57,7 @@ ROWS = (
         "faces",
         "formulas",
         "above_autograd",
+        "methods",
         "tensor",
     ),
     ("inject", "diagnostics"),

@@ -6,7 +6,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
@@ -136,6 +136,16 @@ class Births(Protocol):
         """Give a fresh block its `replicas`."""
 
 
+class _SettledWhenAskedFor:
+    """`replicas` of a block that is a fresh result, until somebody asks for them."""
+
+    def __get__(self, block: Block, owner: type) -> dict[Device, Replica]:
+        births = block.births
+        if births is not None:  # else another thread has settled it meanwhile
+            births.settle(block)
+        return block.replicas
+
+
 class Block:
     """One logical storage; keeps its identity wherever its bytes are.
 
@@ -143,13 +153,6 @@ class Block:
     another and have not been written since share the dictionary `replicas` itself (copy on write).
     """
 
-    #: The device where operators may use the block without asking anybody; None: ask.
-    ready: Device | None = None
-    #: With `ready`: operators may also write it there, since no other replica is current.
-    owned = False
-    #: Number of the operator that made it, and of the one that used it last.
-    born = 0
-    last_use = 0
     use_count = 0
     is_persistent = False
     exposure: Exposure | None = None
@@ -157,26 +160,33 @@ class Block:
     sharers: list[weakref.ref[Block]] | None = None
     #: Whether the bytes at home have changed their storage object: views kept of it are of no use.
     is_rehoused = False
-    #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
-    result: torch.Tensor | None = None
-    births: Births | None = None
     #: The copies, by device.
-    replicas: dict[Device, Replica]
+    replicas: dict[Device, Replica] = cast("dict[Device, Replica]", _SettledWhenAskedFor())
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        born: int = 0,
+        ready: Device | None = None,
+        result: torch.Tensor | None = None,
+        births: Births | None = None,
+    ) -> None:
+        # The fast path reads these of every operand. None has a default in the class: Python finds
+        # an attribute of an object several times as fast where the class has none of that name.
         self.block_id = next(_block_numbers)
         self.nbytes = nbytes
-
-    def __getattr__(self, name: str) -> dict[Device, Replica]:
-        """Make `replicas` when it is asked for: of the fresh result, or empty."""
-        if name != "replicas":
-            raise AttributeError(name)
-        births = self.births
-        if births is not None:
-            births.settle(self)
-        # Never assigned: another thread may have settled it since this one found nothing.
-        replicas: dict[Device, Replica] = self.__dict__.setdefault("replicas", {})
-        return replicas
+        #: The device where operators may use the block without asking anybody; None: ask.
+        self.ready = ready
+        #: With `ready`: operators may also write it there, since no other replica is current.
+        self.owned = ready is not None
+        #: Number of the operator that made it, and of the one that used it last.
+        self.born = born
+        self.last_use = born
+        #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
+        self.result = result
+        self.births = births
+        if births is None:
+            self.replicas = {}
 
     def base_on(self, device: Device) -> torch.Tensor:
         """Return the tensor that owns the bytes on a device where the block is ready."""

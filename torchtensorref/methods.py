@@ -1,0 +1,140 @@
+"""Arithmetic as methods of a TensorRef, which runs without going through torch: a table.
+
+On its way to `dispatch` an operator passes torch's argument parser, its dispatcher, autograd and
+the call back into Python. Where none of them has anything to do, because no gradient is noted and
+nobody looks on, a method that Python finds on the class takes the fast path at once, which saves
+as much as all that we do ourselves. What is not plain enough for that is torch's own method's.
+
+Only methods that make fresh results are here. A view has to come from torch, whose C++ lets it
+share the count of versions with what it looks at.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from .fast_path import SLOW, attach_plan
+from .onlookers import is_method_seen
+
+aten = torch.ops.aten
+
+Method = Callable[..., Any]
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast = torch._C._is_any_autocast_enabled
+
+#: Exactly these: what is derived from them may answer to an operator by itself.
+_NUMBERS = (int, float)
+
+
+def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with one more operand: a TensorRef or a number."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, other: Any) -> Any:
+        kind = type(other)
+        if (kind is ref_type or kind in _NUMBERS) and not (
+            is_method_seen()
+            or (
+                _is_grad_enabled()
+                and (self.requires_grad or (kind is ref_type and other.requires_grad))
+            )
+        ):
+            result = plan.way(ref_type, plan, (self, other), None)
+            if result is not SLOW:
+                return result
+        return whole(self, other)
+
+    return method
+
+
+def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a number; a reflected one leaves tensors to their own method."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    is_reflected = name.startswith("__r")
+
+    def method(self: Any, other: Any) -> Any:
+        if type(other) in _NUMBERS:
+            if not (
+                is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)
+            ):
+                result = plan.way(ref_type, plan, (self, other), None)
+                if result is not SLOW:
+                    return result
+        elif is_reflected and isinstance(other, _Tensor):
+            # Python asks a derived class first, but the operands have an order.
+            return NotImplemented
+        return whole(self, other)
+
+    return method
+
+
+def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method without arguments."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any) -> Any:
+        if not (is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)):
+            result = plan.way(ref_type, plan, (self,), None)
+            if result is not SLOW:
+                return result
+        return whole(self)
+
+    return method
+
+
+def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method that reduces along a dimension."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            len(args) == 1
+            and type(args[0]) is int
+            and (not kwargs or (len(kwargs) == 1 and "keepdim" in kwargs))
+            and not (
+                is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)
+            )
+        ):
+            result = plan.way(ref_type, plan, (self, *args), kwargs)
+            if result is not SLOW:
+                return result
+        return whole(self, *args, **kwargs)
+
+    return method
+
+
+#: Method, operator, and how it is called. Autocast knows none of the first four.
+TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], ...] = (
+    ("__add__", aten.add.Tensor, _with_other),
+    ("__sub__", aten.sub.Tensor, _with_other),
+    ("__mul__", aten.mul.Tensor, _with_other),
+    ("__truediv__", aten.div.Tensor, _with_other),
+    ("__radd__", aten.add.Tensor, _with_number),
+    ("__rmul__", aten.mul.Tensor, _with_number),
+    ("pow", aten.pow.Tensor_Scalar, _with_number),
+    ("__pow__", aten.pow.Tensor_Scalar, _with_number),
+    ("__neg__", aten.neg.default, _alone),
+    ("cos", aten.cos.default, _alone),
+    ("sin", aten.sin.default, _alone),
+    ("exp", aten.exp.default, _alone),
+    ("sqrt", aten.sqrt.default, _alone),
+    ("rsqrt", aten.rsqrt.default, _alone),
+    ("tanh", aten.tanh.default, _alone),
+    ("sigmoid", aten.sigmoid.default, _alone),
+    ("mean", aten.mean.dim, _along),
+    ("sum", aten.sum.dim_IntList, _along),
+)
+
+
+def install(ref_type: Any) -> None:
+    """Put the methods of the table on the class of TensorRefs."""
+    for name, op, make in TABLE:
+        method = functools.wraps(getattr(_Tensor, name))(make(name, op, ref_type))
+        setattr(ref_type, name, method)
