@@ -65,6 +65,8 @@ class Regions:
         self.native_count = 0
         #: Operators that ran inside regions, by the count of their recorded calls.
         self.native_op_count = 0
+        #: Steps of optimizers that ran on plain tensors.
+        self.native_step_count = 0
         self._enabled = True
         self._regions: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
         self._hook: Any = None

@@ -58,6 +58,7 @@ ROWS = (
         "formulas",
         "above_autograd",
         "methods",
+        "native_step",
         "tensor",
     ),
     ("inject", "diagnostics"),

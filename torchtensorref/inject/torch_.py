@@ -17,6 +17,7 @@ from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import legacy_instance, on_plain
 from .registration import on_registration
+from .steps import on_step
 
 #: Factories whose result owns fresh memory.
 OWN_MEMORY = (
@@ -135,6 +136,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
         "register_module_buffer_registration_hook",
         on_registration,
         "so is a buffer",
+    ),
+    HookPatch(
+        "torch.optim.optimizer",
+        "register_optimizer_step_pre_hook",
+        on_step,
+        "a step on parameters that are all there needs no interception",
     ),
     LatePatch(
         "torch._dynamo.trace_rules",

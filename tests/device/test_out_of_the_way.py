@@ -1,0 +1,233 @@
+"""What runs at once on a device that is none of the simulated: numbers by value, native steps."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef.carried import CARRIED_AT_MOST
+from torchTensorRef.inject import hooks
+
+from ..support.differential import differences
+
+
+@pytest.fixture
+def ample(manage: Callable[..., Any]) -> Iterator[Any]:
+    """A manager with room for everything, whose hooks are there."""
+    manager = manage("lru")
+    hooks.install()
+    manager.regions = False
+    yield manager
+    manager.regions = True
+
+
+def injected(make: Callable[[], Any]) -> Any:
+    """What a program makes, which is born at home."""
+    token = hooks.is_disabled.set(False)
+    try:
+        return make()
+    finally:
+        hooks.is_disabled.reset(token)
+
+
+# -- numbers that travel by value -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [[7], 0.1, [[True]]])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_number_at_home_is_given_by_value(ample: Any, value: Any, is_first: bool) -> None:
+    plain, number = torch.rand(5), torch.tensor(value)
+    ref, made = ample.adopt(plain.clone()).toGPU(), injected(lambda: torch.tensor(value))
+    fetched = ample.stats()["fetched_nbytes"]
+    with torch.no_grad():
+        result = torch.mul(made, ref) if is_first else torch.mul(ref, made)
+        expected = torch.mul(number, plain) if is_first else torch.mul(plain, number)
+    assert differences(expected, result) == []
+    assert result.proxyInfo.device == ample.residency.main.name
+    assert ample.stats()["fetched_nbytes"] == fetched
+    assert made.proxyInfo.device == "cpu"
+
+
+def test_a_number_that_is_used_again_and_again_is_fetched(ample: Any) -> None:
+    ref, made = ample.adopt(torch.rand(5)).toGPU(), injected(lambda: torch.arange(7, 8))
+    before = ample.stats()["fetch_count"]
+    with torch.no_grad():
+        for _ in range(CARRIED_AT_MOST + 3):
+            ref * made
+    assert ample.stats()["fetch_count"] == before + 1
+
+
+def test_a_list_may_have_empty_ones_at_home(ample: Any) -> None:
+    ref, made = ample.adopt(torch.rand(2, 3)).toGPU(), injected(lambda: torch.zeros(0, 3))
+    fetches = ample.stats()["fetch_count"]
+    with torch.no_grad():
+        result = torch.cat([made, ref])
+    assert ample.stats()["fetch_count"] == fetches
+    assert differences(ref, result) == []
+
+
+def test_what_an_operator_writes_is_not_carried(ample: Any) -> None:
+    ref, made = ample.adopt(torch.rand(1)).toGPU(), injected(lambda: torch.full((1,), 7.0))
+    expected = 7.0 + ref.item()
+    with torch.no_grad():
+        made.add_(ref)
+    assert made.item() == pytest.approx(expected)
+
+
+# -- steps of optimizers --------------------------------------------------------------------------
+
+STEPPERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {}),
+]
+
+
+def small() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    return model, torch.rand(5, 8)
+
+
+def trained(model: Any, x: Any, kind: Any, steps: int = 5, **options: Any) -> Any:
+    """Train, and return the optimizer."""
+    optimizer = kind(model.parameters(), lr=1e-2, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(steps):
+        with torch.enable_grad():
+            loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    return optimizer
+
+
+def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
+    model, x = small()
+    return model, x, manager.adopt(copy.deepcopy(model)), manager.adopt(x.clone()).toGPU()
+
+
+@pytest.mark.parametrize(("kind", "options"), STEPPERS)
+def test_native_steps_are_those_of_plain_torch(ample: Any, kind: Any, options: Any) -> None:
+    if ample.residency.main.torch_device.type != "cpu":
+        pytest.skip("another device's kernels round otherwise")
+    model, x, ours, mine = twins(ample)
+    plain = trained(model, x, kind, **options)
+    ample.regions = True
+    optimizer = trained(ours, mine, kind, **options)
+    assert ample.stats()["native_step_count"] >= 3
+    assert differences(list(model.parameters()), list(ours.parameters())) == []
+    assert differences(plain.state_dict()["state"], optimizer.state_dict()["state"]) == []
+    assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    for held in optimizer.state.values():
+        for value in held.values():
+            assert not isinstance(value, torch.Tensor) or type(value) is ample.ref_type
+    assert all(type(p.grad) is ample.ref_type for p in ours.parameters())
+
+
+def test_versions_are_counted_as_where_each_operator_is_seen(ample: Any) -> None:
+    counts = []
+    for regions in (False, True):
+        ample.regions = regions
+        _, _, ours, x = twins(ample)
+        trained(ours, x, torch.optim.AdamW)
+        counts.append([p._version for p in ours.parameters()])
+    assert counts[0] == counts[1]
+
+
+def test_a_graph_from_before_a_native_step_is_refused(ample: Any) -> None:
+    ample.regions = True
+    _, _, ours, x = twins(ample)
+    optimizer = trained(ours, x, torch.optim.AdamW)
+    with torch.enable_grad():
+        loss = ours(x).square().mean()
+    before = ample.stats()["native_step_count"]
+    optimizer.step()
+    assert ample.stats()["native_step_count"] == before + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_raises_inside_leaves_the_optimizer_whole(
+    ample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ample.regions = True
+    _, _, ours, x = twins(ample)
+    optimizer = trained(ours, x, torch.optim.AdamW)
+    groups, keys = optimizer.param_groups, list(optimizer.state)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("inside")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["torch.optim.adam"], "adam", fails)
+        with pytest.raises(ZeroDivisionError, match="inside"):
+            optimizer.step()
+    assert optimizer.param_groups is groups
+    assert list(optimizer.state) == keys
+    assert not ample.residency.native_blocks
+    optimizer.step()
+    ample.check()
+
+
+def test_hooks_and_others_optimizers_see_the_step(ample: Any) -> None:
+    ample.regions = True
+    _, _, ours, x = twins(ample)
+    optimizer = trained(ours, x, torch.optim.AdamW)
+    seen = []
+    handle = optimizer.register_step_pre_hook(
+        lambda stepped, args, kwargs: seen.append((stepped, args[0]))
+    )
+    before = ample.stats()["native_step_count"]
+    optimizer.step()
+    handle.remove()
+    assert seen == [(optimizer, optimizer)]
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(self.param_groups)
+            return super().step(closure)
+
+    mine = trained(ours, x, Mine)
+    assert seen[-1] is mine.param_groups
+    assert ample.stats()["native_step_count"] == before
+    optimizer.step()
+    assert ample.stats()["native_step_count"] == before + 1
+
+
+def test_under_pressure_steps_are_intercepted(manage: Callable[..., Any]) -> None:
+    manager = manage("lru", 4096)
+    hooks.install()
+    model, x, ours, mine = twins(manager)
+    if manager.residency.main.torch_device.type != "cpu":
+        pytest.skip("the kernels of a real device need more room")
+    trained(model, x, torch.optim.AdamW)
+    trained(ours, mine, torch.optim.AdamW)
+    assert manager.stats()["native_step_count"] == 0
+    assert differences(list(model.parameters()), list(ours.parameters())) == []
+
+
+def test_plain_optimizers_are_left_alone(ample: Any) -> None:
+    ample.regions = True
+    with torchTensorRef.disabled():
+        model, x = small()
+        trained(model, x, torch.optim.AdamW)
+    assert ample.stats()["native_step_count"] == 0
