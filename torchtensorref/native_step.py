@@ -65,7 +65,11 @@ def _must_be_intercepted(optimizer: Optimizer) -> bool:
         return True
     if not kind.__module__.startswith("torch.optim.") or "__wrapped__" not in vars(kind.step):
         return True
-    if not (native.enabled and residency.strategy.allows_regions) or residency.main.is_simulated:
+    if not (native.enabled and residency.strategy.allows_regions):
+        return True
+    if residency.main.is_simulated or residency.main.torch_device.type != "cpu":
+        # The one counts each operator; on a real accelerator a step asks tensors for their device,
+        # and chooses its way by the answer: as for regions, not before it has been measured.
         return True
     if settings.check >= 2 or settings.trace or _function_modes() or somebody_looks():
         return True
@@ -162,7 +166,7 @@ class _Step:
                 twins.append(twin)
                 largest_nbytes = max(largest_nbytes, twin.nbytes)
                 all_nbytes += twin.nbytes
-            takes_all |= bool(group.get("foreach") or self.device.torch_device.type != "cpu")
+            takes_all |= bool(group.get("foreach"))
             groups.append({**group, "params": twins})
         ledger = self.residency.ledgers[self.device]
         passing_nbytes = PASSING * (all_nbytes if takes_all else largest_nbytes)

@@ -19,6 +19,14 @@ from ..support.differential import differences
 
 
 @pytest.fixture
+def steps_natively(ample: Any) -> Any:
+    """A manager whose device lets optimizers step natively."""
+    if ample.residency.main.torch_device.type != "cpu":
+        pytest.skip("on a real accelerator steps are intercepted until that has been measured")
+    return ample
+
+
+@pytest.fixture
 def ample(manage: Callable[..., Any]) -> Iterator[Any]:
     """A manager with room for everything, whose hooks are there."""
     manager = manage("lru")
@@ -126,51 +134,51 @@ def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize(("kind", "options"), STEPPERS)
-def test_native_steps_are_those_of_plain_torch(ample: Any, kind: Any, options: Any) -> None:
-    if ample.residency.main.torch_device.type != "cpu":
-        pytest.skip("another device's kernels round otherwise")
-    model, x, ours, mine = twins(ample)
+def test_native_steps_are_those_of_plain_torch(
+    steps_natively: Any, kind: Any, options: Any
+) -> None:
+    model, x, ours, mine = twins(steps_natively)
     plain = trained(model, x, kind, **options)
-    ample.regions = True
+    steps_natively.regions = True
     optimizer = trained(ours, mine, kind, **options)
-    assert ample.stats()["native_step_count"] >= 3
+    assert steps_natively.stats()["native_step_count"] >= 3
     assert differences(list(model.parameters()), list(ours.parameters())) == []
     assert differences(plain.state_dict()["state"], optimizer.state_dict()["state"]) == []
     assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     for held in optimizer.state.values():
         for value in held.values():
-            assert not isinstance(value, torch.Tensor) or type(value) is ample.ref_type
-    assert all(type(p.grad) is ample.ref_type for p in ours.parameters())
+            assert not isinstance(value, torch.Tensor) or type(value) is steps_natively.ref_type
+    assert all(type(p.grad) is steps_natively.ref_type for p in ours.parameters())
 
 
-def test_versions_are_counted_as_where_each_operator_is_seen(ample: Any) -> None:
+def test_versions_are_counted_as_where_each_operator_is_seen(steps_natively: Any) -> None:
     counts = []
     for regions in (False, True):
-        ample.regions = regions
-        _, _, ours, x = twins(ample)
+        steps_natively.regions = regions
+        _, _, ours, x = twins(steps_natively)
         trained(ours, x, torch.optim.AdamW)
         counts.append([p._version for p in ours.parameters()])
     assert counts[0] == counts[1]
 
 
-def test_a_graph_from_before_a_native_step_is_refused(ample: Any) -> None:
-    ample.regions = True
-    _, _, ours, x = twins(ample)
+def test_a_graph_from_before_a_native_step_is_refused(steps_natively: Any) -> None:
+    steps_natively.regions = True
+    _, _, ours, x = twins(steps_natively)
     optimizer = trained(ours, x, torch.optim.AdamW)
     with torch.enable_grad():
         loss = ours(x).square().mean()
-    before = ample.stats()["native_step_count"]
+    before = steps_natively.stats()["native_step_count"]
     optimizer.step()
-    assert ample.stats()["native_step_count"] == before + 1
+    assert steps_natively.stats()["native_step_count"] == before + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_what_raises_inside_leaves_the_optimizer_whole(
-    ample: Any, monkeypatch: pytest.MonkeyPatch
+    steps_natively: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ample.regions = True
-    _, _, ours, x = twins(ample)
+    steps_natively.regions = True
+    _, _, ours, x = twins(steps_natively)
     optimizer = trained(ours, x, torch.optim.AdamW)
     groups, keys = optimizer.param_groups, list(optimizer.state)
 
@@ -183,20 +191,20 @@ def test_what_raises_inside_leaves_the_optimizer_whole(
             optimizer.step()
     assert optimizer.param_groups is groups
     assert list(optimizer.state) == keys
-    assert not ample.residency.native_blocks
+    assert not steps_natively.residency.native_blocks
     optimizer.step()
-    ample.check()
+    steps_natively.check()
 
 
-def test_hooks_and_others_optimizers_see_the_step(ample: Any) -> None:
-    ample.regions = True
-    _, _, ours, x = twins(ample)
+def test_hooks_and_others_optimizers_see_the_step(steps_natively: Any) -> None:
+    steps_natively.regions = True
+    _, _, ours, x = twins(steps_natively)
     optimizer = trained(ours, x, torch.optim.AdamW)
     seen = []
     handle = optimizer.register_step_pre_hook(
         lambda stepped, args, kwargs: seen.append((stepped, args[0]))
     )
-    before = ample.stats()["native_step_count"]
+    before = steps_natively.stats()["native_step_count"]
     optimizer.step()
     handle.remove()
     assert seen == [(optimizer, optimizer)]
@@ -208,9 +216,9 @@ def test_hooks_and_others_optimizers_see_the_step(ample: Any) -> None:
 
     mine = trained(ours, x, Mine)
     assert seen[-1] is mine.param_groups
-    assert ample.stats()["native_step_count"] == before
+    assert steps_natively.stats()["native_step_count"] == before
     optimizer.step()
-    assert ample.stats()["native_step_count"] == before + 1
+    assert steps_natively.stats()["native_step_count"] == before + 1
 
 
 def test_under_pressure_steps_are_intercepted(manage: Callable[..., Any]) -> None:
@@ -225,9 +233,9 @@ def test_under_pressure_steps_are_intercepted(manage: Callable[..., Any]) -> Non
     assert differences(list(model.parameters()), list(ours.parameters())) == []
 
 
-def test_plain_optimizers_are_left_alone(ample: Any) -> None:
-    ample.regions = True
+def test_plain_optimizers_are_left_alone(steps_natively: Any) -> None:
+    steps_natively.regions = True
     with torchTensorRef.disabled():
         model, x = small()
         trained(model, x, torch.optim.AdamW)
-    assert ample.stats()["native_step_count"] == 0
+    assert steps_natively.stats()["native_step_count"] == 0
