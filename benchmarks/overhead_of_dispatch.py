@@ -1,6 +1,6 @@
 """What interception costs: each program managed, as a ratio to plain torch in the same process.
 
-    python -m benchmarks.overhead_of_dispatch [--device sim] [--rounds 7] [--only add,view]
+    python -m benchmarks.overhead_of_dispatch [--device sim] [--rounds 15] [--only add,view]
 
 Both sides take turns and each figure is the median of the ratios of neighbours, so that a machine
 that slows down slows both. Time is the processor time of this process with one thread
@@ -274,7 +274,7 @@ def open_device(name: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("adapter", "sim"), default="adapter")
-    parser.add_argument("--rounds", type=int, default=7, help="medians over so many (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="medians over so many (%(default)s)")
     parser.add_argument("--why", action="store_true", help="show what takes the long way")
     parser.add_argument("--only", default="", help="names, separated by commas")
     chosen = parser.parse_args()
