@@ -20,6 +20,14 @@ from ._gate import LatestStart
 from ._ghost import Referee
 from ._order import Farthest
 from ._room import PassingRoom
+from ._scores import (
+    DIRTY_COST,
+    SMALL_TOTAL_SHARE,
+    UNFORESEEN,
+    by_score,
+    cost_per_byte,
+    small_limit_nbytes,
+)
 from .lru import by_age, until_freed
 
 MIB = 2**20
@@ -28,10 +36,6 @@ MIB = 2**20
 QUEUE_COUNT = 4
 QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
-#: A block is small below both; small ones that recur are kept, up to a share of the budget.
-SMALL_NBYTES = MIB
-SMALL_SHARE = 1 / 512
-SMALL_TOTAL_SHARE = 1 / 16
 #: The next victims, as a share of the budget, are copied home early.
 WRITE_BACK_SHARE = 3 / 4
 #: ... once less than this share is free.
@@ -41,18 +45,11 @@ WRITE_BACK_COUNT = 4
 WRITE_BACK_QUEUE_SHARE = 1 / 4
 #: Blocks looked at, in the order of their writing, where the forecast is not followed.
 LOOKED_AT_COUNT = 16
-#: How much dearer a byte is that has to be copied home first: little, as the other direction of the
-#: link is idle most of the time.
-DIRTY_COST = 1.25
 #: What is used within so many accesses, or a quarter of the period, may be written again.
 SOON = 24
 #: Forecasts are followed above the first, and fetched ahead of above the second.
 VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.8
-
-#: How much dearer a byte of a larger block is: the block needs its whole room while it comes, so
-#: a large one that is kept saves more than its bytes. Per share of the budget that it takes.
-LARGE_COST = 8.0
 
 #: Looked at again when less than this share of what is looked ahead is known to be there.
 LOOK_AGAIN_SHARE = 3 / 4
@@ -62,9 +59,6 @@ LOOK_AGAIN_SHARE = 3 / 4
 STAYS_AFTER = 100
 #: Results below this share of the budget are nobody's concern.
 TINY_SHARE = 1 / 4096
-
-#: Above any distance: blocks that the forecast does not contain go first.
-_UNFORESEEN = 1e15
 
 
 class _Wanted(NamedTuple):
@@ -171,7 +165,7 @@ class Flow(Strategy):
         self._look_again()
         if not self._follows(VICTIM_CONFIDENCE):
             return list(until_freed(by_age(candidates), need_nbytes))
-        return list(until_freed(self._by_score(device, candidates), need_nbytes))
+        return list(until_freed(by_score(self.history, device, candidates), need_nbytes))
 
     def prefetch(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
@@ -246,7 +240,7 @@ class Flow(Strategy):
     def _set_limit(self, limit_nbytes: int) -> None:
         if limit_nbytes != self._limit_nbytes:
             self._limit_nbytes = limit_nbytes
-            self._small_limit = min(SMALL_NBYTES, int(limit_nbytes * SMALL_SHARE))
+            self._small_limit = small_limit_nbytes(limit_nbytes)
             self._order_is_void = True
 
     def _follows(self, least_confidence: float) -> bool:
@@ -272,7 +266,7 @@ class Flow(Strategy):
                 self._small[block_id] = nbytes
                 self._small_nbytes += nbytes
         elif is_persistent:
-            self._order.note(block_id, _UNFORESEEN - history.end)
+            self._order.note(block_id, UNFORESEEN - history.end)
 
     def _put_in_order(self, resident: Sequence[BlockSnapshot]) -> None:
         """Work the order out anew where the forecast has changed, and now and then."""
@@ -299,8 +293,7 @@ class Flow(Strategy):
             if keeps_small and block_id in self._small:
                 continue
             distance = position - cursor
-            cost = 1 + LARGE_COST * block.nbytes / device.limit_nbytes
-            cost *= dirty_cost if block.is_dirty else 1
+            cost = cost_per_byte(block, device, dirty_cost)
             while dearer and -dearer[0][0] >= distance:
                 yield heappop(dearer)[2:]
             heappush(dearer, (-distance / cost, block_id, distance, block))
@@ -314,45 +307,6 @@ class Flow(Strategy):
     def _horizon(self) -> int:
         """How far to look for missing blocks: long enough to meet each that recurs."""
         return min(self.history.period, 2 * self.history.distinct_count + 32)
-
-    def _by_score(
-        self, device: DeviceSnapshot, blocks: Sequence[BlockSnapshot]
-    ) -> list[BlockSnapshot]:
-        """Sort blocks: first to be given back first."""
-        dirty_cost = DIRTY_COST
-        newest = max((block.last_use for block in blocks), default=0)
-        is_lost = self.history.cursor < 0
-
-        def score(block: BlockSnapshot) -> float:
-            cost = 1 + LARGE_COST * block.nbytes / device.limit_nbytes
-            distance = self.history.next_use(block.block_id)
-            if distance == NEVER:
-                if is_lost or block.is_persistent:
-                    return _UNFORESEEN - block.last_use
-                # Nothing is known of a fresh temporary: give it as long as it has waited.
-                distance = 2 * (newest - block.last_use)
-            return distance / cost / dirty_cost if block.is_dirty else distance / cost
-
-        ordered = sorted(blocks, key=lambda block: (-score(block), block.last_use, -block.nbytes))
-        return self._small_ones_last(device, ordered)
-
-    def _small_ones_last(
-        self, device: DeviceSnapshot, ordered: list[BlockSnapshot]
-    ) -> list[BlockSnapshot]:
-        """Put small blocks that recur behind all others: they cost more copies than bytes."""
-        small_nbytes = min(SMALL_NBYTES, int(device.limit_nbytes * SMALL_SHARE))
-        left_nbytes = int(device.limit_nbytes * SMALL_TOTAL_SHARE)
-        kept = []
-        for block in reversed(ordered):
-            if block.nbytes <= small_nbytes and self.history.next_use(block.block_id) != NEVER:
-                left_nbytes -= block.nbytes
-                if left_nbytes < 0:
-                    break
-                kept.append(block)
-        if not kept:
-            return ordered
-        kept_ids = {block.block_id for block in kept}
-        return [block for block in ordered if block.block_id not in kept_ids] + kept[::-1]
 
     def _may_queue(self, device: DeviceSnapshot) -> bool:
         limit_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
