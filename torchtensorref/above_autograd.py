@@ -10,6 +10,7 @@ in the table it leads here; for all others it falls through inside torch and cos
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,40 +134,37 @@ def composites_with_out() -> list[str]:
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def as_one(op: OpOverload) -> Treatment:
-    """Make the kernel of a composite operator: in one where nobody has to see its parts."""
+def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
+    """Make the kernel of an operator that runs here already where autograd has nothing to note.
+
+    A composite operator runs as one then, and nobody has to see its parts.
+    """
     plan = attach_plan(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not somebody_looks() and not (
-            _is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args)
-        ):
+        if not (_is_grad_enabled() and _any_wants_gradients(tensors_of(args))):
             way = plan.way
-            result = SLOW if way is None else way(tensorsManager.ref_type, plan, args, kwargs)
-            if result is not SLOW:
-                return result
+            if way is not None and not somebody_looks():
+                result = way(tensorsManager.ref_type, plan, args, kwargs)
+                if result is not SLOW:
+                    return result
         with torch._C._ExcludeDispatchKeyGuard(KEYS):
             return op(*args, **kwargs)
 
     return kernel
 
 
-def _ahead(op: OpOverload) -> Treatment:
-    """Make the kernel of an operator that runs here already where autograd has nothing to note."""
-    plan = attach_plan(op)
+def _any_wants_gradients(values: Any) -> bool:
+    return any(getattr(value, "requires_grad", False) for value in values)
 
-    def kernel(first: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = first if type(first) is list else (first,)
-        if not somebody_looks() and not would_be_noted(tensors):
-            way = plan.way
-            arguments = (first, *args)
-            result = SLOW if way is None else way(tensorsManager.ref_type, plan, arguments, kwargs)
-            if result is not SLOW:
-                return result
-        with torch._C._ExcludeDispatchKeyGuard(KEYS):
-            return op(first, *args, **kwargs)
 
-    return kernel
+def _arguments(args: Any) -> Any:
+    return args
+
+
+def _in_first(args: Any) -> Any:
+    first = args[0]
+    return first if type(first) in (list, tuple) else (first,)
 
 
 #: What programs call most by name, with tensors in the first argument only: where no gradient is
@@ -243,9 +241,9 @@ def install() -> None:
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
     for op in COMPOSITES:
-        ours.impl(op, as_one(op))
+        ours.impl(op, ahead(op, _arguments))
     for op in AHEAD:
-        ours.impl(op, _ahead(op))
+        ours.impl(op, ahead(op, _in_first))
     _libraries.extend((everything, ours))
 
 

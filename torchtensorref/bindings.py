@@ -12,9 +12,9 @@ aten = torch.ops.aten
 _functions = torch._C._VariableFunctions
 _methods = torch._C.TensorBase
 
-#: Operator and binding. Bindings parse their arguments in C, while the
-#: overload goes through a boxed stack (0.9 microseconds more). Only where the binding takes the
-#: overload's arguments in its order and can mean no other overload for them.
+#: Operator and binding. Bindings parse their arguments in C; the overload goes through a boxed
+#: stack (0.9 microseconds more). Only where the binding takes the overload's arguments in its order
+#: and can mean no other overload for them.
 BINDINGS: dict[OpOverload, Any] = {
     aten.add.Tensor: _functions.add,
     aten.sub.Tensor: _functions.sub,

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from .budget import SHORTAGES
 from .devices.base import Device
-from .fast_path import SLOW, flattened, folded, wrap_fresh
+from .fast_path import SLOW, flattened, folded
 from .manager import tensorsManager
 from .schema import OpPlan
-from .views import plain_on
+from .views import make_ref, plain_on
 
 #: So many operators are given a number by value; for the next one it is fetched.
 CARRIED_AT_MOST = 16
@@ -66,7 +67,10 @@ def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs:
     if not is_there or not numbers:
         return SLOW
     for position in numbers:
-        flat[position] = _by_value(flat[position], residency, device)
+        carried = _by_value(flat[position], residency, device)
+        if carried is None:
+            return SLOW
+        flat[position] = carried
     return plan.way(ref_type, plan, tuple(folded(plan, args, flat)), kwargs)
 
 
@@ -74,16 +78,22 @@ def _is_number(ref: Any) -> bool:
     return (
         ref.numel() <= 1
         and ref.dtype in _FILLABLE
-        and ref._b.use_count < CARRIED_AT_MOST
+        and ref._b.carried_count < CARRIED_AT_MOST
         and not ref.is_neg()
     )
 
 
 def _by_value(ref: Any, residency: Any, device: Device) -> Any:
-    """Make a TensorRef with the number of another, born on the device as results are."""
-    ref._b.use_count += 1
+    """Make a TensorRef with the number of another, counted as results are; None without room."""
     host = residency.host
     home = ref._t if ref._d is host else plain_on(ref, host)
     size, options = ref.size(), {"dtype": ref.dtype, "device": device.torch_device}
-    plain = _full(size, home.item(), **options) if home.numel() else _empty(size, **options)
-    return wrap_fresh(ref, plain, residency, device)
+    try:
+        plain = _full(size, home.item(), **options) if home.numel() else _empty(size, **options)
+    except SHORTAGES:
+        return None
+    block = residency.ledgers[device].bear_if_room(plain, plain.nbytes, residency.tick)
+    if block is None:
+        return None  # the long way makes room
+    ref._b.carried_count += 1
+    return make_ref(type(ref), plain, block, device, ref.device)

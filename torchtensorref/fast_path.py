@@ -304,11 +304,6 @@ def _fresh(
     return ref
 
 
-def wrap_fresh(like: Any, plain: torch.Tensor, residency: Any, device: Device) -> Any:
-    """Make the TensorRef of a fresh tensor on the device, which is counted as a result is."""
-    return _wrap(type(like), plain, residency.born(plain, device), device, like)
-
-
 def _wrap_several(
     ref_type: Any, out: Any, operands: Any, residency: Any, device: Device, like: Any
 ) -> list[Any]:

@@ -37,10 +37,12 @@ def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
     """Make a method with one more operand: a TensorRef or a number."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
         kind = type(other)
         if (kind is ref_type or kind in _NUMBERS) and not (
-            is_method_seen()
+            rest
+            or options
+            or is_method_seen()
             or (
                 _is_grad_enabled()
                 and (self.requires_grad or (kind is ref_type and other.requires_grad))
@@ -49,28 +51,46 @@ def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
             result = plan.way(ref_type, plan, (self, other), None)
             if result is not SLOW:
                 return result
-        return whole(self, other)
+        return whole(self, other, *rest, **options)
 
     return method
 
 
-def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
-    """Make a method with a number; a reflected one leaves tensors to their own method."""
+def _reflected(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a number on the left."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
-    is_reflected = name.startswith("__r")
 
-    def method(self: Any, other: Any) -> Any:
-        if type(other) in _NUMBERS:
-            if not (
-                is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)
-            ):
-                result = plan.way(ref_type, plan, (self, other), None)
-                if result is not SLOW:
-                    return result
-        elif is_reflected and isinstance(other, _Tensor):
+    def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
+        kind = type(other)
+        if kind is _Tensor:
             # Python asks a derived class first, but the operands have an order.
             return NotImplemented
-        return whole(self, other)
+        if kind in _NUMBERS and not (
+            rest or options or is_method_seen() or (_is_grad_enabled() and self.requires_grad)
+        ):
+            result = plan.way(ref_type, plan, (self, other), None)
+            if result is not SLOW:
+                return result
+        return whole(self, other, *rest, **options)
+
+    return method
+
+
+def _noted(ref: Any) -> bool:
+    """Whether anybody has to see what autocast may change, autograd included."""
+    return is_method_seen() or _is_autocast() or (_is_grad_enabled() and ref.requires_grad)
+
+
+def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a number."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
+            result = plan.way(ref_type, plan, (self, *args), None)
+            if result is not SLOW:
+                return result
+        return whole(self, *args, **options)
 
     return method
 
@@ -80,7 +100,7 @@ def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
     def method(self: Any) -> Any:
-        if not (is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)):
+        if not _noted(self):
             result = plan.way(ref_type, plan, (self,), None)
             if result is not SLOW:
                 return result
@@ -93,31 +113,29 @@ def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
     """Make a method that reduces along a dimension."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **options: Any) -> Any:
         if (
             len(args) == 1
             and type(args[0]) is int
-            and (not kwargs or (len(kwargs) == 1 and "keepdim" in kwargs))
-            and not (
-                is_method_seen() or _is_autocast() or (_is_grad_enabled() and self.requires_grad)
-            )
+            and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
+            and not _noted(self)
         ):
-            result = plan.way(ref_type, plan, (self, *args), kwargs)
+            result = plan.way(ref_type, plan, (self, *args), options)
             if result is not SLOW:
                 return result
-        return whole(self, *args, **kwargs)
+        return whole(self, *args, **options)
 
     return method
 
 
-#: Method, operator, and how it is called. Autocast knows none of the first four.
+#: Method, operator, and how it is called. Autocast knows none of the first six.
 TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], ...] = (
     ("__add__", aten.add.Tensor, _with_other),
     ("__sub__", aten.sub.Tensor, _with_other),
     ("__mul__", aten.mul.Tensor, _with_other),
     ("__truediv__", aten.div.Tensor, _with_other),
-    ("__radd__", aten.add.Tensor, _with_number),
-    ("__rmul__", aten.mul.Tensor, _with_number),
+    ("__radd__", aten.add.Tensor, _reflected),
+    ("__rmul__", aten.mul.Tensor, _reflected),
     ("pow", aten.pow.Tensor_Scalar, _with_number),
     ("__pow__", aten.pow.Tensor_Scalar, _with_number),
     ("__neg__", aten.neg.default, _alone),

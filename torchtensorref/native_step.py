@@ -5,11 +5,13 @@ writes stays where it is. Where memory is not short, and parameters, gradients a
 ready, torch's own step runs on their plain tensors instead, in a stand-in for the optimizer; then
 what the stand-in has learned is noted in the optimizer. Any doubt means interception.
 
-`torch.optim` asks hooks before each step (`register_optimizer_step_pre_hook`); this is one.
+`torch.optim` asks hooks before each step (`register_optimizer_step_pre_hook`); this is one. As
+native regions, it waits for accelerators other than `torch.cpu` until it is measured there.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,6 +34,9 @@ _function_modes = torch._C._len_torch_function_stack
 #: What a step makes in passing, at most, in sizes of the largest parameter; of all parameters,
 #: where it takes them all at once.
 PASSING = 4
+
+
+_TORCH_OPTIM = os.path.dirname(optimizer_hooks.__file__)
 
 
 class _UnreadyError(Exception):
@@ -63,7 +68,9 @@ def _must_be_intercepted(optimizer: Optimizer) -> bool:
     native: Any = tensorsManager.native
     if residency is None or residency.is_pressed or residency.recorder is not None:
         return True
-    if not kind.__module__.startswith("torch.optim.") or "__wrapped__" not in vars(kind.step):
+    if residency.main.is_host or residency.main not in residency.ledgers:
+        return True
+    if not kind.__module__.startswith("torch.optim.") or not _is_torchs_own(kind.step):
         return True
     if not (native.enabled and residency.strategy.allows_regions):
         return True
@@ -84,6 +91,12 @@ def _must_be_intercepted(optimizer: Optimizer) -> bool:
     )
 
 
+def _is_torchs_own(step: Any) -> bool:
+    """Whether torch's hooks are around a step of torch, and not around one that somebody wraps."""
+    code = getattr(vars(step).get("__wrapped__"), "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH_OPTIM)
+
+
 def _stand_in_for(optimizer: Any, groups: list[Any]) -> Any:
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
@@ -100,6 +113,8 @@ class _Step:
         self.device = device
         #: Of each plain twin: the TensorRef, and the version of the twin before.
         self.twins: dict[int, tuple[torch.Tensor, Any, int]] = {}
+        #: Plain tensors that the program keeps in the state, by their ids.
+        self.passed_on: dict[int, torch.Tensor] = {}
 
     def run(self) -> bool:
         """Run it; False if it has to be intercepted, and then nothing has happened.
@@ -157,7 +172,10 @@ class _Step:
                 if parameter.grad is None:
                     continue
                 twin = self._twin(parameter)
-                twin.grad = self._twin(parameter.grad)
+                try:
+                    twin.grad = self._twin(parameter.grad)
+                except (RuntimeError, TypeError):  # its own gradient, or one of another dtype
+                    raise _UnreadyError from None
                 held = self.optimizer.state.get(parameter)
                 if held:
                     state[twin] = {name: self._exchange(value) for name, value in held.items()}
@@ -179,6 +197,8 @@ class _Step:
             return self._twin(value)
         if isinstance(value, (list, tuple, dict)):
             raise _UnreadyError  # may hold anything
+        if isinstance(value, torch.Tensor):
+            self.passed_on[id(value)] = value
         return value
 
     def _twin(self, ref: Any) -> torch.Tensor:
@@ -191,6 +211,9 @@ class _Step:
         plain = ref._t if ref._d is device else plain_on(ref, device)
         if ref._d is not device or plain.is_complex() or plain.is_inference():
             raise _UnreadyError
+        known = self.twins.get(id(plain))
+        if known is not None and known[1] is not ref:
+            raise _UnreadyError  # two parameters that share everything have one twin
         block.last_use = self.residency.tick
         self.twins[id(plain)] = (plain, ref, plain._version)
         return plain
@@ -211,9 +234,14 @@ class _Step:
         for twin, ref, version in self.twins.values():
             for _ in range(twin._version - version):
                 torch.autograd.graph.increment_version(ref)
+            if twin._version != version and not ref._b.owned:
+                # Another thread has brought it home meanwhile: what came there is stale.
+                self.residency.written(ref._b, self.device)
 
     def _original(self, value: Any) -> Any:
         known = self.twins.get(id(value))
         if known is not None and known[0] is value:
             return known[1]
-        return tensorsManager.adopt(value) if type(value) is torch.Tensor else value
+        if type(value) is not torch.Tensor or id(value) in self.passed_on:
+            return value
+        return tensorsManager.adopt(value)

@@ -26,29 +26,34 @@ def somebody_looks() -> bool:
     return (
         watch.on
         or _dispatch_modes() > 0
-        or _is_autocast()
         or _is_tracing()
         or _functorch_level() is not None
         or _forward_ad._current_level >= 0
+        or _is_autocast()
     )
 
 
 def is_method_seen() -> bool:
     """Whether anybody but autograd has to see the method of a TensorRef that is called now.
 
-    A transform of functorch is not among them: what it transforms is no TensorRef.
+    Autocast is not among them: it knows few operators. A transform of functorch transforms no
+    TensorRef, but wraps what kernels return meanwhile. Written out: every operator asks.
     """
     return (
         watch.on
-        or _function_modes() > 0
         or _dispatch_modes() > 0
         or _is_tracing()
+        or _functorch_level() is not None
         or _forward_ad._current_level >= 0
+        or _function_modes() > 0
     )
 
 
 def is_watched(tensors: Any) -> bool:
-    """Whether something beside autograd has to see the operators: a transform, a mode."""
+    """Whether a formula of plain torch cannot stand for an operator's: a transform, a mode.
+
+    What looks on without another formula of its own (a trace, autocast, callbacks) is no reason.
+    """
     return (
         _dispatch_modes() > 0
         or _functorch_level() is not None

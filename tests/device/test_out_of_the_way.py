@@ -81,6 +81,19 @@ def test_a_list_may_have_empty_ones_at_home(ample: Any) -> None:
     assert differences(ref, result) == []
 
 
+def test_a_number_is_not_carried_where_there_is_no_room(manage: Callable[..., Any]) -> None:
+    manager = manage("lru", 16_388)
+    hooks.install()
+    manager.regions = False
+    held = manager.adopt(torch.zeros(4096)).toGPU()
+    target = held.target
+    ref, made = manager.adopt(torch.ones(1)).toGPU(), injected(lambda: torch.arange(7, 8))
+    with torch.no_grad():
+        assert torch.mul(ref, made).item() == 7.0
+    assert target.numel() == 4096
+    manager.regions = True
+
+
 def test_what_an_operator_writes_is_not_carried(ample: Any) -> None:
     ref, made = ample.adopt(torch.rand(1)).toGPU(), injected(lambda: torch.full((1,), 7.0))
     expected = 7.0 + ref.item()
@@ -147,7 +160,8 @@ def test_native_steps_are_those_of_plain_torch(
     assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     for held in optimizer.state.values():
         for value in held.values():
-            assert not isinstance(value, torch.Tensor) or type(value) is steps_natively.ref_type
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert type(value) is steps_natively.ref_type
     assert all(type(p.grad) is steps_natively.ref_type for p in ours.parameters())
 
 
@@ -239,3 +253,74 @@ def test_plain_optimizers_are_left_alone(steps_natively: Any) -> None:
         model, x = small()
         trained(model, x, torch.optim.AdamW)
     assert steps_natively.stats()["native_step_count"] == 0
+
+
+def stepped(make: Callable[[list[Any]], Any], bring: Callable[[Any], Any]) -> list[Any]:
+    """Four steps of SGD on two parameters, after `make` has done something to them."""
+    torch.manual_seed(5)
+    parameters = [nn.Parameter(torch.rand(12)) for _ in range(2)]
+    module = bring(nn.ParameterList(parameters))
+    parameters = list(module)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for number in range(4):
+        for place, parameter in enumerate(parameters):
+            parameter.grad = bring(torch.full((12,), 1.0 + number + place).to(parameter.dtype)) * 1
+        if number == 2:
+            make(parameters)
+        optimizer.step()
+    return [*parameters, *(held["momentum_buffer"] for held in optimizer.state.values())]
+
+
+def tie(parameters: list[Any]) -> None:
+    parameters[1].data = parameters[0].data
+
+
+def be_its_own_gradient(parameters: list[Any]) -> None:
+    parameters[0].grad = parameters[0].data
+
+
+def halve(parameters: list[Any]) -> None:
+    parameters[0].data = parameters[0].data.double()
+
+
+@pytest.mark.parametrize("make", [tie, be_its_own_gradient, halve])
+def test_odd_parameters_are_stepped_as_by_plain_torch(steps_natively: Any, make: Any) -> None:
+    steps_natively.regions = True
+    expected = stepped(make, lambda x: x)
+    result = stepped(make, steps_natively.adopt)
+    assert differences(expected, result) == []
+
+
+def test_a_step_that_the_program_wraps_is_called_once(steps_natively: Any) -> None:
+    calls = []
+
+    class Own(torch.optim.SGD):
+        pass
+
+    whole = Own.step
+
+    def counted(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        return whole(self, closure)
+
+    Own.step = counted
+    Own.__module__ = "torch.optim.sgd"
+    steps_natively.regions = True
+    _, _, ours, x = twins(steps_natively)
+    trained(ours, x, Own, steps=4)
+    assert len(calls) == 4
+
+
+def test_small_parameters_on_the_host_alone_are_stepped() -> None:
+    from torchTensorRef.manager import tensorsManager
+
+    tensorsManager.device = "cpu"
+    hooks.install()
+    try:
+        parameter = tensorsManager.adopt(nn.ParameterList([nn.Parameter(torch.ones(2))]))[0]
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.grad = (tensorsManager.adopt(torch.ones(2)) * 2).detach()
+        optimizer.step()
+        assert parameter.tolist() == [pytest.approx(0.8)] * 2
+    finally:
+        tensorsManager.device = "sim"

@@ -124,6 +124,50 @@ def test_a_plain_tensor_on_the_left_stays_on_the_left(ample: Any) -> None:
         ref * brought(ample, plain)
 
 
+def test_keywords_are_torchs_own(ample: Any) -> None:
+    plain = torch.rand(3, 4)
+    ref = brought(ample, plain)
+    for run in (
+        lambda x: x.pow(exponent=2),
+        lambda x: x.__add__(x, alpha=2),
+        lambda x: x.__radd__(1, alpha=2),
+        lambda x: x.__truediv__(2, rounding_mode="floor"),
+        lambda x: x.pow(2, 3),
+        lambda x: x.mean(0, keepdim=None),
+    ):
+        expected, result = (outcome(run, (x,), {}) for x in (plain, ref))
+        assert differences(expected, result) == []
+
+
+def test_a_class_on_the_left_that_declines_is_computed(ample: Any) -> None:
+    class Declines(torch.Tensor):
+        def __add__(self, other: Any) -> Any:
+            return NotImplemented
+
+    plain, left = torch.rand(3), torch.rand(3).as_subclass(Declines)
+    assert differences((left + plain).tolist(), (left + brought(ample, plain)).tolist()) == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_transforms_do_not_keep_what_was_captured(ample: Any, name: str) -> None:
+    args, kwargs = CALLS[name][0]
+    plain, given = torch.rand(3, 4), torch.rand(4)
+
+    def gradient(captured: Any, args: Any, x: Any) -> Any:
+        kept = []
+
+        def program(y: Any) -> Any:
+            kept.append(getattr(captured, name)(*args, **kwargs))
+            return (kept[-1] * y[:1]).sum()
+
+        return torch.func.grad(program)(x), kept[0] + 0
+
+    expected = gradient(plain, args, given)
+    mine = tuple(brought(ample, arg) for arg in args)
+    result = gradient(brought(ample, plain), mine, brought(ample, given))
+    assert differences(expected, result) == []
+
+
 def test_a_class_that_answers_itself_is_asked(ample: Any) -> None:
     class Answers:
         def __rmul__(self, other: Any) -> str:

@@ -154,6 +154,8 @@ class Block:
     """
 
     use_count = 0
+    #: Operators that were given its number by value (`carried.py`).
+    carried_count = 0
     is_persistent = False
     exposure: Exposure | None = None
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
