@@ -42,17 +42,17 @@ def attach_plan(op: OpOverload) -> OpPlan:
     if plan.passing is not None:
         plan.way = _whole
     elif plan.is_fast:
-        plan.way = (
-            _view
-            if plan.is_true_view
-            else _one
-            if plan.is_simple
-            else _listed
-            if plan.is_listed
-            else _any
-        )
+        plan.way = _way_of(plan)
     op._ref_plan = plan  # type: ignore[attr-defined]
     return plan
+
+
+def _way_of(plan: OpPlan) -> Any:
+    if plan.is_true_view:
+        return _view
+    if plan.is_simple:
+        return _one
+    return _listed if plan.is_listed else _any
 
 
 def _one(

@@ -35,7 +35,6 @@ _function_modes = torch._C._len_torch_function_stack
 #: where it takes them all at once.
 PASSING = 4
 
-
 _TORCH_OPTIM = os.path.dirname(optimizer_hooks.__file__)
 
 
@@ -68,8 +67,8 @@ def _must_be_intercepted(optimizer: Optimizer) -> bool:
     native: Any = tensorsManager.native
     if residency is None or residency.is_pressed or residency.recorder is not None:
         return True
-    if residency.main.is_host or residency.main not in residency.ledgers:
-        return True
+    if residency.main not in residency.ledgers:
+        return True  # the host alone
     if not kind.__module__.startswith("torch.optim.") or not _is_torchs_own(kind.step):
         return True
     if not (native.enabled and residency.strategy.allows_regions):
