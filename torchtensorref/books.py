@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, overload
@@ -63,8 +63,9 @@ class Books:
         self.recorder: Any = None
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
-        #: Blocks of the native regions that run, and the regions themselves, by thread.
-        self.native_blocks: dict[int, tuple[Block, ...]] = {}
+        #: Blocks that run natively, by thread and number: 0 for its regions and its step of an
+        #: optimizer, others for its backward passes. And the regions themselves, by thread.
+        self.native_blocks: dict[tuple[int, int], Iterable[Block]] = {}
         self.native_entries: dict[int, Any] = {}
         #: Replicas whose copy a thread is just issuing, without the lock.
         self.issuing: set[Replica] = set()

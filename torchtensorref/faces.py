@@ -75,6 +75,18 @@ class Faces:
         """Return the values as nested lists of Python numbers, or one number."""
         return self._peek().tolist()
 
+    # -- gradients --------------------------------------------------------------------------------
+
+    def register_hook(self: Any, hook: Any) -> Any:
+        """Call a function with the gradient, as torch does; inside a region that is learned, tell.
+
+        Natively it would be given a plain tensor.
+        """
+        recorder = tensorsManager.residency.recorder
+        if recorder is not None:
+            recorder.mistrust("it hooks a gradient")
+        return Tensor.register_hook(self, hook)
+
     # -- giving bytes away ----------------------------------------------------------------------
 
     def exposed_plain(self: Any, why: str) -> Tensor:

@@ -37,7 +37,7 @@ def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = F
     picks : bool, optional
         It picks elements, so its gradient depends on no operand that could have one itself.
     """
-    node = _node_named(node_name, PlainGradient)
+    node = node_named(node_name, PlainGradient)
 
     def treat(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
@@ -101,7 +101,11 @@ class Gradient:
 
     def __call__(self, *values: Any) -> Any:
         """Compute it: on plain tensors, unless something transforms the tensors it is given."""
-        if torch.is_grad_enabled() or _functorch_level() is not None or _any_is_batched(values):
+        if (
+            torch.is_grad_enabled()
+            or _functorch_level() is not None
+            or any(map(is_batched, values))
+        ):
             return self._of(values)
         plain = [tensorsManager.plain_at_home(value) for value in values]
         return tensorsManager.adopt(self._of(plain), sole=True)
@@ -143,9 +147,8 @@ class Gradient:
             )
 
 
-def _any_is_batched(values: Any) -> bool:
-    """Whether a gradient is taken of several cotangents at once (`is_grads_batched`)."""
-    return any(torch._C._functorch.is_legacy_batchedtensor(value) for value in values)
+#: Whether a tensor stands for several gradients that are taken at once (`is_grads_batched`).
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _without_graph(part: Any) -> Any:
@@ -157,9 +160,11 @@ def several_of(results: Any) -> tuple[Any, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def _node_named(name: str, base: type) -> Any:
+def node_named(name: str, base: type) -> Any:
+    """Return a kind of node that the program sees under the name of torch's own."""
     kind = type(name, (base,), {})
     kind._backward_cls.__name__ = name  # type: ignore[attr-defined]
+    kind._backward_cls.stands_for_torchs = True  # type: ignore[attr-defined]
     return kind
 
 
@@ -213,7 +218,7 @@ def _product_of_others(grad: Any, tensor: Any, dim: int) -> Any:
 
 def product(op: OpOverload, node_name: str) -> Treatment:
     """Treat `prod`, of all elements or along a dimension."""
-    node = _node_named(node_name, Product)
+    node = node_named(node_name, Product)
 
     def treat(tensor: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         is_number = dtype is None or dtype.is_floating_point or dtype.is_complex
@@ -240,7 +245,7 @@ class MaskedFill(torch.autograd.Function):
         return grad.masked_fill(mask, 0), None, grad.masked_select(mask).sum()
 
 
-_MaskedFill = _node_named("MaskedFillBackward1", MaskedFill)
+_MaskedFill = node_named("MaskedFillBackward1", MaskedFill)
 
 
 def masked_fill(tensor: Any, mask: Any, value: Any) -> Any:

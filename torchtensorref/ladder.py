@@ -22,10 +22,9 @@ _NO_ROOM = object()
 
 
 class Generators:
-    """The states of the generators that an operator may draw from, before it does."""
+    """The states of the generators that may be drawn from on a device, before that happens."""
 
-    def __init__(self, call: Operands, device: Device) -> None:
-        is_random = call.plan.is_random
+    def __init__(self, is_random: bool, device: Device) -> None:
         self._device = device
         self._of_host = torch.get_rng_state() if is_random else None
         self._of_device = device.random_state() if is_random and not device.is_host else None
@@ -56,7 +55,7 @@ class Ladder(Operands):
         if self._might_need_a_second_run():
             self._note_fallback("writes and makes results while memory is short")
             return self.run_on(host)
-        generators = Generators(self, device)
+        generators = Generators(self.plan.is_random, device)
         try:
             return self.run_on(device)
         except SHORTAGES as error:

@@ -120,10 +120,10 @@ class _Step:
 
         Whatever the step raises goes to the program; what it has written by then is noted.
         """
-        entries, ident = self.residency.native_blocks, threading.get_ident()
-        outer = entries.get(ident)
+        entries, key = self.residency.native_blocks, (threading.get_ident(), 0)
+        outer = entries.get(key)
         # Announce first, look second: who evicts does it the other way round.
-        entries[ident] = (*(outer or ()), *self._blocks())
+        entries[key] = (*(outer or ()), *self._blocks())
         try:
             try:
                 groups, state = self._exchanged()
@@ -140,9 +140,9 @@ class _Step:
             for twin, _, _ in self.twins.values():
                 twin.grad = None
             if outer is None:
-                del entries[ident]
+                del entries[key]
             else:
-                entries[ident] = outer
+                entries[key] = outer
         return True
 
     def _parameters(self) -> Iterator[Any]:

@@ -11,6 +11,8 @@ import torch
 
 from .blocks.block import Block
 
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 
 class Use(NamedTuple):
     """One use of a block by an operator of a recorded call."""
@@ -43,14 +45,19 @@ class Recorder:
         self.most_nbytes = 0
         self._written: set[Block] = set()
         self._doubt = ""
+        #: Whether an operator drew random numbers.
+        self.is_random = False
+        #: Whether the call began with gradients on.
+        self.notes_gradients = torch.is_grad_enabled()
 
     def note(self, call: Any, device: Any) -> None:
         """Note an operator before it runs."""
         if threading.get_ident() != self._thread:
             return
         if torch.is_grad_enabled():
-            self.mistrust("it computes gradients")
+            self._look_at_gradients()
         self.op_count += 1
+        self.is_random |= call.plan.is_random
         for block in call.blocks:
             place = self._places.get(block)
             if place is not None and device is call.accelerator:
@@ -65,11 +72,28 @@ class Recorder:
         if "training" not in call.plan.argument_names or call.plan.argument(
             "training", call.args, call.kwargs
         ):
-            self._written.update(call.written)  # statistics of a norm, only while it trains
+            # Statistics of a norm, only while it trains. What it has made itself may die.
+            self._written.update(block for block in call.written if block in self._expected)
         if call.special or call.foreign:
             self._doubt = f"{call.plan.name} has a plain operand"
-        if device is not call.accelerator and not call.plan.runs_at_home:
+        if device is not call.accelerator and not self._runs_on_either(call):
             self._doubt = f"{call.plan.name} runs on the host"
+
+    @staticmethod
+    def _runs_on_either(call: Any) -> bool:
+        """Whether an operator that the host runs gives the same numbers on the device."""
+        plan = call.plan
+        if plan.is_random:  # both draw from the generator of this kind of device
+            return bool(call.accelerator.torch_device.type == "cpu")
+        return bool(plan.runs_at_home)
+
+    def _look_at_gradients(self) -> None:
+        if not self.notes_gradients:
+            self._doubt = "it computes gradients"
+        elif _saving_hooks(True) is not None:
+            self._doubt = "it packs what is saved for gradients"
+        elif torch._C._is_any_autocast_enabled():
+            self._doubt = "it keeps casts of parameters for gradients"
 
     def birth(self, block: Block) -> None:
         """Note a fresh result."""
@@ -90,6 +114,10 @@ class Recorder:
         """Whether one of some blocks was written."""
         return bool(self._written & blocks)
 
+    def alive(self) -> set[Block]:
+        """Return what has been made and is still there."""
+        return {block for reference in self._made.values() if (block := reference()) is not None}
+
     def _died(self, key: int, nbytes: int) -> None:
         self._alive_nbytes -= nbytes
         self._made.pop(key, None)
@@ -100,7 +128,7 @@ class Recorder:
             return self._doubt
         if self._written & own:
             return "it writes its own parameters or buffers"
-        alive = [block for reference in self._made.values() if (block := reference()) is not None]
+        alive = self.alive()
         if any(block not in reachable for block in alive):
             return "it leaves tensors behind where neither its arguments nor its result lead"
         if any(block in kept for block in alive):

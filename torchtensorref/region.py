@@ -30,6 +30,8 @@ class Structure:
     op_count: int = 0
     #: Whether it writes what it is given: a static cache.
     writes_inputs: bool = False
+    #: Whether it draws random numbers.
+    is_random: bool = False
     #: Its operators' uses of the module's blocks and of those given, and how many blocks these are.
     uses: tuple[Use, ...] = ()
     block_count: int = 0
@@ -49,13 +51,17 @@ class Slot(NamedTuple):
 class Part:
     """A module under a region as it was when it was learned; holds no module above it."""
 
-    __slots__ = ("hooks", "module", "pre_hooks", "state")
+    __slots__ = ("listeners", "module", "state")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.hooks = module._forward_hooks
-        self.pre_hooks = module._forward_pre_hooks
+        self.listeners = listeners_of(module)
         self.state = state_of(module)
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens to its calls, or to its gradients."""
+        before, after, gradients_before, gradients = self.listeners
+        return bool(before or after or gradients_before or gradients)
 
     def is_as_before(self) -> bool:
         """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
@@ -95,6 +101,16 @@ def same_state(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
         return now == before
     except Exception:
         return False  # what cannot be compared (tensors, arrays) is not the same object
+
+
+def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the hooks of a module, which come and go in these dictionaries."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
 
 
 def is_region(module: nn.Module) -> bool:
@@ -158,4 +174,6 @@ NOWHERE: Any = _Nowhere()
 def key_of(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
     size = sum(ref._b.nbytes for ref in inputs)
-    return len(inputs), tuple((ref.dtype, ref.dim()) for ref in inputs[:8]), size.bit_length()
+    kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
+    gradients = torch.is_grad_enabled() and (True, *(ref.requires_grad for ref in inputs))
+    return len(inputs), kinds, size.bit_length(), gradients

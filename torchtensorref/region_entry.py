@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .blocks.block import Block
-from .budget import SHORTAGES, Ledger
-from .config import settings
+from .devices.base import Device
 from .exchange import Exchange
 from .manager import TensorsManager
-from .recorder import Use
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
-from .strategy import Access
+from .region_graph import Graph, settled
+from .region_hold import Hold
 from .views import make_ref, plain_on, view_of
 from .world import disabled
 
 _CPU = torch.device("cpu")
 
 
-class Entry:
+class Entry(Hold):
     """One native run of a region: everything held from `acquire` to the end of `run`."""
 
     def __init__(
@@ -37,129 +35,23 @@ class Entry:
         exchange: Exchange,
         inputs: list[Any],
     ) -> None:
-        self.manager = manager
+        #: Where gradients are noted: what torch notes about the plain tensors.
+        self.graph = Graph(manager) if torch.is_grad_enabled() else None
+        super().__init__(manager, region, structure, inputs, self.graph is not None)
         self.unwatched = unwatched
-        self.region = region
         self.module = module
-        self.structure = structure
         self.exchange = exchange
-        self.inputs = inputs
-        self.residency = manager.residency
-        self.device = self.residency.main
-        self.slots = region.slots
-        self.own = region.own
-        self.refs: list[Any] = []
-        self.given = tuple(b for b in dict.fromkeys(r._b for r in inputs) if b not in self.own)
-        self.blocks = (*self.own, *self.given)
-        self.held: list[Any] = []
-        self.reserve: Any = None
+        #: What hangs in the place of parameters and buffers, with its slot and its TensorRef.
+        self.hung: list[tuple[Slot, Any, torch.Tensor]] = []
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
-        #: Plain inputs with their TensorRefs and their versions before the call.
+        #: Plain inputs by the ids of their TensorRefs; with these, and their versions before.
+        self.inside: dict[int, torch.Tensor] = {}
         self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
-
-    # -- entering ---------------------------------------------------------------------------
-
-    def acquire(self) -> bool:
-        """Hold all blocks on the device, with room for what passes; False if that cannot be."""
-        residency, passing = self.residency, self.structure.passing_nbytes
-        ledger = residency.ledgers[self.device]
-        if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
-            return False
-        for block in self.blocks:
-            if block.exposure is not None and block.exposure.alive:
-                return False
-        if any(block.is_shared for block in self.own):
-            return False
-        if not self._is_worth_it(ledger, passing):
-            return False
-        self._announce()
-        try:
-            if not self._are_ready():
-                # What is given may be written inside, unseen: a static cache.
-                self.held = residency.acquire(self.device, self.blocks, self.given, passing)
-            if self.device.is_witness:
-                residency.make_room_patiently(self.device, passing, "a native region")
-                self.reserve = self.device.allocate(passing)
-            self._tell_accesses()
-        except SHORTAGES:
-            self._withdraw()
-            self._release()
-            return False
-        except BaseException:
-            self._withdraw()
-            self._release()
-            raise
-        return True
-
-    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
-        """Whether entering now makes nobody wait who would not wait in between.
-
-        While memory is short, blocks that are fetched one by one, ahead or on demand, arrive while
-        operators run; of those fetched as one bundle, the first operator would wait for the last.
-        And room for all that passes at once would be taken from what was fetched ahead.
-        """
-        if not self.residency.is_pressed or settings.regions == "forced":
-            return True
-        room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
-        return passing_nbytes <= room_nbytes and all(
-            block.readable_on(self.device) is not None for block in self.blocks
-        )
-
-    def _announce(self) -> None:
-        """From here on nobody evicts the blocks, this thread's own operators included."""
-        ident = threading.get_ident()
-        self.outer = self.residency.native_blocks.get(ident)
-        self.residency.native_blocks[ident] = (*(self.outer or ()), *self.blocks)
-
-    def _withdraw(self) -> None:
-        ident = threading.get_ident()
-        if self.outer is None:
-            del self.residency.native_blocks[ident]
-        else:
-            self.residency.native_blocks[ident] = self.outer
-
-    def _are_ready(self) -> bool:
-        """Whether nothing has to be decided about any of the blocks, which are announced."""
-        device = self.device
-        for block in self.own:
-            if block.ready is not device:
-                return False
-        return all(block.ready is device and block.owned for block in self.given)
-
-    def _tell_accesses(self) -> None:
-        """Tell what the recorded operators told: how they run makes no difference to forecasts."""
-        residency, structure = self.residency, self.structure
-        if residency.unheard or residency.young:
-            residency.tell_births()
-        tick = residency.tick
-        for block in self.blocks:
-            block.last_use = tick + 1
-            block.use_count += 1
-            if block.use_count == 1:
-                residency.known[block.block_id] = block
-        if residency.strategy.watches_accesses and residency.is_pressed:
-            with residency.strategy_lock:
-                for use in self._uses():
-                    self._tell_use(use, tick)
-        residency.tick = tick + max(structure.op_count, 1)
-
-    def _uses(self) -> Iterable[Use]:
-        """Return the recorded uses; each block once where the blocks are others now."""
-        if self.structure.block_count == len(self.blocks):
-            return self.structure.uses
-        kinds = (hash(("region", block.nbytes)) for block in self.blocks)
-        return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
-
-    def _tell_use(self, use: Use, tick: int) -> None:
-        block = self.blocks[use.place]
-        if block.is_persistent:
-            self.residency.told_tick = tick + use.number
-        there = block.readable_on(self.device) is not None
-        self.residency.strategy.on_access(
-            Access(block.block_id, block.nbytes, use.kind, block.is_persistent, use.writes, there)
-        )
+        #: With a graph: the TensorRefs of its results; storages of what was given plain.
+        self.results: list[Any] = []
+        self.plain_keys: set[int] | None = None
 
     # -- running ----------------------------------------------------------------------------
 
@@ -173,6 +65,7 @@ class Entry:
             out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
         finally:
             self._gather_what_stays()
+            self._count_what_is_saved()
             self._leave()
         self.manager.after_operator(device, self.blocks)
         return out
@@ -184,7 +77,8 @@ class Entry:
         try:
             args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
             self._exchange_parameters()
-            with disabled(), self.unwatched:
+            noting = nullcontext() if self.graph is None else self.graph.hooks()
+            with disabled(), self.unwatched, noting:
                 return self.module._call_impl(*args, **kwargs), args, kwargs
         except BaseException:
             self.exchange.restore()
@@ -198,32 +92,51 @@ class Entry:
             self._put_back()
 
     def _plain_input(self, ref: Any) -> torch.Tensor:
+        known = self.inside.get(id(ref))
+        if known is not None:
+            return known  # modules ask whether they are given the same tensor twice
         plain = plain_on(ref, self.device)
+        if self.graph is not None:
+            # An alias: what is noted about it in the graph is no business of the TensorRef's view.
+            plain = plain.data
+            plain = self.graph.unwrapped(ref, plain) if ref.requires_grad else plain
+        self.inside[id(ref)] = plain
         self.unwrapped.append((plain, ref, _version(plain)))
         return plain
 
     def _exchange_parameters(self) -> None:
-        device, slots = self.device, self.slots
+        slots = self.slots
         stand_ins: dict[int, torch.Tensor] = {}
-        for i, (registry, name, weak, block, view, plain) in enumerate(slots):
-            ref: Any = weak()
-            self.refs.append(ref)
-            if view is None or ref._t is not view or ref._d is not device:
-                view = plain_on(ref, device)
-                plain = stand_ins.get(id(ref))
-                if plain is None:
-                    plain = stand_ins[id(ref)] = _stand_in(ref, block.base_on(device))
-                slots[i] = Slot(registry, name, weak, block, view, plain)
-            registry[name] = plain
+        for i, slot in enumerate(slots):
+            ref: Any = slot.ref()
+            if self.graph is not None and ref.requires_grad:
+                # One for each place: tied ones get their gradients in the order that torch has.
+                plain = self.graph.unwrapped(ref, plain_on(ref, self.device).data)
+                plain._is_param = getattr(ref, "_is_param", False)
+            else:
+                slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
+                plain = cast("torch.Tensor", slot.plain)
+            self.hung.append((slot, ref, plain))
+            slot.registry[slot.name] = plain
+
+    def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
+        """Return a slot with what takes its tensor's place, kept for the next time."""
+        view, device = slot.view, self.device
+        if view is not None and ref._t is view and ref._d is device:
+            assert slot.plain is not None
+            if slot.plain.requires_grad != ref.requires_grad:
+                slot.plain.requires_grad_(ref.requires_grad)
+            return slot
+        plain = made.get(id(ref))
+        if plain is None:
+            plain = made[id(ref)] = _stand_in(ref, slot.block.base_on(device))
+        return slot._replace(view=plain_on(ref, device), plain=plain)
 
     def _put_back(self) -> None:
         """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
         known = self.exchange.known
-        for slot, ref in zip(self.slots, self.refs, strict=False):
-            registry, name, _, block, _, _ = slot
-            plain: Any = slot.plain
-            if plain is None:
-                continue
+        for slot, ref, plain in self.hung:
+            registry, name = slot.registry, slot.name
             now = registry.get(name)
             if now is plain:
                 registry[name] = ref
@@ -233,7 +146,7 @@ class Entry:
             known[id(plain)] = (plain, ref)
             if _version(plain):
                 self._doubt(f"it writes {name}")
-                self._note_write(ref, block)
+                self._note_write(ref, slot.block)
                 self.region.slots = []
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
@@ -276,6 +189,34 @@ class Entry:
 
     # -- leaving ----------------------------------------------------------------------------
 
+    def _count_what_is_saved(self) -> None:
+        graph = self.graph
+        if graph is None:
+            return
+        with torch.no_grad():
+            # Under another object: a result's own graph leads to what has been saved.
+            results = [ref.detach() for ref in self.results]
+        ours = (ref for _, ref, _ in self.hung)
+        given = (ref for _, ref, _ in self.unwrapped)
+        graph.settle(self._block_for, (*ours, *given, *results))
+
+    def _block_for(self, plain: torch.Tensor) -> Block | None:
+        """Return the block over what a graph has saved; None for the program's own tensors."""
+        key = plain.untyped_storage()._cdata
+        if key in self.region.foreign or key in self._given_plain():
+            return None
+        block = self._block_over(key)
+        if block is None:
+            block = self._settled(plain)[1]
+        return block
+
+    def _given_plain(self) -> set[int]:
+        """Return the storages of the program's own tensors among what the call was given."""
+        if self.plain_keys is None:
+            own = self.exchange.plain_tensors()
+            self.plain_keys = {x.untyped_storage()._cdata for x in own if x.layout is torch.strided}
+        return self.plain_keys
+
     def _leave(self) -> None:
         for plain, ref, version in self.unwrapped:
             if plain.is_inference():
@@ -283,22 +224,15 @@ class Entry:
                     self.residency.written(ref._b, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._b)
+                if self.graph is not None and plain.requires_grad:
+                    self._doubt("it writes what it is given")
+                    ref.copy_(self.ref_for(plain.clone()))  # what it depends on from now on
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
                     self.residency.written(block, self.device)
         self._withdraw()
         self._release()
-
-    def _release(self) -> None:
-        if not self.held:
-            return
-        residency = self.residency
-        residency.release(self.held)
-        self.held = []
-        with residency.lock:
-            for block in self.blocks:
-                residency.set_ready(block, self.device)
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
@@ -316,10 +250,22 @@ class Entry:
             return plain
         if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
             return plain
+        if self.graph is not None:
+            return self._ref_with_graph(self.graph, plain)
         if torch.is_inference_mode_enabled() and not plain.is_inference():
             with torch.inference_mode(False), torch.no_grad():
                 return self._ref_over(plain)
         return self._ref_over(plain)
+
+    def _ref_with_graph(self, graph: Graph, plain: torch.Tensor) -> Any:
+        # Of an alias that leads to no graph: a block that led there would hold itself.
+        if not plain.requires_grad:
+            ref = self._ref_over(plain.data)
+        else:
+            ref = graph.wrapped(plain, lambda plain: self._ref_over(plain.data))
+        if type(ref) is self.manager.ref_type:
+            self.results.append(ref)
+        return ref
 
     def _ref_over(self, plain: torch.Tensor) -> Any:
         storage = plain.untyped_storage()
@@ -327,19 +273,14 @@ class Entry:
             return plain
         block, device = self._block_over(storage._cdata), self.device
         if block is None:
-            if not storage.resizable():
-                plain = plain.clone()
-            try:
-                block = self.residency.born(plain, device)
-            except SHORTAGES:
-                # It is there, and does not fit: it goes home.
-                plain, device = plain.cpu(), self.residency.host
-                if plain.untyped_storage()._cdata == storage._cdata:
-                    plain = plain.clone()
-                block = self.residency.born(plain, device)
-            else:
-                self.made[plain.untyped_storage()._cdata] = block
+            plain, block, device = self._settled(plain)
         return make_ref(self.manager.ref_type, plain, block, device, _CPU)
+
+    def _settled(self, plain: torch.Tensor) -> tuple[torch.Tensor, Block, Device]:
+        plain, block, device = settled(self.residency, plain, self.device)
+        if device is self.device:
+            self.made[plain.untyped_storage()._cdata] = block
+        return plain, block, device
 
     def _block_over(self, key: int) -> Block | None:
         if not self.made:

@@ -23,23 +23,23 @@ from torch.nn.modules import module as module_hooks
 from .budget import SHORTAGES
 from .config import settings
 from .exchange import Exchange
+from .ladder import Generators
 from .manager import TensorsManager
-from .recorder import Recorder
 from .region import (
-    NOWHERE,
     Part,
     Region,
     Slot,
     Structure,
-    attributes_of,
     forgetter,
     is_region,
     key_of,
+    listeners_of,
     same_state,
     state_of,
     tensors_of,
 )
 from .region_entry import Entry
+from .region_learning import kept_in, learn
 
 #: Intercepted calls of one structure before it may run natively, and where that is forced.
 CALLS_TO_LEARN = 2
@@ -54,6 +54,8 @@ GROWTH = 1.5
 _global_hooks = module_hooks._global_forward_pre_hooks
 _global_after_hooks = module_hooks._global_forward_hooks
 _modes = torch._C._len_torch_function_stack
+_autograd: Any = torch._C._autograd
+_saving_hooks = _autograd._top_saved_tensors_default_hooks
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -116,7 +118,7 @@ class Regions:
     def _on_call(self, module: nn.Module, args: Any) -> None:
         """A module is about to be called: make it a region if it is the largest that fits."""
         if (
-            torch.is_grad_enabled()
+            (torch.is_grad_enabled() and self._gradients_are_seen())
             or module in self._covered
             or module in self._regions
             or module._compiled_call_impl is not None
@@ -219,15 +221,20 @@ class Regions:
             structure.call_count < (CALLS_WHERE_FORCED if is_forced else CALLS_TO_LEARN)
             or input_nbytes > structure.input_nbytes * GROWTH + 4096
         ):
-            return self._learn(region, module, structure, inputs, args, kwargs)
+            out = learn(self.manager, module, structure, inputs, args, kwargs)
+            if structure.doubt:
+                self._uncover(module)
+            return out
         entered = self._enter(region, module, structure, exchange, inputs)
         if entered is None:
             return module._call_impl(*args, **kwargs)
+        generators = Generators(structure.is_random, entered.device)
         try:
             out = entered.run(args, kwargs)
         except SHORTAGES:
             if entered.has_changed:
                 raise
+            generators.restore()
             structure.doubt = "memory ran out inside"
             return module._call_impl(*args, **kwargs)
         self.native_count += 1
@@ -238,7 +245,9 @@ class Regions:
         """Whether something outside the module wants to see its operators, or its tensors."""
         if not self.manager.residency.strategy.allows_regions:
             return True
-        if not self.enabled or torch.is_grad_enabled() or settings.check >= 2 or settings.trace:
+        if not self.enabled or settings.check >= 2 or settings.trace:
+            return True
+        if torch.is_grad_enabled() and self._gradients_are_seen():
             return True
         if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
             return True
@@ -249,13 +258,28 @@ class Regions:
             return True
         return len(_global_hooks) > (self._hook is not None) or bool(_global_after_hooks)
 
+    def _gradients_are_seen(self) -> bool:
+        """Whether something wants to see, or would change, what is noted for gradients.
+
+        While memory is short, what is saved for them has to come and go; and a simulated device
+        counts every operator of the backward pass.
+        """
+        residency = self.manager.residency
+        if settings.regions != "forced" and (residency.is_pressed or residency.main.is_simulated):
+            return True
+        return bool(
+            _saving_hooks(True) is not None
+            or not _autograd._saved_tensors_hooks_is_enabled()
+            or torch.is_anomaly_enabled()
+            or torch._C._is_any_autocast_enabled()
+            or torch.autograd.forward_ad._current_level >= 0
+            or module_hooks._global_backward_hooks
+            or module_hooks._global_backward_pre_hooks
+        )
+
     def _is_as_learned(self, region: Region, module: nn.Module) -> bool:
         """Whether nothing listens inside; what was learned of a module that differs is dropped."""
-        part: Any  # what was learned of one first, then the module
-        for part in region.parts:
-            if part.hooks or part.pre_hooks:
-                return False
-        if module._forward_hooks or module._forward_pre_hooks:
+        if any(part.is_heard() for part in region.parts) or any(listeners_of(module)):
             return False
         if (
             region.state
@@ -278,73 +302,11 @@ class Regions:
         self._covered.update(parts[1:])
         region.parts = [Part(part) for part in parts[1:]]
         region.state = state_of(module)
-        return not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        return not any(part.is_heard() for part in region.parts)
 
     def _uncover(self, module: nn.Module) -> None:
         """Let what is under a module be found: the module itself may not run natively."""
         self._covered.difference_update(module.children())
-
-    # -- learning ---------------------------------------------------------------------------
-
-    def _learn(
-        self,
-        region: Region,
-        module: nn.Module,
-        structure: Structure,
-        inputs: list[Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Run intercepted, and write down what the call uses, makes and leaves behind."""
-        residency = self.manager.residency
-        in_order = dict.fromkeys(ref._b for _, _, ref in tensors_of(module))
-        own = set(in_order)
-        given = [block for block in dict.fromkeys(ref._b for ref in inputs) if block not in own]
-        recorder: Recorder | None = Recorder(tuple(in_order), given)
-        with residency.lock:
-            if residency.recorder is not None:
-                recorder = None
-            else:
-                residency.recorder = recorder
-                residency.fast_device = residency.fast_host = NOWHERE
-        if recorder is None:
-            return module._call_impl(*args, **kwargs)
-        before_ns = residency.main.clocks().compute_ns
-        before_ops = residency.counts.op_count
-        try:
-            out = module._call_impl(*args, **kwargs)
-        finally:
-            with residency.lock:
-                residency.recorder = None
-                residency.fast_device, residency.fast_host = residency.main, residency.host
-        structure.call_count += 1
-        structure.input_nbytes = max(structure.input_nbytes, sum(ref._b.nbytes for ref in inputs))
-        structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
-        structure.compute_ns = residency.main.clocks().compute_ns - before_ns
-        structure.op_count = residency.counts.op_count - before_ops
-        structure.uses, structure.block_count = tuple(recorder.uses), len(own) + len(given)
-        structure.writes_inputs = structure.writes_inputs or recorder.writes_any(set(given))
-        structure.doubt = structure.doubt or self._doubt_about(
-            recorder, module, own, (args, kwargs), out
-        )
-        if structure.doubt:
-            self._uncover(module)
-        return out
-
-    def _doubt_about(
-        self, recorder: Recorder, module: nn.Module, own: Any, given: Any, out: Any
-    ) -> str:
-        """Say what speaks against running natively what has just been recorded."""
-        exchange = Exchange(self.manager.ref_type)
-        before = exchange.find(given)
-        own_plain = {id(plain) for plain in exchange.plain_tensors()}
-        reachable = {ref._b for ref in (*before, *exchange.find(out))}
-        if any(id(plain) not in own_plain for plain in exchange.plain_tensors()):
-            return "its result holds a plain tensor"
-        if not exchange.is_open(out):
-            return "its result goes on by itself"
-        kept = {ref._b for ref in self._kept(module)[0]}
-        return recorder.doubt(own, reachable, kept)
 
     # -- entering ---------------------------------------------------------------------------
 
@@ -368,7 +330,7 @@ class Regions:
             region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
             region.foreign = frozenset(
                 plain.untyped_storage()._cdata
-                for plain in self._kept(module)[1]
+                for plain in kept_in(module, self.manager.ref_type)[1]
                 if plain.layout is torch.strided
             )
         entry = Entry(self.manager, self.unwatched(), region, module, structure, exchange, inputs)
@@ -381,11 +343,3 @@ class Regions:
             if ref is None or weak() is not ref or ref._b is not block:  # type: ignore[union-attr]
                 return False
         return True
-
-    def _kept(self, module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the TensorRefs and the plain tensors in the attributes of modules."""
-        exchange = Exchange(self.manager.ref_type)
-        refs = exchange.find(
-            [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
-        )
-        return refs, exchange.plain_tensors()

@@ -1,0 +1,361 @@
+"""Gradients through a native region: torch's own graph, between two nodes of ours.
+
+A region that runs while gradients are noted leaves torch's graph of plain tensors behind. It begins
+with one `Unwrapped` for each parameter and input that has a gradient, and ends with one `Wrapped`
+for each result; both are differentiable again and again. What the graph saves for the backward
+pass (`torch.autograd.graph.saved_tensors_hooks`) is counted as blocks like all else, which may be
+evicted until that pass begins: then all of it is fetched, and held until the pass is over. Where it
+does not fit, and where the graph of a second derivative would keep it, each node is given copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .blocks.block import Block
+from .budget import SHORTAGES
+from .devices.base import Device, bytes_of
+from .errors import TransferError
+from .formulas import is_batched, node_named
+from .manager import TensorsManager
+from .views import make_ref, view_with
+
+_current_pass = torch._C._current_graph_task_id
+
+#: The engine runs a node with this number as soon as it can, as it does where gradients end: then
+#: they are accumulated in the order, and at the time, that they are without us.
+AT_ONCE = 2**63 - 1
+
+
+class Saved:
+    """What a node of the graph has saved: a tensor for the backward pass."""
+
+    __slots__ = ("__weakref__", "block", "graph", "plain", "version", "watched", "watched_version")
+
+    def __init__(self, graph: Graph, plain: torch.Tensor) -> None:
+        self.graph = graph
+        #: Counts versions together with the tensor that was saved, and is no part of the graph.
+        self.plain = plain.detach()
+        self.version = plain._version
+        #: The block over its bytes, once the region has been left; None: they are not ours.
+        self.block: Block | None = None
+        #: The TensorRef by which the program may write the bytes from now on, and its version.
+        self.watched: Any = None
+        self.watched_version = 0
+
+    def is_written(self) -> bool:
+        """Whether the bytes are not those that were saved."""
+        if self.watched is not None and self.watched._version != self.watched_version:
+            return True
+        return bool(self.plain._version != self.version)
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the saved tensor over other bytes, laid out as those that were saved."""
+        return view_with(self.plain, storage, self.plain.storage_offset())
+
+
+def _unpack(saved: Saved) -> torch.Tensor:
+    """Give a node what it has saved."""
+    graph = saved.graph
+    if saved.is_written():
+        _raise_written(saved)
+    if saved.block is None or (_current_pass() in graph.passes and not torch.is_grad_enabled()):
+        return saved.plain
+    return graph.copy_of(saved.block, saved.over)
+
+
+def _raise_written(saved: Saved) -> None:
+    plain, version = saved.plain, saved.version
+    now = plain._version
+    if saved.watched is not None:
+        now, version = saved.watched._version, saved.watched_version
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{plain.type()} {list(plain.shape)}] is at version {now}; expected version "
+        f"{version} instead. Hint: run it with tensorsManager.regions = False and "
+        "torch.autograd.set_detect_anomaly(True) to find the operation that failed to compute its "
+        "gradient."
+    )
+
+
+class Graph:
+    """The graph that one native run leaves behind, and the passes through it."""
+
+    def __init__(self, manager: TensorsManager) -> None:
+        self.manager = manager
+        self.device = manager.residency.main
+        #: What nodes have saved, as long as they hold it.
+        self.saved: list[weakref.ref[Saved]] = []
+        #: Backward passes that hold all of it on the device, by the engine's number; and those
+        #: that could not.
+        self.passes: set[int] = set()
+        self.refused: set[int] = set()
+
+    @property
+    def residency(self) -> Any:
+        """The present one: the program may have changed the device since."""
+        return self.manager.residency
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return a context in which what nodes save is noted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, plain: torch.Tensor) -> Saved:
+        saved = Saved(self, plain)
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def settle(self, block_for: Callable[[torch.Tensor], Block | None], refs: Any) -> None:
+        """Count what has been saved, when the region is left.
+
+        Parameters
+        ----------
+        block_for : callable
+            Gives the block over a saved tensor's bytes, and makes one where there is none.
+        refs : iterable
+            The TensorRefs by which the program can reach bytes that may have been saved.
+        """
+        living = [saved for reference in self.saved if (saved := reference()) is not None]
+        self.saved = [weakref.ref(saved) for saved in living]
+        writable: dict[Block, Any] = {}
+        for ref in refs:
+            writable.setdefault(ref._b, ref)
+        for saved in living:
+            if type(saved.plain) is torch.Tensor and saved.plain.layout is torch.strided:
+                saved.block = block = block_for(saved.plain)
+                watched = writable.get(block) if block is not None else None
+                if watched is not None:
+                    saved.watched, saved.watched_version = watched, watched._version
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the blocks over what is still saved."""
+        for reference in self.saved:
+            saved = reference()
+            if saved is not None and saved.block is not None:
+                yield saved.block
+
+    # -- entering and leaving -------------------------------------------------------------------
+
+    def unwrapped(self, ref: Any, plain: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor that stands for a TensorRef inside, with its gradient."""
+        inside: torch.Tensor = Unwrapped.apply(self, ref, lambda: plain)
+        node: Any = inside.grad_fn
+        node._set_sequence_nr(AT_ONCE)
+        return inside
+
+    def wrapped(self, plain: torch.Tensor, make: Callable[[torch.Tensor], Any]) -> Any:
+        """Return the TensorRef of a result, with its gradient; `make` makes it without."""
+        name = "" if plain.grad_fn is None else plain.grad_fn.name()
+        return _wrapped_as(name.rpartition("::")[2]).apply(self, plain, make)
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Fetch and hold what has been saved until the engine's present pass is over."""
+        number = _current_pass()
+        if number in self.passes or number in self.refused:
+            return
+        hold = _Hold(self, number)
+        # Announce first, look second: who evicts does it the other way round.
+        self.residency.native_blocks[hold.key] = _Living(self)
+        if not self._fetch(list(dict.fromkeys(self.blocks()))):
+            self.refused.add(number)
+            hold.end()
+            return
+        self.passes.add(number)
+        # The engine keeps it exactly as long as the pass: also one that fails.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(hold)
+
+    def _fetch(self, blocks: list[Block]) -> bool:
+        """Bring blocks that are announced to the device; False if they do not fit together."""
+        residency, device = self.residency, self.device
+        for block in blocks:
+            block.last_use = residency.tick
+        missing = [block for block in blocks if block.ready is not device]
+        if not missing:
+            return True
+        ledger = residency.ledgers.get(device)
+        if ledger is None or sum(b.nbytes for b in blocks) > ledger.budget.limit_nbytes:
+            return False
+        try:
+            residency.release(residency.acquire(device, missing, (), 0))
+        except SHORTAGES:
+            return False
+        with residency.lock:
+            for block in missing:
+                residency.set_ready(block, device)
+        return True
+
+    def copy_of(
+        self, block: Block, over: Callable[[torch.UntypedStorage], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a copy on the device that nobody counts, for one node."""
+        residency, device = self.residency, self.device
+        try:
+            if device not in residency.ledgers:
+                raise TransferError(f"{device.name} is not in use any more")
+            held = residency.acquire(device, (block,), (), block.nbytes)
+        except SHORTAGES:
+            base = residency.peek(block)
+            copy = bytes_of(base).to(device.torch_device, copy=True)
+        else:
+            try:
+                copy = bytes_of(block.base_on(device)).clone()
+            finally:
+                residency.release(held)
+        return over(copy.untyped_storage())
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def plain_gradient(self, grad: Any) -> Any:
+        """Return a gradient from outside as a plain tensor for the graph to keep."""
+        if type(grad) is not self.manager.ref_type:
+            return grad
+        return self.copy_of(
+            grad._b, lambda storage: view_with(grad, storage, grad.storage_offset())
+        )
+
+    def wrapped_gradient(self, grad: torch.Tensor, label: torch.device) -> Any:
+        """Return a gradient from inside as a TensorRef of its own bytes."""
+        if type(grad) is not torch.Tensor or grad.layout is not torch.strided or is_batched(grad):
+            return grad
+        plain = grad.data if _is_sole(grad) else _copied(grad)
+        plain, block, device = settled(self.residency, plain, self.device)
+        return make_ref(self.manager.ref_type, plain, block, device, label)
+
+
+class _Living:
+    """What a graph has saved, for who wants to evict: without holding it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = weakref.ref(graph)
+
+    def __iter__(self) -> Iterator[Block]:
+        graph = self._graph()
+        return iter(()) if graph is None else graph.blocks()
+
+
+class _Hold:
+    """Holds what a graph has saved as long as the engine holds this."""
+
+    def __init__(self, graph: Graph, number: int) -> None:
+        self.key = (threading.get_ident(), id(self))
+        self._graph = graph
+        self._number = number
+
+    def __call__(self) -> None:
+        """End: the pass is over."""
+        self.end()
+        with self._graph.residency.lock:
+            self._graph.residency.unpinned.notify_all()
+
+    def __del__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let go; again is nothing."""
+        self._graph.residency.native_blocks.pop(self.key, None)
+        self._graph.passes.discard(self._number)
+
+
+class Unwrapped(torch.autograd.Function):
+    """From a TensorRef to the plain tensor that stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, ref: Any, plain: Callable[[], torch.Tensor]) -> Any:
+        """Hand the plain tensor on."""
+        ctx.graph = graph
+        ctx.label = ref.device
+        ctx.set_materialize_grads(False)
+        return plain()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Make the gradient a TensorRef."""
+        (grad,), graph, label = grads, ctx.graph, ctx.label
+        if grad is None:
+            return None, None, None
+        if torch.is_grad_enabled() and grad.requires_grad:
+            grad = graph.wrapped(grad, lambda plain: graph.wrapped_gradient(plain, label))
+        else:
+            grad = graph.wrapped_gradient(grad, label)
+        return None, grad, None
+
+
+class Wrapped(torch.autograd.Function):
+    """From a plain result to its TensorRef."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, plain: Any, make: Callable[[Any], Any]) -> Any:
+        """Make the TensorRef."""
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        return make(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Take the gradient inside, when all that has been saved is there."""
+        (grad,), graph = grads, ctx.graph
+        if grad is None:
+            return None, None, None
+        graph.begin_pass()
+        plain = graph.plain_gradient(grad)
+        has_graph = torch.is_grad_enabled() and grad.requires_grad
+        return None, graph.unwrapped(grad, plain) if has_graph else plain, None
+
+
+@functools.cache
+def _wrapped_as(name: str) -> Any:
+    """Return `Wrapped` under the name of the node before it, as the program expects to see it."""
+    return node_named(name or "WrappedBackward", Wrapped)
+
+
+def settled(
+    residency: Any, plain: torch.Tensor, device: Device
+) -> tuple[torch.Tensor, Block, Device]:
+    """Make the block of what has been made natively; it goes home where it does not fit.
+
+    Returns
+    -------
+    tuple of torch.Tensor, Block, Device
+        The plain tensor over the block's bytes, and where these are.
+    """
+    storage = plain.untyped_storage()
+    if not storage.resizable():
+        plain = _copied(plain)
+    try:
+        if device not in residency.ledgers:
+            raise TransferError(f"{device.name} is not in use any more")
+        return plain, residency.born(plain, device), device
+    except SHORTAGES:
+        at_home = bytes_of(plain).to("cpu", copy=True)
+        plain = view_with(plain, at_home.untyped_storage(), plain.storage_offset())
+        return plain, residency.born(plain, residency.host), residency.host
+
+
+def _copied(plain: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is laid out alike: kernels take another way for another layout."""
+    with torch.no_grad():
+        copy = plain.clone()
+        if copy.stride() == plain.stride():
+            return copy
+        copy = bytes_of(plain).clone()
+        return view_with(plain, copy.untyped_storage(), plain.storage_offset())
+
+
+def _is_sole(grad: torch.Tensor) -> bool:
+    """Whether nobody but the caller, and the tensor that it is a view of, holds the bytes."""
+    base: Any = grad._base
+    if grad._use_count() > 1 or (base is not None and base._use_count() > 2):  # type: ignore[attr-defined]
+        return False
+    users: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    # The gradient itself, what it is a view of, and the storage object of this very look.
+    return users <= (2 if base is None else 3)
