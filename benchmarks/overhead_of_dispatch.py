@@ -1,6 +1,7 @@
 """What interception costs: each program managed, as a ratio to plain torch in the same process.
 
     python -m benchmarks.overhead_of_dispatch [--device sim] [--rounds 15] [--only add,view]
+                                              [--system-allocator]
 
 Both sides take turns and each figure is the median of the ratios of neighbours, so that a machine
 that slows down slows both. Time is the processor time of this process with one thread
@@ -8,6 +9,12 @@ that slows down slows both. Time is the processor time of this process with one 
 
 The device is the adapter for real accelerators (`AcceleratorDevice`) over `torch.cpu`, with room
 for everything: all that a real accelerator's path does in Python, and the host's own kernels.
+An accelerator's allocator keeps what is freed for the next one who asks. The C library's, which
+stands in for it here, gives it back to the system at the end of some steps and not of others, and
+which side then pays for up to 40,000 page faults (60 ms of the 600 of a training step) differs from
+process to process, also between two runs of plain torch. It is told to keep what is freed, for both
+sides; `--system-allocator` leaves it as it is.
+
 `--device sim` takes the simulated device instead, whose clock and allocator are instruments: they
 cost about as much again per operator, and are no part of interception.
 """
@@ -17,6 +24,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import ctypes
 import json
 import os
 import platform
@@ -271,17 +279,32 @@ def open_device(name: str) -> None:
     tensorsManager.strategy = "lru"
 
 
+def keep_what_is_freed() -> bool:
+    """Tell the C library to give no memory back to the system; False where it cannot be told."""
+    is_glibc = platform.libc_ver()[0] == "glibc"
+    trim_threshold, mmap_threshold = -1, -3  # of `mallopt` (malloc.h)
+    libc = ctypes.CDLL(None) if is_glibc else None
+    return libc is not None and all(
+        libc.mallopt(which, 1 << 30) for which in (mmap_threshold, trim_threshold)
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("adapter", "sim"), default="adapter")
     parser.add_argument("--rounds", type=int, default=15, help="medians over so many (%(default)s)")
     parser.add_argument("--why", action="store_true", help="show what takes the long way")
     parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument(
+        "--system-allocator", action="store_true", help="let the C library give memory back"
+    )
     chosen = parser.parse_args()
+    keeps = not chosen.system_allocator and keep_what_is_freed()
     torch.set_num_threads(1)
     open_device(chosen.device)
     names = chosen.only.split(",") if chosen.only else [name for name, *_ in PROGRAMS]
     print(f"{platform.platform()}, torch {torch.__version__}, device {tensorsManager.device}")
+    print("what is freed is " + ("kept" if keeps else "given back to the system"))
     result: dict[str, float] = {}
     for name, make, repeats, regions in PROGRAMS:
         if name not in names:
