@@ -44,8 +44,10 @@ class Slot(NamedTuple):
     name: str
     ref: weakref.ref[Any]
     block: Block
-    view: torch.Tensor | None
-    plain: torch.Tensor | None
+    #: In how many places its tensor hangs: tied weights.
+    place_count: int = 1
+    view: torch.Tensor | None = None
+    plain: torch.Tensor | None = None
 
 
 class Part:

@@ -14,7 +14,7 @@ from .devices.base import Device
 from .exchange import Exchange
 from .manager import TensorsManager
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
-from .region_graph import Graph, settled
+from .region_graph import Graph, run_at_once, settled
 from .region_hold import Hold
 from .views import make_ref, plain_on, view_of
 from .world import disabled
@@ -112,6 +112,8 @@ class Entry(Hold):
             if self.graph is not None and ref.requires_grad:
                 # One for each place: tied ones get their gradients in the order that torch has.
                 plain = self.graph.unwrapped(ref, plain_on(ref, self.device).data)
+                if slot.place_count > 2 or _is_awaited(ref):
+                    run_at_once(plain)
                 plain._is_param = getattr(ref, "_is_param", False)
             else:
                 slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
@@ -287,6 +289,11 @@ class Entry(Hold):
             for block in self.blocks:
                 self.made[block.base_on(self.device).untyped_storage()._cdata] = block
         return self.made.get(key)
+
+
+def _is_awaited(ref: Any) -> bool:
+    """Whether hooks of the program expect its gradient as soon as torch has it."""
+    return bool(ref._backward_hooks or ref._post_accumulate_grad_hooks)
 
 
 def _version(plain: torch.Tensor) -> int:

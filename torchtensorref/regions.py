@@ -9,6 +9,7 @@ by running them intercepted under a `Recorder` first. Any doubt means intercepti
 
 from __future__ import annotations
 
+import collections
 import threading
 import weakref
 from collections.abc import Iterator
@@ -322,11 +323,12 @@ class Regions:
         if not region.slots or not self._slots_hold(region):
             region.slots = []
             gone = forgetter(region)
+            places = collections.Counter(id(ref) for _, _, ref in tensors_of(module))
             for registry, name, ref in tensors_of(module):
                 if type(ref) is not self.manager.ref_type or ref.is_inference():
                     return None
                 weak = weakref.ref(ref, gone)
-                region.slots.append(Slot(registry, name, weak, ref._b, None, None))
+                region.slots.append(Slot(registry, name, weak, ref._b, places[id(ref)]))
             region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
             region.foreign = frozenset(
                 plain.untyped_storage()._cdata
@@ -338,7 +340,7 @@ class Regions:
 
     @staticmethod
     def _slots_hold(region: Region) -> bool:
-        for registry, name, weak, block, _, _ in region.slots:
+        for registry, name, weak, block, *_ in region.slots:
             ref = registry.get(name)
             if ref is None or weak() is not ref or ref._b is not block:  # type: ignore[union-attr]
                 return False
