@@ -146,6 +146,42 @@ def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
     return model, x, manager.adopt(copy.deepcopy(model)), manager.adopt(x.clone()).toGPU()
 
 
+@pytest.mark.parametrize("goes_home", [False, True])
+def test_modules_run_natively_where_gradients_are_noted(
+    steps_natively: Any, goes_home: bool
+) -> None:
+    model, x, ours, mine = twins(steps_natively)
+    steps_natively.regions = True
+    before = steps_natively.native.native_count
+    for module, given in ((model, x), (ours, mine)):
+        for _ in range(6):
+            loss = module(given).square().mean()
+            if goes_home and module is ours:
+                steps_natively.bring_all_home()
+            loss.backward()
+    assert steps_natively.native.native_count == before + 3  # it is found, then learned twice
+    assert (
+        differences([p.grad for p in model.parameters()], [p.grad for p in ours.parameters()]) == []
+    )
+    steps_natively.check()
+
+
+def test_while_memory_is_short_gradients_are_intercepted(manage: Callable[..., Any]) -> None:
+    manager = manage("lru", 65_536)
+    held = manager.adopt(torch.zeros(12_000)).toGPU()
+    model, x, ours, mine = twins(manager)
+    larger = manager.adopt(torch.zeros(12_000)).toGPU()
+    before = manager.native.native_count
+    for module, given in ((model, x), (ours, mine)):
+        for _ in range(6):
+            module(given).square().mean().backward()
+    assert manager.native.native_count == before
+    assert (
+        differences([p.grad for p in model.parameters()], [p.grad for p in ours.parameters()]) == []
+    )
+    del held, larger
+
+
 @pytest.mark.parametrize(("kind", "options"), STEPPERS)
 def test_native_steps_are_those_of_plain_torch(
     steps_natively: Any, kind: Any, options: Any
