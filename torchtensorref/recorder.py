@@ -11,7 +11,8 @@ import torch
 
 from .blocks.block import Block
 
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_autograd: Any = torch._C._autograd
+_saving_hooks = _autograd._top_saved_tensors_default_hooks
 
 
 class Use(NamedTuple):
@@ -92,6 +93,8 @@ class Recorder:
             self._doubt = "it computes gradients"
         elif _saving_hooks(True) is not None:
             self._doubt = "it packs what is saved for gradients"
+        elif not _autograd._saved_tensors_hooks_is_enabled():
+            self._doubt = "it transforms functions"
         elif torch._C._is_any_autocast_enabled():
             self._doubt = "it keeps casts of parameters for gradients"
 

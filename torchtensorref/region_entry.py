@@ -14,8 +14,9 @@ from .devices.base import Device
 from .exchange import Exchange
 from .manager import TensorsManager
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
-from .region_graph import Graph, run_at_once, settled
+from .region_graph import Graph, run_at_once
 from .region_hold import Hold
+from .region_results import settled
 from .views import make_ref, plain_on, view_of
 from .world import disabled
 
@@ -41,16 +42,17 @@ class Entry(Hold):
         self.unwatched = unwatched
         self.module = module
         self.exchange = exchange
-        #: What hangs in the place of parameters and buffers, with its slot and its TensorRef.
-        self.hung: list[tuple[Slot, Any, torch.Tensor]] = []
+        #: What hangs in the place of parameters and buffers, with its slot, its TensorRef, and its
+        #: version before the call.
+        self.hung: list[tuple[Slot, Any, torch.Tensor, int]] = []
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
-        #: Plain inputs by the ids of their TensorRefs; with these, and their versions before.
+        #: Plain inputs by the ids of their TensorRefs; with these, and their versions and nodes
+        #: before the call.
         self.inside: dict[int, torch.Tensor] = {}
-        self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
-        #: With a graph: the TensorRefs of its results; storages of what was given plain.
-        self.results: list[Any] = []
+        self.unwrapped: list[tuple[torch.Tensor, Any, int, Any]] = []
+        #: With a graph: storages of what was given plain.
         self.plain_keys: set[int] | None = None
 
     # -- running ----------------------------------------------------------------------------
@@ -64,9 +66,13 @@ class Entry(Hold):
             # Still held: what is wrapped now can make others go, not what it shares memory with.
             out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
         finally:
-            self._gather_what_stays()
-            self._count_what_is_saved()
-            self._leave()
+            try:
+                self._gather_what_stays()
+                self._note_writes()
+                self._count_what_is_saved()
+            finally:
+                self._withdraw()
+                self._release()
         self.manager.after_operator(device, self.blocks)
         return out
 
@@ -98,10 +104,9 @@ class Entry(Hold):
         plain = plain_on(ref, self.device)
         if self.graph is not None:
             # An alias: what is noted about it in the graph is no business of the TensorRef's view.
-            plain = plain.data
-            plain = self.graph.unwrapped(ref, plain) if ref.requires_grad else plain
+            plain = self.graph.inside_for(ref, plain.data)
         self.inside[id(ref)] = plain
-        self.unwrapped.append((plain, ref, _version(plain)))
+        self.unwrapped.append((plain, ref, _version(plain), plain.grad_fn))
         return plain
 
     def _exchange_parameters(self) -> None:
@@ -109,16 +114,16 @@ class Entry(Hold):
         stand_ins: dict[int, torch.Tensor] = {}
         for i, slot in enumerate(slots):
             ref: Any = slot.ref()
-            if self.graph is not None and ref.requires_grad:
+            if self.graph is not None:
                 # One for each place: tied ones get their gradients in the order that torch has.
-                plain = self.graph.unwrapped(ref, plain_on(ref, self.device).data)
-                if slot.place_count > 2 or _is_awaited(ref):
+                plain = self.graph.inside_for(ref, plain_on(ref, self.device).data)
+                if plain.requires_grad and (slot.place_count > 2 or _is_awaited(ref)):
                     run_at_once(plain)
                 plain._is_param = getattr(ref, "_is_param", False)
             else:
                 slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
                 plain = cast("torch.Tensor", slot.plain)
-            self.hung.append((slot, ref, plain))
+            self.hung.append((slot, ref, plain, _version(plain)))
             slot.registry[slot.name] = plain
 
     def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
@@ -137,7 +142,7 @@ class Entry(Hold):
     def _put_back(self) -> None:
         """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
         known = self.exchange.known
-        for slot, ref, plain in self.hung:
+        for slot, ref, plain, version in self.hung:
             registry, name = slot.registry, slot.name
             now = registry.get(name)
             if now is plain:
@@ -146,7 +151,9 @@ class Entry(Hold):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
             known[id(plain)] = (plain, ref)
-            if _version(plain):
+            if self.graph is not None and plain._backward_hooks:
+                self._doubt(f"it hooks the gradient of {name}")
+            if _version(plain) != version:
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, slot.block)
                 self.region.slots = []
@@ -192,15 +199,8 @@ class Entry(Hold):
     # -- leaving ----------------------------------------------------------------------------
 
     def _count_what_is_saved(self) -> None:
-        graph = self.graph
-        if graph is None:
-            return
-        with torch.no_grad():
-            # Under another object: a result's own graph leads to what has been saved.
-            results = [ref.detach() for ref in self.results]
-        ours = (ref for _, ref, _ in self.hung)
-        given = (ref for _, ref, _ in self.unwrapped)
-        graph.settle(self._block_for, (*ours, *given, *results))
+        if self.graph is not None:
+            self.graph.settle(self._block_for)
 
     def _block_for(self, plain: torch.Tensor) -> Block | None:
         """Return the block over what a graph has saved; None for the program's own tensors."""
@@ -219,22 +219,20 @@ class Entry(Hold):
             self.plain_keys = {x.untyped_storage()._cdata for x in own if x.layout is torch.strided}
         return self.plain_keys
 
-    def _leave(self) -> None:
-        for plain, ref, version in self.unwrapped:
+    def _note_writes(self) -> None:
+        for plain, ref, version, node in self.unwrapped:
             if plain.is_inference():
                 if not ref._b.owned:
                     self.residency.written(ref._b, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._b)
-                if self.graph is not None and plain.requires_grad:
+                if plain.grad_fn is not node:
                     self._doubt("it writes what it is given")
                     ref.copy_(self.ref_for(plain.clone()))  # what it depends on from now on
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
                     self.residency.written(block, self.device)
-        self._withdraw()
-        self._release()
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
@@ -260,13 +258,15 @@ class Entry(Hold):
         return self._ref_over(plain)
 
     def _ref_with_graph(self, graph: Graph, plain: torch.Tensor) -> Any:
+        if self._block_over(plain.untyped_storage()._cdata) is not None:
+            self._doubt("its results share memory")
         # Of an alias that leads to no graph: a block that led there would hold itself.
         if not plain.requires_grad:
             ref = self._ref_over(plain.data)
         else:
             ref = graph.wrapped(plain, lambda plain: self._ref_over(plain.data))
         if type(ref) is self.manager.ref_type:
-            self.results.append(ref)
+            graph.watch_result(plain, ref)
         return ref
 
     def _ref_over(self, plain: torch.Tensor) -> Any:

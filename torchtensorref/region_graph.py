@@ -21,16 +21,23 @@ import torch
 
 from .blocks.block import Block
 from .budget import SHORTAGES
-from .devices.base import Device, bytes_of
+from .devices.base import bytes_of
 from .errors import TransferError
 from .formulas import is_batched, node_named
 from .manager import TensorsManager
+from .region_results import copied, is_sole, settled
 from .views import make_ref, view_with
 
 _current_pass = torch._C._current_graph_task_id
 
 #: The engine runs a node with this number as soon as it can, as it does where gradients end.
 AT_ONCE = 2**63 - 1
+
+
+#: The lower bits of a version count writes; the upper ones tell whose versions these are.
+WRITES = (1 << 16) - 1
+
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 
 
 class Saved:
@@ -92,6 +99,8 @@ class Graph:
         #: that could not.
         self.passes: set[int] = set()
         self.refused: set[int] = set()
+        #: By what the program may write the bytes of a plain tensor, by the number in its version.
+        self._writers: list[Any] = [None]
 
     @property
     def residency(self) -> Any:
@@ -107,27 +116,36 @@ class Graph:
         self.saved.append(weakref.ref(saved))
         return saved
 
-    def settle(self, block_for: Callable[[torch.Tensor], Block | None], refs: Any) -> None:
+    def settle(self, block_for: Callable[[torch.Tensor], Block | None]) -> None:
         """Count what has been saved, when the region is left.
 
         Parameters
         ----------
         block_for : callable
             Gives the block over a saved tensor's bytes, and makes one where there is none.
-        refs : iterable
-            The TensorRefs by which the program can reach bytes that may have been saved.
         """
         living = [saved for reference in self.saved if (saved := reference()) is not None]
         self.saved = [weakref.ref(saved) for saved in living]
-        writable: dict[Block, Any] = {}
-        for ref in refs:
-            writable.setdefault(ref._b, ref)
         for saved in living:
-            if type(saved.plain) is torch.Tensor and saved.plain.layout is torch.strided:
-                saved.block = block = block_for(saved.plain)
-                watched = writable.get(block) if block is not None else None
-                if watched is not None:
-                    saved.watched, saved.watched_version = watched, watched._version
+            if type(saved.plain) is not torch.Tensor or saved.plain.layout is not torch.strided:
+                continue
+            saved.block = block_for(saved.plain)
+            version = saved.plain._version
+            if (version ^ saved.version) & WRITES == 0:  # else written inside after it was saved
+                saved.version = version
+            saved.watched = watched = self._writers[version >> 16]
+            saved.watched_version = 0 if watched is None else watched._version
+        self._writers = [None]
+
+    def _mark(self, plain: torch.Tensor, writer: Any) -> None:
+        """Note by what the program may write a plain tensor, in its version.
+
+        All that shares its memory as autograd sees it shares the version, and nothing else does.
+        """
+        number = len(self._writers)
+        if number <= WRITES:
+            self._writers.append(writer)
+            _set_versions((plain,), (number << 16 | plain._version & WRITES,))
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks over what is still saved."""
@@ -137,6 +155,19 @@ class Graph:
                 yield saved.block
 
     # -- entering and leaving -------------------------------------------------------------------
+
+    def inside_for(self, ref: Any, alias: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor that stands for a TensorRef inside; `alias` is over its bytes."""
+        inside = self.unwrapped(ref, alias) if ref.requires_grad else alias
+        self._mark(inside, ref)
+        return inside
+
+    def watch_result(self, plain: torch.Tensor, ref: Any) -> None:
+        """Note by which TensorRef the program may write a result."""
+        if plain._version <= WRITES:  # else it shares its version with what was given
+            with torch.no_grad():
+                # Another object: the result's own graph leads to what has been saved.
+                self._mark(plain, ref.detach())
 
     def unwrapped(self, ref: Any, plain: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor that stands for a TensorRef inside, with its gradient.
@@ -227,7 +258,7 @@ class Graph:
         """Return a gradient from inside as a TensorRef of its own bytes."""
         if type(grad) is not torch.Tensor or grad.layout is not torch.strided or is_batched(grad):
             return grad
-        plain = grad.data if _is_sole(grad) else _copied(grad)
+        plain = grad.data if is_sole(grad) else copied(grad)
         plain, block, device = settled(self.residency, plain, self.device)
         return make_ref(self.manager.ref_type, plain, block, device, label)
 
@@ -326,46 +357,3 @@ class Wrapped(torch.autograd.Function):
 def _wrapped_as(name: str) -> Any:
     """Return `Wrapped` under the name of the node before it, as the program expects to see it."""
     return node_named(name or "WrappedBackward", Wrapped)
-
-
-def settled(
-    residency: Any, plain: torch.Tensor, device: Device
-) -> tuple[torch.Tensor, Block, Device]:
-    """Make the block of what has been made natively; it goes home where it does not fit.
-
-    Returns
-    -------
-    tuple of torch.Tensor, Block, Device
-        The plain tensor over the block's bytes, and where these are.
-    """
-    storage = plain.untyped_storage()
-    if not storage.resizable():
-        plain = _copied(plain)
-    try:
-        if device not in residency.ledgers:
-            raise TransferError(f"{device.name} is not in use any more")
-        return plain, residency.born(plain, device), device
-    except SHORTAGES:
-        at_home = bytes_of(plain).to("cpu", copy=True)
-        plain = view_with(plain, at_home.untyped_storage(), plain.storage_offset())
-        return plain, residency.born(plain, residency.host), residency.host
-
-
-def _copied(plain: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is laid out alike: kernels take another way for another layout."""
-    with torch.no_grad():
-        copy = plain.clone()
-        if copy.stride() == plain.stride():
-            return copy
-        copy = bytes_of(plain).clone()
-        return view_with(plain, copy.untyped_storage(), plain.storage_offset())
-
-
-def _is_sole(grad: torch.Tensor) -> bool:
-    """Whether nobody but the caller, and the tensor that it is a view of, holds the bytes."""
-    base: Any = grad._base
-    if grad._use_count() > 1 or (base is not None and base._use_count() > 2):  # type: ignore[attr-defined]
-        return False
-    users: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-    # The gradient itself, what it is a view of, and the storage object of this very look.
-    return users <= (2 if base is None else 3)

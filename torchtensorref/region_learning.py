@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from .blocks.block import Block
+from .config import settings
 from .exchange import Exchange
 from .manager import TensorsManager
 from .recorder import Recorder
 from .region import NOWHERE, Structure, attributes_of, tensors_of
 from .views import newcomers
+
+#: Where gradients are noted, entering and leaving takes as long as so many operators.
+OPS_AT_LEAST = 8
 
 
 def learn(
@@ -29,7 +33,10 @@ def learn(
 ) -> Any:
     """Run a module intercepted, and write down what the call uses, makes and leaves behind."""
     residency = manager.residency
-    in_order = dict.fromkeys(ref._b for _, _, ref in tensors_of(module))
+    refs = [ref for _, _, ref in tensors_of(module)]
+    if any(type(ref) is not manager.ref_type for ref in refs):
+        return module._call_impl(*args, **kwargs)  # another thread's region has a part of it
+    in_order = dict.fromkeys(ref._b for ref in refs)
     own = set(in_order)
     given = [block for block in dict.fromkeys(ref._b for ref in inputs) if block not in own]
     recorder: Recorder | None = Recorder(tuple(in_order), given)
@@ -97,6 +104,8 @@ def _doubt_about(
     if not exchange.is_open(out):
         return "its result goes on by itself"
     if recorder.notes_gradients:
+        if recorder.op_count < OPS_AT_LEAST and settings.regions != "forced":
+            return "it is too small to gain anything where gradients are noted"
         doubt = _doubt_about_graph(module, inputs, results, own)
         if doubt or recorder.writes_any({ref._b for ref in inputs}):
             return doubt or "it writes what it is given, and gradients are noted"
@@ -116,14 +125,16 @@ def _doubt_about_graph(
     Where a tensor is used in several places of the region and in others besides, torch sums its
     gradients in the order in which they come; a region would first sum its own: other last bits.
     """
-    outer = [ref for ref in inputs if not any(ref is result for result in results)]
     blocks = [ref._b for ref in results if not any(ref is given for given in inputs)]
     if len(set(blocks)) < len(blocks) or not own.isdisjoint(blocks):
         return "its results share memory"
     if not {ref._b for ref in inputs}.isdisjoint(blocks):
         return "its result is a view of what it is given"
     edges: collections.Counter[Any] = collections.Counter()
-    ends = {(ref.grad_fn, ref.output_nr) for ref in outer if ref.grad_fn is not None}
+    made = [ref for ref in results if not any(ref is given for given in inputs)]
+    if any(ref.is_leaf and ref.requires_grad and ref._b not in own for ref in made):
+        return "its result is a leaf"
+    ends = {(ref.grad_fn, ref.output_nr) for ref in inputs if ref.grad_fn is not None}
     for node in _nodes(results, {node for node, _ in ends}):
         kind = type(node)
         if issubclass(kind, torch.autograd.function.BackwardCFunction) and not getattr(
@@ -135,8 +146,11 @@ def _doubt_about_graph(
             edges[(successor, place) if variable is None else id(variable)] += 1
     if any(edges[end] > 1 for end in ends):
         return "it uses what it is given more than once, and gradients are noted"
+    if any(edges[ref.grad_fn, ref.output_nr] for ref in made if ref.grad_fn is not None):
+        # Natively a result's gradient would not go on to what else is made of it.
+        return "one of its results is made of another, and gradients are noted"
     places = collections.Counter(id(ref) for _, _, ref in tensors_of(module))
-    places.update(id(ref) for ref in outer if ref.is_leaf)
+    places.update(id(ref) for ref in inputs if ref.is_leaf)
     if any(edges[key] > count for key, count in places.items()):
         return "it uses a parameter more than once, and gradients are noted"
     return ""

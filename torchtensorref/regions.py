@@ -166,6 +166,8 @@ class Regions:
     def _own_nbytes(self, module: nn.Module) -> int:
         """Bytes of the distinct blocks under a module; 0 if something in it is not managed."""
         blocks = {}
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            return 0  # its registries are C++
         for _, _, ref in tensors_of(module):
             if type(ref) is not self.manager.ref_type:
                 return 0
@@ -235,12 +237,17 @@ class Regions:
         except SHORTAGES:
             if entered.has_changed:
                 raise
-            generators.restore()
             structure.doubt = "memory ran out inside"
-            return module._call_impl(*args, **kwargs)
-        self.native_count += 1
-        self.native_op_count += structure.op_count
-        return out
+        except RuntimeError as error:
+            if entered.has_changed or "saved tensor hooks" not in str(error):
+                raise
+            structure.doubt = "it transforms functions"
+        else:
+            self.native_count += 1
+            self.native_op_count += structure.op_count
+            return out
+        generators.restore()
+        return module._call_impl(*args, **kwargs)
 
     def _must_be_intercepted(self, module: nn.Module) -> bool:
         """Whether something outside the module wants to see its operators, or its tensors."""

@@ -150,7 +150,9 @@ def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
 def test_modules_run_natively_where_gradients_are_noted(
     steps_natively: Any, goes_home: bool
 ) -> None:
-    model, x, ours, mine = twins(steps_natively)
+    torch.manual_seed(3)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.GELU()), torch.rand(5, 8)
+    ours, mine = steps_natively.adopt(copy.deepcopy(model)), steps_natively.adopt(x.clone())
     steps_natively.regions = True
     before = steps_natively.native.native_count
     for module, given in ((model, x), (ours, mine)):

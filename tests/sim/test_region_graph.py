@@ -680,6 +680,133 @@ def test_results_that_share_memory(ample: Any) -> None:
     assert doubted(trained(Sharing, loss_of=loss_of), ample) == {"its results share memory"}
 
 
+class Chain(nn.Module):
+    """Returns what its last result is made of, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x).tanh()
+        return self.second(y), y
+
+
+@pytest.mark.parametrize("way", ["grad", "retain_grad", "hook"])
+def test_a_result_that_another_is_made_of(ample: Any, way: str) -> None:
+    def program(bring: Any) -> Any:
+        model, x, seen = bring(Chain()), bring(torch.rand(3, 16)), []
+        for _ in range(4):
+            z, y = model(x)
+            if way == "grad":
+                seen += torch.autograd.grad(z.sum(), y)
+                continue
+            y.retain_grad() if way == "retain_grad" else y.register_hook(lambda grad: grad * 2)
+            (z.sum() + y.sum()).backward()
+            seen.append(y.grad if way == "retain_grad" else y)
+        made = "one of its results is made of another, and gradients are noted"
+        assert bring is unchanged or doubts(model) == {made}
+        return [seen, *(p.grad for p in model.parameters())]
+
+    natively(program, ample)
+
+
+def test_an_input_that_is_used_twice_and_returned(ample: Any) -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return x, self.lin(x).tanh() + x.sin()
+
+    def program(bring: Any) -> Any:
+        model, x = bring(Skip()), bring(torch.rand(3, 16)).requires_grad_()
+        for _ in range(4):
+            same, y = model(x * 1.5)
+            (same.exp().sum() + y.square().sum()).backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    natively(program, ample)
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_a_function_that_is_transformed_inside(ample: Any, is_foreseen: bool) -> None:
+    class Slope(Mlp):
+        def forward(self, x: Any, flag: str) -> Any:
+            y = super().forward(x)
+            if is_foreseen or flag == "slope":
+                y = y + torch.func.grad(lambda t: t.square().sum())(x)
+            return y
+
+    def program(bring: Any) -> Any:
+        model, x, seen = bring(Slope()), bring(torch.rand(3, 16)), []
+        for step in range(6):
+            model(x, "slope" if step == 4 else "").sum().backward()
+        return [seen, *(p.grad for p in model.parameters())]
+
+    natively(program, ample)
+
+
+@pytest.mark.parametrize("is_saved_first", [True, False])
+def test_an_input_that_an_unseen_branch_writes(ample: Any, is_saved_first: bool) -> None:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+
+        def forward(self, x: Any, flag: str) -> Any:
+            y = self.lin(x) if is_saved_first else None
+            if flag == "write":
+                with torch.no_grad():
+                    x.clamp_(0, 0.5)
+            return self.lin(x) if y is None else y
+
+    for bring in (unchanged, ample.adopt):
+        torch.manual_seed(0)
+        model = bring(Clamping())
+        for step in range(5):
+            x = bring(torch.rand(3, 16)).requires_grad_()
+            loss = model(x, "write" if step == 3 else "").sum()
+            if step == 3 and is_saved_first:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+    ample.check()
+
+
+def test_parameters_that_share_their_memory(ample: Any) -> None:
+    def program(bring: Any) -> Any:
+        flat = bring(torch.rand(16 * 16 + 16))
+        model, x = bring(nn.Linear(16, 16)), bring(torch.rand(3, 16, requires_grad=True))
+        model.weight.data, model.bias.data = flat[:256].view(16, 16), flat[256:]
+        for step in range(6):
+            loss = model(x).sum()
+            with torch.no_grad():
+                (model.weight if step % 2 else model.bias).add_(0.1)
+            if step % 2:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+        return [flat, x.grad, *(p.grad for p in model.parameters())]
+
+    assert natively(program, ample) == 4
+
+
+def test_a_scripted_part(ample: Any) -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = torch.jit.trace(nn.Linear(16, 16), torch.rand(2, 16))
+
+        def forward(self, x: Any) -> Any:
+            return self.part(x).tanh()
+
+    natively(trained(Scripted), ample)
+
+
 def test_shared_modules(ample: Any) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

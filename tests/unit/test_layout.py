@@ -53,6 +53,7 @@ ROWS = (
         "recorder",
         "region",
         "region_learning",
+        "region_results",
         "region_graph",
         "region_hold",
         "region_entry",
