@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks.block import Block
-
-_autograd: Any = torch._C._autograd
-_saving_hooks = _autograd._top_saved_tensors_default_hooks
+from .onlookers import who_sees_what_is_saved
 
 
 class Use(NamedTuple):
@@ -56,7 +54,8 @@ class Recorder:
         if threading.get_ident() != self._thread:
             return
         if torch.is_grad_enabled():
-            self._look_at_gradients()
+            seen = who_sees_what_is_saved() if self.notes_gradients else "it computes gradients"
+            self._doubt = seen or self._doubt
         self.op_count += 1
         self.is_random |= call.plan.is_random
         for block in call.blocks:
@@ -87,16 +86,6 @@ class Recorder:
         if plan.is_random:  # both draw from the generator of this kind of device
             return bool(call.accelerator.torch_device.type == "cpu")
         return bool(plan.runs_at_home)
-
-    def _look_at_gradients(self) -> None:
-        if not self.notes_gradients:
-            self._doubt = "it computes gradients"
-        elif _saving_hooks(True) is not None:
-            self._doubt = "it packs what is saved for gradients"
-        elif not _autograd._saved_tensors_hooks_is_enabled():
-            self._doubt = "it transforms functions"
-        elif torch._C._is_any_autocast_enabled():
-            self._doubt = "it keeps casts of parameters for gradients"
 
     def birth(self, block: Block) -> None:
         """Note a fresh result."""

@@ -62,8 +62,7 @@ class Part:
 
     def is_heard(self) -> bool:
         """Whether somebody listens to its calls, or to its gradients."""
-        before, after, gradients_before, gradients = self.listeners
-        return bool(before or after or gradients_before or gradients)
+        return any(self.listeners)
 
     def is_as_before(self) -> bool:
         """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""

@@ -26,13 +26,12 @@ from .errors import TransferError
 from .formulas import is_batched, node_named
 from .manager import TensorsManager
 from .region_results import copied, is_sole, settled
-from .views import make_ref, view_with
+from .views import make_ref, view_over
 
 _current_pass = torch._C._current_graph_task_id
 
 #: The engine runs a node with this number as soon as it can, as it does where gradients end.
 AT_ONCE = 2**63 - 1
-
 
 #: The lower bits of a version count writes; the upper ones tell whose versions these are.
 WRITES = (1 << 16) - 1
@@ -56,10 +55,6 @@ class Saved:
         self.watched: Any = None
         self.watched_version = 0
 
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the saved tensor over other bytes, laid out as those that were saved."""
-        return view_with(self.plain, storage, self.plain.storage_offset())
-
 
 def _unpack(saved: Saved) -> torch.Tensor:
     """Give a node what it has saved. Written out flat: it runs between large kernels."""
@@ -70,7 +65,7 @@ def _unpack(saved: Saved) -> torch.Tensor:
         _raise_written(saved)
     if saved.block is None or _current_pass() in saved.graph.passes:
         return plain
-    return saved.graph.copy_of(saved.block, saved.over)
+    return saved.graph.copy_of(saved.block, plain)
 
 
 def _raise_written(saved: Saved) -> None:
@@ -225,10 +220,8 @@ class Graph:
                 residency.set_ready(block, device)
         return True
 
-    def copy_of(
-        self, block: Block, over: Callable[[torch.UntypedStorage], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return a copy on the device that nobody counts, for one node."""
+    def copy_of(self, block: Block, like: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device that nobody counts, for one node; laid out as `like`."""
         residency, device = self.residency, self.device
         try:
             if device not in residency.ledgers:
@@ -242,7 +235,7 @@ class Graph:
                 copy = bytes_of(block.base_on(device)).clone()
             finally:
                 residency.release(held)
-        return over(copy.untyped_storage())
+        return view_over(like, copy.untyped_storage())
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -250,9 +243,7 @@ class Graph:
         """Return a gradient from outside as a plain tensor for the graph to keep."""
         if type(grad) is not self.manager.ref_type:
             return grad
-        return self.copy_of(
-            grad._b, lambda storage: view_with(grad, storage, grad.storage_offset())
-        )
+        return self.copy_of(grad._b, grad)
 
     def wrapped_gradient(self, grad: torch.Tensor, label: torch.device) -> Any:
         """Return a gradient from inside as a TensorRef of its own bytes."""

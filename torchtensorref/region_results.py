@@ -10,7 +10,7 @@ from .blocks.block import Block
 from .budget import SHORTAGES
 from .devices.base import Device, bytes_of
 from .errors import TransferError
-from .views import view_with
+from .views import view_over
 
 
 def settled(
@@ -32,7 +32,7 @@ def settled(
         return plain, residency.born(plain, device), device
     except SHORTAGES:
         at_home = bytes_of(plain).to("cpu", copy=True)
-        plain = view_with(plain, at_home.untyped_storage(), plain.storage_offset())
+        plain = view_over(plain, at_home.untyped_storage())
         return plain, residency.born(plain, residency.host), residency.host
 
 
@@ -43,7 +43,7 @@ def copied(plain: torch.Tensor) -> torch.Tensor:
         if copy.stride() == plain.stride():
             return copy
         copy = bytes_of(plain).clone()
-        return view_with(plain, copy.untyped_storage(), plain.storage_offset())
+        return view_over(plain, copy.untyped_storage())
 
 
 def is_sole(grad: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from .config import settings
 from .exchange import Exchange
 from .ladder import Generators
 from .manager import TensorsManager
+from .onlookers import who_sees_what_is_saved
 from .region import (
     Part,
     Region,
@@ -55,8 +56,6 @@ GROWTH = 1.5
 _global_hooks = module_hooks._global_forward_pre_hooks
 _global_after_hooks = module_hooks._global_forward_hooks
 _modes = torch._C._len_torch_function_stack
-_autograd: Any = torch._C._autograd
-_saving_hooks = _autograd._top_saved_tensors_default_hooks
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -276,10 +275,8 @@ class Regions:
         if settings.regions != "forced" and (residency.is_pressed or residency.main.is_simulated):
             return True
         return bool(
-            _saving_hooks(True) is not None
-            or not _autograd._saved_tensors_hooks_is_enabled()
+            who_sees_what_is_saved()
             or torch.is_anomaly_enabled()
-            or torch._C._is_any_autocast_enabled()
             or torch.autograd.forward_ad._current_level >= 0
             or module_hooks._global_backward_hooks
             or module_hooks._global_backward_pre_hooks

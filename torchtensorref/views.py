@@ -27,7 +27,7 @@ labelled = Labelled()
 
 
 class Newcomers:
-    """The TensorRefs that are being made, as long as somebody wants to know (`recorder.py`)."""
+    """The TensorRefs that are being made, while somebody wants to know (`region_learning.py`)."""
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[Any]] | None = None
