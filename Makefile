@@ -5,7 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --budget 24MiB
 PYTEST_ARGS ?=
-# Test files run side by side in so many processes.
+# Test files run side by side in so many processes. If one of them crashes, the run ends and says
+# which test it was in.
 WORKERS ?= 2
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
@@ -31,7 +32,7 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp
 	@echo "==> pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0 $(PYTEST_ARGS)
 
 # Every operator of torch's own database with plain torch and with us: about half an hour on two cores.
 # CONFORMANCE_ARGS="--resume" goes on with a run broken off, "--only add,mul" runs a part.
