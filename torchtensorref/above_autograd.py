@@ -29,6 +29,7 @@ from .formulas import (
     several_of,
     then_copied,
 )
+from .late_links import count_write
 from .manager import tensorsManager
 from .onlookers import is_watched, somebody_looks, would_be_noted
 from .views import KEY_NAME, KEYS
@@ -64,7 +65,7 @@ def whole(name: str) -> Treatment:
             return op(*args, **kwargs)
         result = dispatch(tensorsManager.ref_type, op, (), args, kwargs)
         for written in several_of(result):
-            torch.autograd.graph.increment_version(written)
+            count_write(written)
         return result
 
     return treat

@@ -161,13 +161,13 @@ class Ledger:
                 dead, newborn = self.dead, self._newborn
                 while dead:
                     self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
-            resident_nbytes = self.resident_nbytes + nbytes
-            if resident_nbytes > self.budget.high_nbytes or self._is_witnessed:
+            if self.resident_nbytes + nbytes > self.budget.high_nbytes or self._is_witnessed:
                 return None
             block = Block(nbytes, tick, self.device, result, self)
             # Last: whoever finds it here may ask it for its replica.
             self._newborn[_weakly(block, self._on_death)] = nbytes
-            self.resident_nbytes = resident_nbytes
+            # Read again: making objects can collect garbage, whose finalizers may come here.
+            self.resident_nbytes += nbytes
         return block
 
     @property

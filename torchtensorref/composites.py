@@ -23,15 +23,26 @@ aten = torch.ops.aten
 Passing = Callable[..., int | None]
 
 
-def _of_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> int | None:
+def of_linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
-    if x.is_contiguous():
-        return 0
+    # The plain tensor has the same sizes and strides, and tells them in less time.
+    plain: torch.Tensor = x if x._t is None else x._t
+    if plain.is_contiguous():
+        if bias is not None:
+            return 0
+        # Without one torch asks each stride whether it fits the next, also of dimensions of size 1.
+        sizes, strides = plain.size(), plain.stride()
+        for i in range(1, len(sizes)):
+            if strides[i - 1] != strides[i] * sizes[i]:
+                break
+        else:
+            return 0
     # Torch copies them for a weight that wants gradients, also where none are noted, and multiplies
     # in batches for another: plain tensors do not say which it is.
     if (x.dim() > 2 and (x.requires_grad or weight.requires_grad)) or not x.size(-1):
         return None
-    return x.nbytes + x.nbytes // x.size(-1) * weight.size(0)
+    rows: int = x.nbytes // x.size(-1)
+    return plain.nbytes + rows * int(weight.size(0))
 
 
 def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
@@ -47,17 +58,19 @@ def _of_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
 ) -> int | None:
     """The weights of each query for each key, before and after softmax, and the operands again."""
-    wanted, held = query.size(), key.size()
     # Torch takes no fused kernel for a mask that wants gradients.
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*rest, *more.values())):
-        return None
+    for x in (*rest, *more.values()):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            return None
+    wanted, held = query.size(), key.size()
     if len(wanted) != 4 or len(held) != 4 or 0 in held:
         return None
-    _, heads, rows, width = wanted
-    weights = heads * rows * held[2]
-    operands = heads * (rows + 2 * held[2]) * max(width, value.size(-1))
-    result = heads * rows * value.size(-1)
-    return wanted[0] * (3 * weights + operands + result) * query.element_size()
+    batches, heads, rows, width = wanted
+    held_rows, value_width = held[2], value.size(-1)
+    weights = heads * rows * held_rows
+    operands = heads * (rows + 2 * held_rows) * max(width, value_width)
+    result = heads * rows * value_width
+    return batches * (3 * weights + operands + result) * query.element_size()
 
 
 def _of_norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
@@ -67,7 +80,7 @@ def _of_norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
 
 #: Operator and what it takes. The result of each is one fresh tensor.
 TABLE: dict[OpOverload, Passing] = {
-    aten.linear.default: _of_linear,
+    aten.linear.default: of_linear,
     aten.matmul.default: _of_matmul,
     aten.scaled_dot_product_attention.default: _of_attention,
     aten.layer_norm.default: _of_norm,

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .adoption import block_for, is_adoptable, replace_in_place
 from .blocks.block import Block
@@ -190,16 +191,19 @@ class Custody:
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""
         residency = self.residency
-        residency.unshare(ref._b)
-        residency.bring_home(ref._b)
-        storage: torch.UntypedStorage = residency.expose(
-            ref._b, residency.host, why, forever=forever
-        )
+        with _disable_current_modes():  # what the runtime does to storages is not for them
+            residency.unshare(ref._b)
+            residency.bring_home(ref._b)
+            storage: torch.UntypedStorage = residency.expose(
+                ref._b, residency.host, why, forever=forever
+            )
         return storage
 
     def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
-        return view_over(ref, self.expose(ref, why))
+        storage = self.expose(ref, why)
+        with _disable_current_modes():
+            return view_over(ref, storage)
 
     def plain_to_serialise(self, ref: Any) -> torch.Tensor:
         """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""

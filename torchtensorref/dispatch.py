@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 from .carried import run_with_carried
 from .fast_path import SLOW, attach_plan
+from .higher_order import run_higher_order
+from .late_links import welcome
 from .manager import tensorsManager
 from .op_call import OpCall
 from .world import watch
@@ -34,8 +36,9 @@ def dispatch(
         plan = op._ref_plan
     except AttributeError:
         if not isinstance(op, OpOverload):
-            return _run_higher_order(ref_type, op, args, kwargs or {})
+            return run_higher_order(ref_type, op, args, kwargs or {})
         plan = attach_plan(op)
+        welcome(op, args)
     if _dispatch_modes():
         # They have seen the call and left it to us. Plain tensors over bytes that move, and what
         # the runtime does to storages, are not for them.
@@ -76,15 +79,3 @@ def _with_constants(ref_type: Any, tracer: Any, arguments: Any) -> Any:
         return value.exposed_plain("a constant of a traced graph")
 
     return tree_map(constant, arguments)
-
-
-def _run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:
-    """Run what is no plain operator (control flow, flex attention) on plain tensors at home."""
-
-    def plain(value: Any) -> Any:
-        return tensorsManager.plain_at_home(value) if type(value) is ref_type else value
-
-    def wrapped(value: Any) -> Any:
-        return tensorsManager.adopt(value) if type(value) is torch.Tensor else value
-
-    return tree_map(wrapped, op(*tree_map(plain, args), **tree_map(plain, kwargs)))

@@ -24,6 +24,8 @@ from .views import KEYS, labelled, make_ref, plain_on
 #: Returned where the operator has to take the long way. Nothing has happened then.
 SLOW = object()
 
+#: What most arguments beside operands are. To ask an instance whether it is a tensor takes longer.
+_NO_TENSORS = frozenset({int, float, bool, type(None)})
 _NO_KWARGS: dict[str, Any] = {}
 _Tensor = torch.Tensor
 _strided = torch.strided
@@ -51,11 +53,11 @@ def _way_of(plan: OpPlan) -> Any:
     if plan.is_true_view:
         return _view
     if plan.is_simple:
-        return _one
+        return run_one
     return _listed if plan.is_listed else _any
 
 
-def _one(
+def run_one(
     ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0
 ) -> Any:
     """Run an operator with one result, whose operands are all ready; `SLOW` if one is not.
@@ -64,11 +66,7 @@ def _one(
     most operators cost.
     """
     first = args[0]
-    if (
-        type(first) is not ref_type
-        or (kwargs and not plan.allows(kwargs))
-        or (plan.may_conjugate and first.is_complex())
-    ):
+    if type(first) is not ref_type or (kwargs and not plan.allows(kwargs)):
         return SLOW
     device = first._b.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
@@ -84,18 +82,25 @@ def _one(
         plain_args = []
         tick = residency.tick
         for arg in args:
-            if type(arg) is ref_type:
+            kind = type(arg)
+            if kind is ref_type:
                 block = arg._b
                 if block.ready is not device or (
-                    arg._d is not device and not _can_look(arg, device)
+                    arg._d is not device and not can_look(arg, device)
                 ):
                     return SLOW
                 block.last_use = tick
                 plain_args.append(arg._t)
-            elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
+            elif (
+                kind not in _NO_TENSORS
+                and isinstance(arg, _Tensor)
+                and (arg.dim() or kind is not _Tensor)
+            ):
                 return SLOW
             else:
                 plain_args.append(arg)
+        if plan.may_conjugate and plain_args[0].is_complex():
+            return SLOW
         writes = plan.writes
         if writes and not first._b.owned:
             return SLOW
@@ -108,10 +113,10 @@ def _one(
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
         if device.is_simulated:
-            _charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
+            charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
-        return _fresh(ref_type, plan, out, residency, device, first)
+        return fresh(ref_type, plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -128,20 +133,23 @@ def _one(
 def _listed(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run an operator on a list of operands, with one result."""
     operands = args[0]
-    return _one(ref_type, plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
+    return (
+        run_one(ref_type, plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
+    )
 
 
 def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a composite operator as one, where what it takes in passing fits the budget."""
     kwargs = kwargs or _NO_KWARGS
     for arg in args:
-        if isinstance(arg, _Tensor) and type(arg) is not ref_type:
+        kind = type(arg)
+        if kind is not ref_type and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
             return SLOW  # nested, sparse, another class: the table knows nothing of those
     taken_nbytes = plan.passing(*args, **kwargs)
-    if taken_nbytes is None or plan.draws_random(args, kwargs):
+    if taken_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
         return SLOW
     if not taken_nbytes:
-        return _one(ref_type, plan, args, kwargs)
+        return run_one(ref_type, plan, args, kwargs)
     device, residency = args[0]._b.ready, tensorsManager._residency
     ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
     if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
@@ -151,11 +159,11 @@ def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> A
             device.allocate(taken_nbytes)  # let go at once: its peak has seen what the kernel takes
     except SHORTAGES:
         return SLOW
-    return _one(ref_type, plan, args, kwargs)
+    return run_one(ref_type, plan, args, kwargs)
 
 
 def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run what `_one` cannot: lists of operands, several results or none, conditions."""
+    """Run what `run_one` cannot: lists of operands, several results or none, conditions."""
     flat = flattened(plan, args)
     first: Any = flat[0] if flat else None
     if (
@@ -176,13 +184,13 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
     ident = get_ident()
     hazards = residency.hazards
     outer = hazards.get(ident)
-    hazards[ident] = flat if outer is None else outer + flat  # first, as in `_one`
+    hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
     try:
         plain = []
         for arg in flat:
             if type(arg) is ref_type:
                 if arg._b.ready is not device or (
-                    arg._d is not device and not _can_look(arg, device)
+                    arg._d is not device and not can_look(arg, device)
                 ):
                     return SLOW
                 arg._b.last_use = residency.tick
@@ -196,8 +204,10 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
         residency.tick += 1
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
+        if plan.counts_lists:
+            plan.count_writes(args, kwargs)
         if device.is_simulated:
-            _charge(ref_type, plan, flat, plain, kwargs, out, device)
+            charge(ref_type, plan, flat, plain, kwargs, out, device)
         if plan.writes:
             return _written(plan, args)
         if plan.is_number:
@@ -205,7 +215,7 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
             return out
         if type(out) is not _Tensor:
             return type(out)(_wrap_several(ref_type, out, flat, residency, device, first))
-        return _fresh(ref_type, plan, out, residency, device, first)
+        return fresh(ref_type, plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -264,7 +274,7 @@ def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:
     return None if not twins else twins[0] if len(twins) == 1 else tuple(twins)
 
 
-def _can_look(ref: Any, device: Device) -> bool:
+def can_look(ref: Any, device: Device) -> bool:
     """Make the plain view over bytes that are announced and there; False where none is kept."""
     plain_on(ref, device)
     return ref._d is device
@@ -275,7 +285,7 @@ def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
     return out.layout is not _strided or out.is_quantized or out.is_nested
 
 
-def _fresh(
+def fresh(
     ref_type: Any, plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any
 ) -> Any:
     """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
@@ -360,8 +370,9 @@ def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: An
     # Some solvers give results that are still to be conjugated.
     if labelled.otherwise or (dtype.is_complex and out.is_conj()):
         return make_ref(ref_type, out, block, device, like.device)
+    # Torch reads an offset, 0 where none is told, as slowly as all sizes.
     ref = _make_wrapper(
-        ref_type, out.size(), out.stride(), out.storage_offset(), None, dtype,
+        ref_type, out.size(), out.stride(), out.storage_offset() or None, None, dtype,
         _strided, None, False, False, None, False, False, KEYS,
     )  # fmt: skip
     ref._b = block
@@ -370,7 +381,7 @@ def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: An
     return ref
 
 
-def _charge(
+def charge(
     ref_type: Any,
     plan: OpPlan,
     args: tuple[Any, ...],

@@ -5,21 +5,24 @@ the call back into Python. Where none of them has anything to do, because no gra
 nobody looks on, a method that Python finds on the class takes the fast path at once, which saves
 as much as all that we do ourselves. What is not plain enough for that is torch's own method's.
 
-Only methods that make fresh results are here. A view has to come from torch, whose C++ lets it
-share the count of versions with what it looks at.
+Only methods that make fresh results are here; those that make views are in `view_methods.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from .fast_path import SLOW, attach_plan
+from .budget import SHORTAGES
+from .fast_path import SLOW, attach_plan, can_look, charge, fresh
+from .manager import tensorsManager
 from .onlookers import is_method_seen
+from .schema import OpPlan
 
 aten = torch.ops.aten
 
@@ -31,6 +34,55 @@ _is_autocast = torch._C._is_any_autocast_enabled
 
 #: Exactly these: what is derived from them may answer to an operator by itself.
 _NUMBERS = (int, float)
+
+
+def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
+    """Run an operator on a TensorRef and another, or a number; `SLOW` if one is not ready.
+
+    What `fast_path.run_one` does, without a list of operands: half of what programs write is this.
+    """
+    if type(first) is not ref_type:
+        return SLOW
+    block = first._b
+    device = block.ready
+    residency: Any = tensorsManager._residency
+    if device is not residency.fast_device and device is not residency.fast_host:
+        return SLOW
+    ident, operands = get_ident(), (first, second)
+    hazards = residency.hazards
+    outer = hazards.get(ident)
+    hazards[ident] = operands if outer is None else outer + operands  # first, as there
+    try:
+        # Again: it may have been seized before it was announced.
+        if block.ready is not device or (first._d is not device and not can_look(first, device)):
+            return SLOW
+        tick = residency.tick
+        block.last_use = tick
+        value = second
+        if type(second) is ref_type:
+            other = second._b
+            if other.ready is not device or (
+                second._d is not device and not can_look(second, device)
+            ):
+                return SLOW
+            other.last_use = tick
+            value = second._t
+        residency.tick = tick + 1
+        out = plan.binding(first._t, value)
+        if device.is_simulated:
+            charge(ref_type, plan, operands, [first._t, value], {}, out, device)
+        return fresh(ref_type, plan, out, residency, device, first)
+    except SHORTAGES:
+        return SLOW
+    except (RuntimeError, IndexError, ValueError):
+        if device.torch_device.type == "cpu":
+            raise  # as there: the program's own mistake
+        return SLOW
+    finally:
+        if outer is None:
+            del hazards[ident]
+        else:
+            hazards[ident] = outer
 
 
 def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
@@ -48,7 +100,7 @@ def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
                 and (self.requires_grad or (kind is ref_type and other.requires_grad))
             )
         ):
-            result = plan.way(ref_type, plan, (self, other), None)
+            result = _run_two(ref_type, plan, self, other)
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -68,7 +120,7 @@ def _reflected(name: str, op: OpOverload, ref_type: Any) -> Method:
         if kind in _NUMBERS and not (
             rest or options or is_method_seen() or (_is_grad_enabled() and self.requires_grad)
         ):
-            result = plan.way(ref_type, plan, (self, other), None)
+            result = _run_two(ref_type, plan, self, other)
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -87,7 +139,7 @@ def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
-            result = plan.way(ref_type, plan, (self, *args), None)
+            result = _run_two(ref_type, plan, self, args[0])
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)

@@ -24,6 +24,7 @@ from torch.optim import optimizer as optimizer_hooks
 from .blocks.block import Block
 from .config import settings
 from .devices.base import Device
+from .late_links import count_write
 from .manager import tensorsManager
 from .onlookers import somebody_looks
 from .views import plain_on
@@ -232,7 +233,7 @@ class _Step:
                 self.optimizer.state[parameter][name] = self._original(value)
         for twin, ref, version in self.twins.values():
             for _ in range(twin._version - version):
-                torch.autograd.graph.increment_version(ref)
+                count_write(ref)
             if twin._version != version and not ref._b.owned:
                 # Another thread has brought it home meanwhile: what came there is stale.
                 self.residency.written(ref._b, self.device)

@@ -163,6 +163,8 @@ class OpCall(Ladder):
             # Also after an exception: a kernel may have written part of what it writes.
             for block in self.written:
                 self.residency.written(block, device)
+            if self.plan.counts_lists:
+                self.plan.count_writes(self.args, self.kwargs)
         if shadow is not None:
             shadow.compare(out, device)
         if device.is_simulated or device.is_host:  # a real accelerator has a clock of its own

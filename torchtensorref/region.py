@@ -114,9 +114,17 @@ def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     )
 
 
+def stand_in_of(module: nn.Module) -> Any:
+    """Return what torch calls in place of a module: what it was compiled to, or our region.
+
+    What its class has (`leaf_modules.py`) is none: that is the module's own way to run.
+    """
+    return module.__dict__.get("_compiled_call_impl")
+
+
 def is_region(module: nn.Module) -> bool:
     """Whether calls of a module come to us."""
-    standing_in = module.__dict__.get("_compiled_call_impl")
+    standing_in = stand_in_of(module)
     return (
         standing_in is not None
         and getattr(standing_in, "args", None) is not None

@@ -12,6 +12,7 @@ from torch import nn
 from .blocks.block import Block
 from .devices.base import Device
 from .exchange import Exchange
+from .late_links import count_write
 from .manager import TensorsManager
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
 from .region_graph import Graph, run_at_once
@@ -172,7 +173,7 @@ class Entry(Hold):
         self.has_changed = True
         self.residency.written(block, self.device)
         if not ref.is_inference():
-            torch.autograd.graph.increment_version(ref)
+            count_write(ref)
 
     def _gather_what_stays(self) -> None:
         """Wrap what an unforeseen branch has left in the attributes of modules."""

@@ -37,6 +37,7 @@ from .region import (
     key_of,
     listeners_of,
     same_state,
+    stand_in_of,
     state_of,
     tensors_of,
 )
@@ -72,6 +73,8 @@ class Regions:
         self._enabled = True
         self._regions: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
         self._hook: Any = None
+        #: Somebody has asked for regions: the hook is there, unless this device has none.
+        self._is_wanted = False
         self._nbytes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         #: Modules inside a region: no regions of their own while the larger one may run.
         self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -91,13 +94,18 @@ class Regions:
     def watch(self) -> None:
         """Look at which modules the program calls, until the largest that fit are found."""
         if self._hook is None and self.enabled:
+            self._is_wanted = True
             self._hook = module_hooks.register_module_forward_pre_hook(self._on_call)
+
+    def _stop_looking(self) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
 
     def forget(self) -> None:
         """Let every module run intercepted again, and stop looking."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._is_wanted = False
+        self._stop_looking()
         for module in list(self._regions):
             if is_region(module):
                 del module.__dict__["_compiled_call_impl"]
@@ -106,9 +114,9 @@ class Regions:
 
     def start_again(self) -> None:
         """Forget what was learned on another device; go on looking if anybody did."""
-        was_watching = self._hook is not None
+        was_wanted = self._is_wanted
         self.forget()
-        if was_watching:
+        if was_wanted:
             self.watch()
 
     def all_regions(self) -> list[Region]:
@@ -117,11 +125,14 @@ class Regions:
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         """A module is about to be called: make it a region if it is the largest that fits."""
+        if not self._are_possible():
+            self._stop_looking()  # until another device is chosen, or another module made
+            return
         if (
             (torch.is_grad_enabled() and self._gradients_are_seen())
             or module in self._covered
             or module in self._regions
-            or module._compiled_call_impl is not None
+            or stand_in_of(module) is not None
         ):
             return
         if not self._could_be(module):
@@ -132,13 +143,19 @@ class Regions:
         module.__dict__["_compiled_call_impl"] = partial(self._call, region)
         self._covered.update(part for part in module.modules() if part is not module)
 
+    def _are_possible(self) -> bool:
+        """Whether there are regions on this device.
+
+        On a real accelerator code that asks a tensor for its device gets another answer inside a
+        region than outside: not before that has been seen to be harmless there.
+        """
+        return self.manager.residency.main.torch_device.type == "cpu"
+
     def _could_be(self, module: nn.Module) -> bool:
         """Whether a module has managed parameters, and they fit the budget together."""
         residency = self.manager.residency
         ledger = residency.ledgers.get(residency.main)
-        if ledger is None or residency.main.torch_device.type != "cpu":
-            # On a real accelerator code that asks a tensor for its device gets another answer
-            # inside a region than outside: not before that has been seen to be harmless there.
+        if ledger is None:
             return False
         nbytes = self._nbytes.get(module)
         if nbytes is None:
@@ -296,7 +313,7 @@ class Regions:
         for part in parts[1:]:
             if isinstance(part, torch._dynamo.OptimizedModule):
                 return False
-            if part._compiled_call_impl is not None:
+            if stand_in_of(part) is not None:
                 # Compiled, or a smaller region found earlier: what is larger takes its place.
                 if not is_region(part):
                     return False

@@ -110,6 +110,7 @@ class OpPlan:
         "alias_position",
         "argument_names",
         "binding",
+        "counts_lists",
         "fast_above",
         "fast_below_nbytes",
         "flops",
@@ -164,6 +165,9 @@ class OpPlan:
         self.write_names = written_arguments(op)
         #: Positions of the arguments that may be written.
         self.writes = tuple(self.argument_names.index(name) for name in self.write_names)
+        #: It writes the tensors of lists and leaves it to its kernel, which sees nothing but plain
+        #: tensors, to count their versions.
+        self.counts_lists = bool(self.writes) and self.name.startswith("aten._foreach_")
         self.returns_tensor = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
         self.returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
         #: For each result, the position of the argument it is, where it is written and handed back.
@@ -243,6 +247,11 @@ class OpPlan:
         self.spreads_sizes = self.binding is torch._C.TensorBase.view
         self.handler: Any = None
         self.flops: Any = None
+
+    def count_writes(self, args: Any, kwargs: Any) -> None:
+        """Count, in the versions of tensors in lists, that it has written them."""
+        for name in self.write_names:
+            torch.autograd.graph.increment_version(self.argument(name, args, kwargs))
 
     def _has_plain_results(self, schema: Any) -> bool:
         """Whether its results are fresh tensors, or nothing but what it has written."""

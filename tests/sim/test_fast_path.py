@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import fast_path
+from torchTensorRef import budget, fast_path
 from torchTensorRef.composites import TABLE
 from torchTensorRef.op_call import OpCall
 from torchTensorRef.schema import EXACT
@@ -51,7 +51,7 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note the composite operators that run as one."""
     names: list[str] = []
-    whole = fast_path._one
+    whole = fast_path.run_one
 
     def run(ref_type: Any, plan: Any, args: Any, kwargs: Any) -> Any:
         result = whole(ref_type, plan, args, kwargs)
@@ -60,7 +60,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(fast_path, "_one", run)
+        patch.setattr(fast_path, "run_one", run)
         yield names
 
 
@@ -347,6 +347,28 @@ def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
         gc.collect()
         ample.residency.bury()
         assert ledger.resident_nbytes == before
+
+
+def test_a_result_borne_while_another_is_borne_is_counted(
+    ample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making objects can collect garbage, whose finalizers may run operators."""
+    ledger = ample.residency.ledgers[ample.residency.main]
+    monkeypatch.setattr(ledger, "_is_witnessed", False)
+    results, blocks, make = [torch.rand(4), torch.rand(8)], [], budget.Block
+
+    def make_and_bear_another(*args: Any) -> Any:
+        if len(results) == 1:
+            blocks.append(ledger.bear_if_room(results.pop(), 32, 0))
+        return make(*args)
+
+    before = ledger.resident_nbytes
+    monkeypatch.setattr(budget, "Block", make_and_bear_another)
+    blocks.append(ledger.bear_if_room(results.pop(0), 16, 0))
+    assert ledger.resident_nbytes == ledger.recount_nbytes() == before + 48
+    blocks.clear()
+    ample.residency.bury()
+    assert ledger.resident_nbytes == before
 
 
 def test_threads_bear_and_settle_at_once(ample: Any) -> None:

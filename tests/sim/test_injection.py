@@ -1,6 +1,7 @@
 """Injection as a program sees it: what becomes a TensorRef, and what must not."""
 
 import copy
+import io
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef import TensorRef, injectTo
+from torchTensorRef import TensorRef, disabled, injectTo
 from torchTensorRef.inject import hooks, torch_
 
 
@@ -219,6 +220,23 @@ def test_torch_compile_gives_the_same_numbers(injected):
     assert torch.equal(compiled(torch.ones(2, 3)), linear(torch.ones(2, 3)))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, about its own trees
+def test_torch_export_writes_down_the_same_program(injected):
+    pytest.importorskip("torch._dynamo")
+    with disabled():
+        plain, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), torch.rand(3, 4)
+        expected = torch.export.export(plain, (x,))
+    model, mine = copy.deepcopy(plain), torch.clone(x)
+    injected.adopt(model)
+    exported = torch.export.export(model, (injected.adopt(mine),))
+    assert str(exported.graph) == str(expected.graph)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, exported.run_decompositions(), torch.export.load(file)):
+        assert torch.equal(program.module()(mine), expected.module()(x))
+
+
 # -- modules --------------------------------------------------------------------------------------
 
 
@@ -408,3 +426,34 @@ def test_workers_of_a_loader_send_what_they_make(injected):
     dataset = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
     loader = torch.utils.data.DataLoader(dataset, batch_size=5, num_workers=2)
     assert [batch.sum().item() for (batch,) in loader] == [10, 35]
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def test_control_flow(injected):
+    """Written as such, inside an exported program, and with gradients: as plain torch."""
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def doubled(x):
+        return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))
+
+    with torchTensorRef.disabled():
+        plain = torch.rand(3)
+        exported = torch.export.export(Branching(), (plain,)).module()
+        expected_rounds, expected = doubled(plain)
+    x = injected.adopt(plain.clone())
+    w = injected.adopt(plain.clone()).requires_grad_()
+    for run in (Branching(), exported):
+        with torch.no_grad():
+            assert type(run(x)) is TensorRef
+            assert run(x).tolist() == plain.sin().tolist()
+            assert run(-x.view(3, 1).view(3)).tolist() == plain.neg().cos().tolist()
+        w.grad = None
+        run(w).sum().backward()
+        assert w.grad.tolist() == plain.cos().tolist()
+    with torch.no_grad():
+        rounds, result = doubled(x)
+    assert (rounds.item(), result.tolist()) == (expected_rounds.item(), expected.tolist())

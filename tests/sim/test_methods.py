@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchTensorRef import methods
 from torchTensorRef.methods import TABLE
 
 from ..support.differential import differences
@@ -114,6 +116,37 @@ def test_others_keep_their_own_arithmetic(ample: Any, other: Any) -> None:
         expected, result = (outcome(run, (x,), {}) for x in (plain, ref))
         assert isinstance(result, ample.ref_type) == isinstance(expected, torch.Tensor)
         assert differences(expected, result) == []
+
+
+@pytest.mark.parametrize("other", [2.0, "itself"])
+def test_an_operand_seized_before_it_is_announced_is_seen(
+    ample: Any, monkeypatch: pytest.MonkeyPatch, other: Any
+) -> None:
+    ref = brought(ample, torch.ones(1000))
+    who, seized = methods.get_ident, []
+
+    def seize_first() -> int:
+        if not seized:
+            seized.append(True)
+            thread = threading.Thread(target=ample.bring_all_home)
+            thread.start()
+            thread.join()
+        return who()
+
+    with torch.no_grad():
+        ref * 2
+        monkeypatch.setattr(methods, "get_ident", seize_first)
+        result = ref * (ref if other == "itself" else other)
+    assert seized
+    assert differences(torch.ones(1000) * (1 if other == "itself" else other), result) == []
+
+
+def test_a_method_called_for_another_tensor_is_torchs_own(ample: Any) -> None:
+    plain, ref = torch.rand(3), brought(ample, torch.rand(3))
+    with torch.no_grad():
+        for name, other in (("__add__", ref), ("__mul__", 2.0), ("__radd__", 2)):
+            expected = getattr(torch.Tensor, name)(plain, other)
+            assert differences(expected, getattr(ample.ref_type, name)(plain, other)) == []
 
 
 def test_a_plain_tensor_on_the_left_stays_on_the_left(ample: Any) -> None:

@@ -115,3 +115,17 @@ def test_statistics_are_written_once_when_the_results_do_not_fit(manage):
     for ref, plain in zip([result, *refs], [expected, x, mean, var], strict=True):
         assert torch.equal(manager.release(ref), plain)
     del held
+
+
+def test_what_a_list_operator_writes_is_counted(manage):
+    """An optimizer steps, with `foreach`, while a graph waits: its backward pass is refused."""
+    manager = manage("lru")
+    weights = [manager.adopt(torch.rand(3)).requires_grad_() for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=True)
+    loss = (weights[0] * weights[1]).sum()
+    loss.backward(retain_graph=True)
+    before = [weight._version for weight in weights]
+    optimizer.step()
+    assert [weight._version for weight in weights] == [version + 1 for version in before]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

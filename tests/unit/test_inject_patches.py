@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import inspect
 import pickle
 import subprocess
@@ -13,13 +14,20 @@ import torch
 import wrapt
 
 from torchTensorRef.inject import hooks, torch_
-from torchTensorRef.inject.patches import HookPatch, LatePatch, MethodPatch, Patch, PatchedFunction
+from torchTensorRef.inject.patches import (
+    Addition,
+    HookPatch,
+    LatePatch,
+    MethodPatch,
+    Patch,
+    PatchedFunction,
+)
 
 FUNCTIONS = [patch for patch in torch_.PATCHES if isinstance(patch, Patch)]
 
 
 def current(patch):
-    return wrapt.resolve_path(torch, patch.path)[2]
+    return wrapt.resolve_path(importlib.import_module(patch.module), patch.path)[2]
 
 
 def snapshot():
@@ -104,6 +112,8 @@ def test_a_row_that_matches_nothing_says_so_and_raises_nothing():
         MethodPatch("torch", "Generator.no_such_method", print, "for this test"),
         MethodPatch("torch", "NoSuchClass.method", print, "for this test"),
         MethodPatch("torch", "zeros.method", print, "for this test"),
+        Addition("torch", "NoSuchClass.attribute", 1, "for this test"),
+        Addition("torch.nn", "Linear.forward", 1, "for this test"),
     ]
     for row in rows:
         row.install()

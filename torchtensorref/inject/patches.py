@@ -142,6 +142,51 @@ class MethodPatch(Replacement):
 
 
 @dataclass(eq=False)
+class Addition:
+    """An attribute that we give to a class of another library, which only inherits it.
+
+    Taken back, the class inherits it again.
+    """
+
+    module: str
+    path: str
+    value: Any
+    reason: str
+    installed: bool = field(default=False, init=False)
+    absence: str = field(default="", init=False)
+
+    @property
+    def name(self) -> str:
+        """What is added, in full."""
+        return f"{self.module}.{self.path}"
+
+    def install(self) -> None:
+        """Give the class the attribute, unless it has one of its own; note where it has."""
+        if self.installed:
+            return
+        try:
+            owner, name, _ = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+        except (AttributeError, ImportError) as error:
+            self.absence = f"{type(error).__name__}: {error}"
+            return
+        if name in vars(owner):
+            self.absence = f"{self.path} is somebody else's"
+            return
+        setattr(owner, name, self.value)
+        self.absence = ""
+        self.installed = True
+
+    def uninstall(self) -> None:
+        """Take the attribute back, unless somebody else has put his own there since."""
+        if not self.installed:
+            return
+        owner, name, current = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+        if current is self.value:
+            delattr(owner, name)
+        self.installed = False
+
+
+@dataclass(eq=False)
 class HookPatch:
     """A hook that another library offers, taken instead of replacing anything."""
 

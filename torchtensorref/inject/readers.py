@@ -20,6 +20,38 @@ def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     return wrapped(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
+def on_linked(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with views that know their base, among a tuple of arguments."""
+    link_all = load(".late_links").link_all
+    link_all(load(".tensor").TensorRef, args)
+    return wrapped(*args, **kwargs)
+
+
+def in_python(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run control flow on TensorRefs as Python would, where torch compiles it as a whole."""
+    from torch.utils._pytree import tree_leaves
+
+    function, operands, *_ = args
+    run = _CONTROL.get(function.__name__)
+    ref_type = load(".tensor").TensorRef
+    if run is None or all(type(leaf) is not ref_type for leaf in tree_leaves(operands)):
+        return wrapped(*args, **kwargs)
+    return run(*operands)
+
+
+def _cond(condition: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    return true_fn(*operands) if condition else false_fn(*operands)
+
+
+def _while_loop(cond_fn: Any, body_fn: Any, carried: Any, additional: Any) -> Any:
+    while cond_fn(*carried, *additional):
+        carried = body_fn(*carried, *additional)
+    return carried
+
+
+_CONTROL = {"_cond_op_wrapper": _cond, "_while_loop_op_wrapper": _while_loop}
+
+
 def legacy_instance(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
