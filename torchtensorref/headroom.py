@@ -6,8 +6,8 @@ in the ledger's `scratch_nbytes`.
 
 from __future__ import annotations
 
+import atexit
 import threading
-import time
 from typing import Any
 
 from .budget import SHORTAGES, Budget, BudgetSetting, Ledger, resolve_budget, setting_for
@@ -46,13 +46,15 @@ class OthersWatch:
 
     What torch's allocator holds and the driver has free, less the share that is left to others,
     is ours: as they take of that share, we give back as much. A thread asks the driver, since
-    operators on the fast path ask nobody anything.
+    operators on the fast path ask nobody anything. It is waited for before the interpreter ends,
+    which would abort the process if the thread were in the driver then.
     """
 
     def __init__(self) -> None:
         self._watched: tuple[Any, Device] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
 
     def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
         """Follow a real device without a budget; leave alone what was followed before."""
@@ -64,10 +66,17 @@ class OthersWatch:
                     target=self._serve, name="torchTensorRef-others", daemon=True
                 )
                 self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._is_over.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _serve(self) -> None:
-        while True:
-            time.sleep(PERIOD_S)
+        while not self._is_over.wait(PERIOD_S):
             with self._lock:
                 watched = self._watched
                 if watched is None:

@@ -57,8 +57,8 @@ class TensorsManager(Custody):
         self._devices_by_name: dict[str, Device] = {}
         self._others = OthersWatch()
         self.native = None
-        #: The operators before the counts were started anew.
-        self._first_tick = 0
+        #: The operators before the counts were started anew, and the clocks then.
+        self._first_tick = self._first_ns = self._first_stall_ns = 0
 
     # -- settings -------------------------------------------------------------------------------
 
@@ -79,6 +79,7 @@ class TensorsManager(Custody):
                     self._open_ledger(residency, accelerator, budget)
                 self._devices_by_name = {d.name: d for d in (host, *device)}
                 self._residency = residency
+                self._start_clocks()
                 tracing.begin(self.log, self.report)
                 if settings.check >= 1:
                     atexit.register(self.check)
@@ -131,6 +132,15 @@ class TensorsManager(Custody):
                     self._open_ledger(self._residency, device, budget)
                 self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}
                 self.unsupported.clear()
+                self._start_clocks()
+
+    def _start_clocks(self) -> None:
+        """Let the time of the statistics begin now, at the end of what was given to the device."""
+        self._first_ns, self._first_stall_ns = self._reached_ns(), self.residency.main.stall_ns
+
+    def _reached_ns(self) -> int:
+        main = self.residency.main
+        return max(main.now_ns(), main.record().end_ns)
 
     @property
     def budget(self) -> Any:
@@ -247,8 +257,8 @@ class TensorsManager(Custody):
                 "host_op_count": counts.host_op_count,
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
                 "host_fallback_reasons": dict(counts.host_fallbacks),
-                "stall_ns": main.stall_ns,
-                "time_ns": max(main.now_ns(), main.record().end_ns),
+                "stall_ns": main.stall_ns - self._first_stall_ns,
+                "time_ns": self._reached_ns() - self._first_ns,
             }
 
     def reset_stats(self) -> None:
@@ -260,6 +270,7 @@ class TensorsManager(Custody):
             self.native.native_count = self.native.native_op_count = 0
             self.native.native_step_count = 0
             self._first_tick = residency.tick
+            self._start_clocks()
             for device in residency.ledgers:
                 device.reset_peak()
 

@@ -24,6 +24,10 @@ def test_torch_func(right):
         def f(x: Any) -> Any:
             return (w @ x).sin().prod()
 
+        # Outside of the transform torch takes another formula for `prod` (docs/known-issues.md).
+        def g(x: Any) -> Any:
+            return (w @ x).sin().square().sum()
+
         model = bring(nn.Linear(3, 2))
         state = dict(model.named_parameters())
         other = {name: bring(torch.rand_like(p.detach())) for name, p in state.items()}
@@ -36,9 +40,9 @@ def test_torch_func(right):
             torch.func.vmap(torch.func.grad(f))(batch),
             torch.func.jacrev(lambda x: (w @ x).exp())(x),
             torch.func.jacfwd(lambda x: (w @ x).exp())(x),
-            torch.func.hessian(f)(x),
+            torch.func.hessian(g)(x),
             torch.func.jvp(f, (x,), (bring(torch.ones(3)),)),
-            torch.func.vjp(f, x)[1](bring(torch.tensor(1.0))),
+            torch.func.vjp(g, x)[1](bring(torch.tensor(1.0))),
             torch.func.functional_call(model, other, (x,)),
             torch.func.grad(loss)(other, x),
             torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(other, batch),

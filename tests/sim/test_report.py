@@ -1,9 +1,12 @@
 """`tensorsManager.report()`: what it says, that it fits a screen, that looking moves nothing."""
 
+import time
 import weakref
 
 import pytest
 import torch
+
+from ..support.device_double import LateDevice
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +70,28 @@ def test_looking_moves_nothing(manager):
     before = manager.stats(), result.proxyInfo, manager.log.tail(1)
     manager.report()
     assert (manager.stats(), result.proxyInfo, manager.log.tail(1)) == before
+
+
+def test_time_and_stalls_begin_with_the_counts(manage):
+    manager = manage("genoa")
+    x = manager.adopt(torch.rand(1000))
+    for _ in range(3):
+        x + 1
+    before = manager.stats()
+    assert before["time_ns"] >= before["stall_ns"] > 0
+    manager.reset_stats()
+    assert (manager.stats()["time_ns"], manager.stats()["stall_ns"]) == (0, 0)
+    for _ in range(3):
+        x + 1
+    again = manager.stats()
+    assert again["time_ns"] >= again["stall_ns"] > 0
+    assert again["time_ns"] < 2 * before["time_ns"]
+
+
+def test_on_a_clock_on_the_wall_time_begins_with_the_device(manage):
+    """The clock counts from the start of the machine."""
+    manager = manage("lru")
+    manager.device = LateDevice()
+    began_ns = time.perf_counter_ns()
+    manager.device = LateDevice()
+    assert 0 <= manager.stats()["time_ns"] <= time.perf_counter_ns() - began_ns

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .background import Background
 from .home_bytes import home_bytes
 
 if TYPE_CHECKING:
@@ -164,11 +165,7 @@ class PageLocks:
         self._prepared: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         #: Memory of our own, page-locked: its size by its address.
         self._own: dict[int, int] = {}
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._wanted = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._thread: threading.Thread | None = None
+        self._background = Background("torchTensorRef-page-lock")
         self._has_complained = False
         home_bytes.watchers.add(self)
 
@@ -219,35 +216,17 @@ class PageLocks:
         self.later(functools.partial(self._grant, reference, may_mirror))
 
     def later(self, task: Callable[[], None]) -> None:
-        """Let the background thread do something that takes the driver long."""
-        if self._locker is None:
-            return
-        with self._lock:
-            self._idle.clear()
-            self._tasks.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="torchTensorRef-page-lock", daemon=True
-                )
-                self._thread.start()
-        self._wanted.set()
+        """Let the background thread do something that takes the driver long.
+
+        Nothing is done while the interpreter ends: copies are right without it.
+        """
+        if self._locker is not None:
+            self._background.submit(task)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until every wish was seen to; False if that took longer than `timeout_s`."""
-        return self._idle.wait(timeout_s)
-
-    def _serve(self) -> None:
-        while True:
-            self._wanted.wait()
-            self._wanted.clear()
-            while True:
-                with self._lock:
-                    if not self._tasks:
-                        self._idle.set()
-                        break
-                    task = self._tasks.popleft()
-                task()
-                del task  # what it holds must not live until the next one
+        settled = threading.Event()
+        return not self._background.submit(settled.set) or settled.wait(timeout_s)
 
     def _grant(self, reference: weakref.ref[Any], may_mirror: bool) -> None:
         base = reference()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import TransferError
+from .background import Background
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +49,18 @@ class Copier:
         if parts == 1:
             ctypes.memmove(there, here, nbytes)
             return
+        pieces: list[Future[Any]] = []
         pool = self._open()
-        pieces = [
-            pool.submit(ctypes.memmove, there + at, here + at, min(step, nbytes - at))
-            for at in range(step, nbytes, step)
-        ]
+        try:
+            for at in range(step, nbytes, step):
+                part = there + at, here + at, min(step, nbytes - at)
+                pieces.append(pool.submit(ctypes.memmove, *part))
+        except RuntimeError:
+            # No thread can be had: the interpreter ends, or the system has a limit.
+            self._give_up(pool)
+            wait(pieces)
+            ctypes.memmove(there, here, nbytes)
+            return
         ctypes.memmove(there, here, step)
         wait(pieces)
         for piece in pieces:
@@ -62,6 +71,13 @@ class Copier:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._count - 1, "torchTensorRef-copy")
             return self._pool
+
+    def _give_up(self, pool: ThreadPoolExecutor) -> None:
+        """Forget a pool, and what is in its queue with nobody to do it."""
+        pool.shutdown(cancel_futures=True)
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
 
 
 class Lane(Protocol):
@@ -159,32 +175,19 @@ class StagingRing:
         self._slots: list[Tensor] = []
         self._busy: list[Any] = []
         self._next = 0
-        self._wanted = threading.Condition()
-        self._queue: deque[StagedCopy] = deque()
-        self._thread: threading.Thread | None = None
+        self._background = Background("torchTensorRef-staging")
 
     def submit(self, copy: StagedCopy) -> StagedCopy:
-        """Queue a copy behind those before it; returns at once."""
-        with self._wanted:
-            self._queue.append(copy)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="torchTensorRef-staging", daemon=True
-                )
-                self._thread.start()
-            self._wanted.notify()
+        """Queue a copy behind those before it; returns at once, if there is a thread to be had."""
+        serve = functools.partial(self._serve, copy)
+        if not self._background.submit(serve):
+            serve()
         return copy
 
-    def _serve(self) -> None:
-        while True:
-            with self._wanted:
-                while not self._queue:
-                    self._wanted.wait()
-                copy = self._queue.popleft()
-            self._carry(copy)
-            copy.issued.set()
-            copy.landed.set()
-            del copy  # the tensors it holds must not live until the next one
+    def _serve(self, copy: StagedCopy) -> None:
+        self._carry(copy)
+        copy.issued.set()
+        copy.landed.set()
 
     def _carry(self, copy: StagedCopy) -> None:
         for attempt in range(ATTEMPTS):
