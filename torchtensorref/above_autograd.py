@@ -72,11 +72,15 @@ def whole(name: str) -> Treatment:
 
 
 def _as_one(op: OpOverload) -> Treatment:
-    """Call a composite operator as one, so that its formula is that for plain tensors."""
+    """Call a composite operator as one, so that its formula is that for plain tensors.
+
+    Where autograd notes the call it has to see the parts.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        if is_watched(tensors) or all(type(t) is not tensorsManager.ref_type for t in tensors):
+        are_plain = all(type(t) is not tensorsManager.ref_type for t in tensors)
+        if are_plain or would_be_noted(tensors) or is_watched(tensors):
             return op(*args, **kwargs)
         return dispatch(tensorsManager.ref_type, op, (), args, kwargs)
 

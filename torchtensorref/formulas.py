@@ -242,7 +242,8 @@ class MaskedFill(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Sum what was selected: torch takes a `where` for subclasses, and sums more zeros."""
         (mask,), (grad,) = ctx.saved_tensors, grads
-        return grad.masked_fill(mask, 0), None, grad.masked_select(mask).sum()
+        selected = torch.where(mask, grad, 0) if is_batched(grad) else grad.masked_select(mask)
+        return grad.masked_fill(mask, 0), None, selected.sum()
 
 
 _MaskedFill = node_named("MaskedFillBackward1", MaskedFill)

@@ -182,6 +182,23 @@ def test_gradients_of_products_in_batches(right):
     right(program)
 
 
+def test_gradients_of_losses_in_batches(right):
+    def program(bring: Bring) -> Any:
+        targets, weights = bring(torch.randint(0, 5, (4,))), bring(torch.rand(5))
+        filled = bring(torch.rand(4, 5))
+        losses = [
+            lambda x: nn.functional.cross_entropy(x, targets, weights, label_smoothing=0.1),
+            lambda x: filled.masked_fill(filled > 0.5, x.sum()).sin().sum(),
+            lambda x: filled.clone().masked_fill_(filled > 0.5, x.sum()).sin().sum(),
+            lambda x: torch.linalg.svdvals(x).sin().sum(),
+        ]
+        x = bring(torch.rand(4, 5))
+        jacobian = torch.autograd.functional.jacobian
+        return [jacobian(loss, x, vectorize=True) for loss in losses]
+
+    right(program)
+
+
 @pytest.mark.parametrize("strategy", ["lru", "flow"])
 def test_kernels_that_are_chosen_by_whether_gradients_are_wanted(manage, strategy):
     """Also where none are noted: torch looks at the tensor, not at the mode."""
