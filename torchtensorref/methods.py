@@ -147,6 +147,27 @@ def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
     return method
 
 
+def _with_matrices(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a TensorRef, which has another operator for two matrices."""
+    plan, of_two, whole = attach_plan(op), attach_plan(aten.mm.default), getattr(_Tensor, name)
+
+    def method(self: Any, other: Any) -> Any:
+        if type(other) is ref_type and not (
+            is_method_seen()
+            or _is_autocast()
+            or (_is_grad_enabled() and (self.requires_grad or other.requires_grad))
+        ):
+            if self.dim() == 2 == other.dim():
+                result = _run_two(ref_type, of_two, self, other)
+            else:
+                result = plan.way(ref_type, plan, (self, other), None)
+            if result is not SLOW:
+                return result
+        return whole(self, other)
+
+    return method
+
+
 def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
     """Make a method without arguments."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
@@ -190,6 +211,8 @@ TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], .
     ("__rmul__", aten.mul.Tensor, _reflected),
     ("pow", aten.pow.Tensor_Scalar, _with_number),
     ("__pow__", aten.pow.Tensor_Scalar, _with_number),
+    ("__matmul__", aten.matmul.default, _with_matrices),
+    ("matmul", aten.matmul.default, _with_matrices),
     ("__neg__", aten.neg.default, _alone),
     ("cos", aten.cos.default, _alone),
     ("sin", aten.sin.default, _alone),

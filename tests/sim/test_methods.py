@@ -35,6 +35,10 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
         name: [((other,), {}) for other in (torch.rand(3, 4), torch.rand(4), 2, 0.5)]
         for name in ("__add__", "__sub__", "__mul__", "__truediv__")
     },
+    **{
+        name: [((torch.rand(shape),), {}) for shape in ((4, 2), (4,), (2, 4, 3), (4, 0))]
+        for name in ("__matmul__", "matmul")
+    },
     **{name: [((2,), {}), ((0.5,), {})] for name in ("__radd__", "__rmul__", "pow", "__pow__")},
     **{
         name: [((), {})]
@@ -325,3 +329,25 @@ def test_to_its_own_dtype_is_itself(ample: Any) -> None:
     with SeenFunctions() as seen:
         assert ref.to(torch.float32) is ref
     assert seen.names == ["to"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_chooses_the_dtype(ample: Any, name: str) -> None:
+    for args, kwargs in CALLS[name]:
+        plain = torch.rand(3, 4)
+        ref, mine = brought(ample, plain), tuple(brought(ample, arg) for arg in args)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected = getattr(plain, name)(*args, **kwargs)
+            assert differences(expected, getattr(ref, name)(*mine, **kwargs)) == []
+
+
+def test_products_of_conjugated_matrices(ample: Any) -> None:
+    plain = torch.rand(3, 3, dtype=torch.complex64)
+    ref = brought(ample, plain)
+    with torch.no_grad():
+        for run in (
+            lambda x: x.mH @ x,
+            lambda x: x.conj().matmul(x.T),
+            lambda x: x.T @ x[0].conj(),
+        ):
+            assert differences(run(plain), run(ref)) == []
