@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 #: What the programs below share: bytes, and copies of them that keep a thread inside torch.
 BEGINNING = """
-import atexit, torch
+import atexit, sys, torch
 import torchTensorRef
 from torchTensorRef.devices.staging import Copier, StagedCopy, StagingRing
 
@@ -30,7 +30,9 @@ class Lane:
     def query(self): return True
     def synchronize(self): pass
 
-def slot(nbytes): return torch.empty(nbytes, dtype=torch.uint8)
+def slot(nbytes):
+    with torchTensorRef.disabled():
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 def assert_there():
     assert torch.equal(source, target)
@@ -76,6 +78,29 @@ for _ in range(2):
     locks.wish(large, may_mirror=False)
 atexit.register(assert_there)
 atexit.register(locks.wish, target, may_mirror=False)
+"""
+
+FORKED = """
+import os
+
+torch.set_num_threads(1)  # those of OpenMP are not there in a child
+def move():
+    target.zero_()
+    ring.submit(StagedCopy(source, target, ())).join()
+    moved = torch.zeros_like(large)
+    copier.copy(large, moved)
+    assert torch.equal(large, moved)
+
+copier = Copier(2)
+move()
+child = os.fork()
+move()
+assert_there()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    sys.stdout.flush()
+    os._exit(0)
 """
 
 WATCH = """
@@ -151,12 +176,12 @@ def test_without_a_thread_the_caller_hears_of_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("program", "there_count"),
-    [(IN_FLIGHT, 1), (AT_EXIT, 2), (PAGE_LOCKS, 1), (WATCH, 0)],
-    ids=["in flight", "at exit", "page locks", "watch"],
+    [(IN_FLIGHT, 1), (AT_EXIT, 2), (PAGE_LOCKS, 1), (FORKED, 2), (WATCH, 0)],
+    ids=["in flight", "at exit", "page locks", "forked", "watch"],
 )
 def test_python_ends_while_we_work(program, there_count):
     done = subprocess.run(
-        [sys.executable, "-c", BEGINNING + program],
+        [sys.executable, "-W", "ignore", "-c", BEGINNING + program],
         capture_output=True,
         text=True,
         timeout=120,

@@ -7,6 +7,7 @@ of the standard library are waited for, with all that was queued, before anythin
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -26,13 +27,17 @@ class Background:
     """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+        self._name = name
+        self._pool, self._process = ThreadPoolExecutor(1, name), os.getpid()
 
     def submit(self, task: Task) -> bool:
         """Queue a task and return at once; False if nobody will do it.
 
         No thread can be had while the interpreter ends, or beyond a limit of the system.
         """
+        if self._process != os.getpid():
+            # A forked child has the pool, and none of its threads.
+            self._pool, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
         tasks = deque([task])
         try:
             self._pool.submit(_do, tasks)

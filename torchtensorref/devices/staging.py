@@ -38,6 +38,7 @@ class Copier:
     def __init__(self, thread_count: int = 0) -> None:
         self._count = thread_count or max(1, min(COPY_THREADS, (os.cpu_count() or 2) - 1))
         self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
         self._lock = threading.Lock()
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
@@ -68,8 +69,9 @@ class Copier:
 
     def _open(self) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None:
+            if self._pool is None or self._process != os.getpid():  # a forked child has no threads
                 self._pool = ThreadPoolExecutor(self._count - 1, "torchTensorRef-copy")
+                self._process = os.getpid()
             return self._pool
 
     def _give_up(self, pool: ThreadPoolExecutor) -> None:
