@@ -62,10 +62,11 @@ class OthersWatch:
         with self._lock:
             self._watched = (residency, device) if is_followed else None
             if is_followed and self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, name="torchTensorRef-others", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
                 atexit.unregister(self._end)
                 atexit.register(self._end)
 

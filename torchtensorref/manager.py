@@ -19,6 +19,7 @@ from .config import settings
 from .custody import Custody
 from .devices import registry
 from .devices.base import Device
+from .devices.home_bytes import home_bytes
 from .errors import InvariantError
 from .events import EventLog
 from .headroom import OthersWatch, cap_allocator
@@ -123,6 +124,7 @@ class TensorsManager(Custody):
             self._device_setting = setting
             if self._residency is not None:
                 self.bring_all_home()
+                home_bytes.forget_finished()
                 self._residency.ledgers.clear()
                 self._residency.accelerators[:] = devices
                 self._residency.fast_device = self._residency.main

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 #: What the programs below share: bytes, and copies of them that keep a thread inside torch.
 BEGINNING = """
-import atexit, sys, torch
+import atexit
+at_last = []
+atexit.register(lambda: [callback() for callback in at_last])  # the first comes last
+
+import sys, torch
 import torchTensorRef
 from torchTensorRef.devices.staging import Copier, StagedCopy, StagingRing
 
@@ -47,18 +54,21 @@ ring = StagingRing(Lane(), into=True, make_slot=slot, copier=Copier(2), slot_nby
 
 IN_FLIGHT = """
 ring.submit(StagedCopy(source, target, ()))
-atexit.register(assert_there)
+at_last.append(assert_there)
 """
 
 AT_EXIT = """
 def move():
+    target.zero_()
     ring.submit(StagedCopy(source, target, ())).join()
     assert_there()
-    moved = torch.zeros_like(large)
+    with torchTensorRef.disabled():
+        moved = torch.zeros_like(large)
     Copier(2).copy(large, moved)
     assert torch.equal(large, moved)
     print("there")
-atexit.register(move)
+atexit.register(move)  # while there are threads
+at_last.append(move)
 """
 
 PAGE_LOCKS = """
@@ -76,8 +86,7 @@ with torchTensorRef.disabled():
     large.add_(0)
 for _ in range(2):
     locks.wish(large, may_mirror=False)
-atexit.register(assert_there)
-atexit.register(locks.wish, target, may_mirror=False)
+at_last += [assert_there, lambda: locks.wish(large, may_mirror=False)]
 """
 
 FORKED = """
@@ -103,6 +112,33 @@ else:
     os._exit(0)
 """
 
+AFTER_MAIN = """
+import threading
+
+with torchTensorRef.disabled():
+    sources = [torch.full((500_000,), n, dtype=torch.uint8) for n in range(4)]
+
+class Lane(Lane):
+    def issue(self, source, destination):
+        destination.copy_(source)
+        return self
+
+ring = StagingRing(Lane(), into=True, make_slot=slot, copier=Copier(2), slot_nbytes=10_000)
+
+def work(n):
+    threading.main_thread().join()
+    with torchTensorRef.disabled():
+        for _ in range(20):
+            moved = torch.zeros_like(sources[n])
+            ring.submit(StagedCopy(sources[n], moved, ())).join()
+            assert torch.equal(moved, sources[n])
+    print("there")
+
+sys.setswitchinterval(1e-5)
+for n in range(4):
+    threading.Thread(target=work, args=(n,)).start()
+"""
+
 WATCH = """
 from tests.support.device_double import LateDevice
 from torchTensorRef import headroom
@@ -118,7 +154,7 @@ torch.rand(3)
 def in_order(background: Background, count: int) -> list[int]:
     done: list[int] = []
     for n in range(count):
-        assert background.submit(lambda n=n: done.append(n))
+        background.submit(lambda n=n: done.append(n))
     assert finished(background)
     return done
 
@@ -127,6 +163,18 @@ def finished(background: Background) -> bool:
     event = threading.Event()
     background.submit(event.set)
     return event.wait(30)
+
+
+@pytest.fixture
+def without_threads(monkeypatch):
+    """No thread can be started, as by a limit of the system."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield patch
 
 
 def test_tasks_are_done_in_their_order():
@@ -141,43 +189,123 @@ def test_a_task_that_raises_is_reported_and_the_next_is_done(monkeypatch):
     assert seen == [ZeroDivisionError]
 
 
-def test_what_a_task_held_is_let_go_without_another():
-    class Held:
-        pass
+class Held:
+    """Something that a task holds."""
 
+    def fail(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_task_held_is_let_go_without_another(monkeypatch, fails):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     background, held = Background("test"), Held()
-    watched, gone = weakref.ref(held), threading.Event()
+    gone = threading.Event()
     weakref.finalize(held, gone.set)
-    background.submit(lambda held=held: None)
-    del held
-    assert gone.wait(30), watched()
+    background.submit(held.fail if fails else lambda held=held: None)
+    gc.collect()
+    gc.disable()
+    try:
+        del held
+        assert gone.wait(30)
+    finally:
+        gc.enable()
 
 
-def test_the_thread_ends_with_its_owner():
-    background, threads = Background("test"), []
+def test_the_thread_ends_with_its_owner_when_all_is_done():
+    background, threads, done = Background("test"), [], []
     background.submit(lambda: threads.append(threading.current_thread()))
     assert finished(background)
+    going_on = threading.Event()
+    background.submit(lambda: going_on.wait(30))
+    for n in range(3):
+        background.submit(lambda n=n: done.append(n))
     del background
+    going_on.set()
     threads[0].join(30)
     assert not threads[0].is_alive()
+    assert done == [0, 1, 2]
 
 
-def test_without_a_thread_the_caller_hears_of_it(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
+def test_without_a_thread_the_caller_does_it(without_threads):
+    background = Background("test")
+    done, names = in_order(background, 3), []
+    background.submit(lambda: names.append(threading.current_thread().name))
+    assert done == [0, 1, 2]
+    assert names == [threading.current_thread().name]
+    without_threads.undo()
+    background.submit(lambda: names.append(threading.current_thread().name))
+    assert finished(background)
+    assert names[1] == "test"
 
-    background, done = Background("test"), []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        assert not background.submit(lambda: done.append("refused"))
-    assert in_order(background, 2) == [0, 1]
-    assert done == [], "refused is refused, also when there is a thread again"
+
+def test_without_a_thread_tasks_still_come_one_after_the_other(monkeypatch):
+    background, running, overlaps, done = Background("test"), [], [], []
+
+    def task() -> None:
+        overlaps.extend(running)
+        running.append(1)
+        time.sleep(0.001)
+        running.pop()
+        done.append(1)
+
+    def inside() -> None:
+        running.append(1)
+        background.submit(task)  # as a finalizer would, in the middle of another
+        running.pop()
+
+    monkeypatch.setattr(background._worker, "are_over", True)
+    callers = [
+        threading.Thread(target=lambda: [background.submit(task) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    background.submit(inside)
+    assert (len(done), overlaps) == (81, [])
+
+
+def test_a_finalizer_may_queue_a_task_while_another_is_queued():
+    """Also one that waits for it, and while the program's own pool is at work."""
+    background, waited = Background("test"), []
+
+    class Dies:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            if threading.current_thread() is threading.main_thread():
+                waited.append(finished(background))
+
+    pool = ThreadPoolExecutor(1)
+    before = gc.get_threshold()
+    gc.set_threshold(5, 1, 1)
+    try:
+        for _ in range(50):
+            Dies()
+            background.submit(int)
+            pool.submit(int)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert finished(background)
+    assert waited
+    assert all(waited)
 
 
 @pytest.mark.parametrize(
     ("program", "there_count"),
-    [(IN_FLIGHT, 1), (AT_EXIT, 2), (PAGE_LOCKS, 1), (FORKED, 2), (WATCH, 0)],
-    ids=["in flight", "at exit", "page locks", "forked", "watch"],
+    [
+        (IN_FLIGHT, 1),
+        (AT_EXIT, 4),
+        (AFTER_MAIN, 4),
+        (PAGE_LOCKS, 1),
+        (FORKED, 2),
+        (WATCH, 0),
+    ],
+    ids=["in flight", "at exit", "after main", "page locks", "forked", "watch"],
 )
 def test_python_ends_while_we_work(program, there_count):
     done = subprocess.run(

@@ -65,11 +65,16 @@ class HomeBytes:
         address = source.data_ptr()
         with self._lock:
             if len(self._readers) >= 64:
-                self._forget_finished()
+                self._drop_finished()
             left = [old for old in self._readers.get(address, ()) if not old.has_read()]
             self._readers[address] = [*left, reader]
 
-    def _forget_finished(self) -> None:
+    def forget_finished(self) -> None:
+        """Let go of copies that have read their source, and of their device."""
+        with self._lock:
+            self._drop_finished()
+
+    def _drop_finished(self) -> None:
         for address in list(self._readers):
             left = [reader for reader in self._readers[address] if not reader.has_read()]
             if left:

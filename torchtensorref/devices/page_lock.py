@@ -220,13 +220,14 @@ class PageLocks:
 
         Nothing is done while the interpreter ends: copies are right without it.
         """
-        if self._locker is not None:
+        if self._locker is not None and not self._background.is_over:
             self._background.submit(task)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until every wish was seen to; False if that took longer than `timeout_s`."""
         settled = threading.Event()
-        return not self._background.submit(settled.set) or settled.wait(timeout_s)
+        self._background.submit(settled.set)
+        return settled.wait(timeout_s)
 
     def _grant(self, reference: weakref.ref[Any], may_mirror: bool) -> None:
         base = reference()

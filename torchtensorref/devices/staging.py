@@ -8,7 +8,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import TransferError
@@ -37,9 +36,7 @@ class Copier:
 
     def __init__(self, thread_count: int = 0) -> None:
         self._count = thread_count or max(1, min(COPY_THREADS, (os.cpu_count() or 2) - 1))
-        self._pool: ThreadPoolExecutor | None = None
-        self._process = 0
-        self._lock = threading.Lock()
+        self._helpers = [Background("torchTensorRef-copy") for _ in range(self._count - 1)]
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
         """Copy all bytes of one contiguous host tensor over those of another, equally large one."""
@@ -47,39 +44,27 @@ class Copier:
         parts = min(self._count, max(1, nbytes // PART_NBYTES))
         step = -(-nbytes // parts) if nbytes else 0
         here, there = source.data_ptr(), destination.data_ptr()
-        if parts == 1:
-            ctypes.memmove(there, here, nbytes)
-            return
-        pieces: list[Future[Any]] = []
-        pool = self._open()
-        try:
-            for at in range(step, nbytes, step):
-                part = there + at, here + at, min(step, nbytes - at)
-                pieces.append(pool.submit(ctypes.memmove, *part))
-        except RuntimeError:
-            # No thread can be had: the interpreter ends, or the system has a limit.
-            self._give_up(pool)
-            wait(pieces)
-            ctypes.memmove(there, here, nbytes)
-            return
-        ctypes.memmove(there, here, step)
-        wait(pieces)
+        pieces = [
+            _Piece(there + at, here + at, min(step, nbytes - at))
+            for at in range(step, nbytes, step or 1)
+        ]
+        for helper, piece in zip(self._helpers, pieces, strict=False):
+            helper.submit(piece)
+        ctypes.memmove(there, here, min(step, nbytes))
         for piece in pieces:
-            piece.result()
+            piece.done.wait()
 
-    def _open(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None or self._process != os.getpid():  # a forked child has no threads
-                self._pool = ThreadPoolExecutor(self._count - 1, "torchTensorRef-copy")
-                self._process = os.getpid()
-            return self._pool
 
-    def _give_up(self, pool: ThreadPoolExecutor) -> None:
-        """Forget a pool, and what is in its queue with nobody to do it."""
-        pool.shutdown(cancel_futures=True)
-        with self._lock:
-            if self._pool is pool:
-                self._pool = None
+class _Piece:
+    """A part of a copy, for a helper."""
+
+    def __init__(self, there: int, here: int, nbytes: int) -> None:
+        self._where = there, here, nbytes
+        self.done = threading.Event()
+
+    def __call__(self) -> None:
+        ctypes.memmove(*self._where)
+        self.done.set()
 
 
 class Lane(Protocol):
@@ -180,10 +165,8 @@ class StagingRing:
         self._background = Background("torchTensorRef-staging")
 
     def submit(self, copy: StagedCopy) -> StagedCopy:
-        """Queue a copy behind those before it; returns at once, if there is a thread to be had."""
-        serve = functools.partial(self._serve, copy)
-        if not self._background.submit(serve):
-            serve()
+        """Queue a copy behind those before it; returns at once."""
+        self._background.submit(functools.partial(self._serve, copy))
         return copy
 
     def _serve(self, copy: StagedCopy) -> None:
@@ -198,7 +181,8 @@ class StagingRing:
                 self._carry_in(copy) if self._into else self._carry_out(copy)
                 return
             except BaseException as error:  # handed to whoever waits for the copy
-                if attempt == ATTEMPTS - 1 or copy.issued.is_set():
+                is_hiccup = isinstance(error, Exception) and not copy.issued.is_set()
+                if attempt == ATTEMPTS - 1 or not is_hiccup:
                     copy.error = error
                     return
 
