@@ -159,6 +159,23 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
     return kernel
 
 
+def _whole_batches(multiply: Treatment) -> Treatment:
+    """Treat `matmul`: a batch of one on the right is repeated, as for plain tensors.
+
+    For a subclass torch makes one matrix of it and folds the batches of the left: another kernel,
+    other last bits. Where the batch wants gradients, it does so for plain tensors, too.
+    """
+
+    def treat(tensor: Any, other: Any) -> Any:
+        are_batches = tensor.dim() == 3 == other.dim()
+        is_single = are_batches and other.size(0) == 1 != tensor.size(0)
+        if is_single and not other.requires_grad and not is_watched((tensor, other)):
+            other = other.expand(tensor.size(0), -1, -1)
+        return multiply(tensor, other)
+
+    return treat
+
+
 def _any_wants_gradients(values: Any) -> bool:
     return any(getattr(value, "requires_grad", False) for value in values)
 
@@ -246,7 +263,8 @@ def install() -> None:
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
     for op in COMPOSITES:
-        ours.impl(op, ahead(op, _arguments))
+        kernel = ahead(op, _arguments)
+        ours.impl(op, _whole_batches(kernel) if op is aten.matmul.default else kernel)
     for op in AHEAD:
         ours.impl(op, ahead(op, _in_first))
     _libraries.extend((everything, ours))

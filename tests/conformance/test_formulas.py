@@ -241,3 +241,30 @@ def test_values_without_vectors(manage, strategy):
         return results
 
     assert_right(program, manage(strategy))
+
+
+@pytest.mark.parametrize("who", ["nobody", "left", "right", "both"])
+def test_products_of_batches(right, who):
+    """For a subclass torch folds some of them: one batch on the right, or none."""
+
+    def program(bring: Bring) -> Any:
+        shapes = [(3,), (4, 3), (1, 4, 3), (2, 4, 3), (2, 1, 3), (2, 2, 4, 3), (2, 1, 4, 3)]
+        results = []
+        for first in shapes:
+            for second in shapes:
+                a = bring(torch.rand(first).requires_grad_(who in ("left", "both")))
+                b = bring(torch.rand(second).requires_grad_(who in ("right", "both")))
+                b = b.mT if b.dim() > 1 else b
+                for run in (lambda a, b: a @ b, torch.matmul, torch.no_grad()(torch.matmul)):
+                    try:
+                        result = run(a, b)
+                    except RuntimeError as refusal:
+                        results.append(str(refusal))
+                        continue
+                    results.append(result.detach())
+                    if result.requires_grad:
+                        wanted = [x for x in (a, b) if x.requires_grad]
+                        results += torch.autograd.grad(result.sin().sum(), wanted)
+        return results
+
+    right(program)
