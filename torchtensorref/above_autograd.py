@@ -248,6 +248,9 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     ),
 )
 
+#: Composite operator, and what is done to its arguments before it runs here.
+FIRST: dict[OpOverload, Callable[[Treatment], Treatment]] = {aten.matmul.default: _whole_batches}
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -264,7 +267,7 @@ def install() -> None:
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
     for op in COMPOSITES:
         kernel = ahead(op, _arguments)
-        ours.impl(op, _whole_batches(kernel) if op is aten.matmul.default else kernel)
+        ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
     for op in AHEAD:
         ours.impl(op, ahead(op, _in_first))
     _libraries.extend((everything, ours))

@@ -153,9 +153,7 @@ def _with_matrices(name: str, op: OpOverload, ref_type: Any) -> Method:
 
     def method(self: Any, other: Any) -> Any:
         if type(other) is ref_type and not (
-            is_method_seen()
-            or _is_autocast()
-            or (_is_grad_enabled() and (self.requires_grad or other.requires_grad))
+            _noted(self) or (_is_grad_enabled() and other.requires_grad)
         ):
             if self.dim() == 2 == other.dim():
                 result = _run_two(ref_type, of_two, self, other)

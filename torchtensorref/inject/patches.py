@@ -52,22 +52,35 @@ class PatchedFunction(_FunctionWrapper):
 
 
 @dataclass(eq=False)
-class Replacement:
-    """Something of another library in whose place we put our own, and that we give back."""
+class Row:
+    """What all rows of a table of patches have: where in another library they belong."""
 
     module: str
     path: str
+
+    @property
+    def name(self) -> str:
+        """What is changed there, in full: torch.rand."""
+        return f"{self.module}.{self.path}"
+
+    def resolve(self) -> tuple[Any, str, Any]:
+        """Return who has the attribute, its name there, and what it is now."""
+        found: tuple[Any, str, Any] = wrapt.resolve_path(
+            importlib.import_module(self.module), self.path
+        )
+        return found
+
+
+@dataclass(eq=False)
+class Replacement(Row):
+    """Something of another library in whose place we put our own, and that we give back."""
+
     wrapper: Wrapper
     reason: str
     original: Any = field(default=None, init=False)
     patched: Any = field(default=None, init=False)
     #: Why the row does not match this version of the library; "" where it does.
     absence: str = field(default="", init=False)
-
-    @property
-    def name(self) -> str:
-        """What is replaced, in full: torch.rand."""
-        return f"{self.module}.{self.path}"
 
     @property
     def installed(self) -> bool:
@@ -110,10 +123,7 @@ class Patch(Replacement):
     """One attribute of another library that we replace."""
 
     def _find(self) -> tuple[Any, str, Any]:
-        found: tuple[Any, str, Any] = wrapt.resolve_path(
-            importlib.import_module(self.module), self.path
-        )
-        return found
+        return self.resolve()
 
     def _put(self, owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
@@ -142,30 +152,23 @@ class MethodPatch(Replacement):
 
 
 @dataclass(eq=False)
-class Addition:
+class Addition(Row):
     """An attribute that we give to a class of another library, which only inherits it.
 
     Taken back, the class inherits it again.
     """
 
-    module: str
-    path: str
     value: Any
     reason: str
     installed: bool = field(default=False, init=False)
     absence: str = field(default="", init=False)
-
-    @property
-    def name(self) -> str:
-        """What is added, in full."""
-        return f"{self.module}.{self.path}"
 
     def install(self) -> None:
         """Give the class the attribute, unless it has one of its own; note where it has."""
         if self.installed:
             return
         try:
-            owner, name, _ = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+            owner, name, _ = self.resolve()
         except (AttributeError, ImportError) as error:
             self.absence = f"{type(error).__name__}: {error}"
             return
@@ -180,27 +183,20 @@ class Addition:
         """Take the attribute back, unless somebody else has put his own there since."""
         if not self.installed:
             return
-        owner, name, current = wrapt.resolve_path(importlib.import_module(self.module), self.path)
+        owner, name, current = self.resolve()
         if current is self.value:
             delattr(owner, name)
         self.installed = False
 
 
 @dataclass(eq=False)
-class HookPatch:
+class HookPatch(Row):
     """A hook that another library offers, taken instead of replacing anything."""
 
-    module: str
-    path: str
     hook: Callable[..., Any]
     reason: str
     handle: Any = field(default=None, init=False)
     absence: str = field(default="", init=False)
-
-    @property
-    def name(self) -> str:
-        """The function that takes the hook, in full."""
-        return f"{self.module}.{self.path}"
 
     @property
     def installed(self) -> bool:
@@ -227,22 +223,15 @@ class HookPatch:
 
 
 @dataclass(eq=False)
-class LatePatch:
+class LatePatch(Row):
     """A change of a module that is costly to import: made when somebody else imports it."""
 
-    module: str
-    path: str
     change: Callable[[Any], Callable[[], None]]
     reason: str
     installed: bool = field(default=False, init=False)
     absence: str = field(default="", init=False)
     _is_registered: bool = field(default=False, init=False)
     _undo: Callable[[], None] | None = field(default=None, init=False)
-
-    @property
-    def name(self) -> str:
-        """What is changed, in full."""
-        return f"{self.module}.{self.path}"
 
     def install(self) -> None:
         """Make the change now if the module is there, else when it comes."""
