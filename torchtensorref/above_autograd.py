@@ -29,7 +29,6 @@ from .formulas import (
     several_of,
     then_copied,
 )
-from .late_links import count_write
 from .manager import tensorsManager
 from .onlookers import is_watched, somebody_looks, would_be_noted
 from .views import KEY_NAME, KEYS
@@ -64,8 +63,7 @@ def whole(name: str) -> Treatment:
         if would_be_noted(tensors) or is_watched(tensors):
             return op(*args, **kwargs)
         result = dispatch(tensorsManager.ref_type, op, (), args, kwargs)
-        for written in several_of(result):
-            count_write(written)
+        torch.autograd.graph.increment_version(several_of(result))
         return result
 
     return treat

@@ -63,9 +63,8 @@ class Books:
         self.recorder: Any = None
         #: Operands of operators that run on the fast path, by thread: evictors leave them alone.
         self.hazards: dict[int, tuple[Any, ...]] = {}
-        #: Blocks that run natively, by thread and number: 0 for its regions and its step of an
-        #: optimizer, others for its backward passes. And the regions themselves, by thread.
-        self.native_blocks: dict[tuple[int, int], Iterable[Block]] = {}
+        #: Blocks that run natively, by thread; and the regions themselves.
+        self.native_blocks: dict[int, Iterable[Block]] = {}
         self.native_entries: dict[int, Any] = {}
         #: Replicas whose copy a thread is just issuing, without the lock.
         self.issuing: set[Replica] = set()

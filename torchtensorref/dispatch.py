@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from .carried import run_with_carried
 from .fast_path import SLOW, attach_plan
 from .higher_order import run_higher_order
-from .late_links import welcome
 from .manager import tensorsManager
 from .op_call import OpCall
 from .world import watch
@@ -38,7 +37,6 @@ def dispatch(
         if not isinstance(op, OpOverload):
             return run_higher_order(ref_type, op, args, kwargs or {})
         plan = attach_plan(op)
-        welcome(op, args)
     if _dispatch_modes():
         # They have seen the call and left it to us. Plain tensors over bytes that move, and what
         # the runtime does to storages, are not for them.

@@ -292,9 +292,7 @@ def reduce_for_process(ref: Any) -> Any:
 
 
 #: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.
-_OWN_ATTRIBUTES = frozenset(
-    {"_b", "_t", "_d", "_h", "_root", "_root_version", "_is_param", "_asked", "_ref"}
-)
+_OWN_ATTRIBUTES = frozenset({"_b", "_t", "_d", "_h", "_is_param", "_asked", "_ref"})
 
 
 def can_carry(kind: str) -> bool:

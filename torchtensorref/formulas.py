@@ -164,7 +164,6 @@ def node_named(name: str, base: type) -> Any:
     """Return a kind of node that the program sees under the name of torch's own."""
     kind = type(name, (base,), {})
     kind._backward_cls.__name__ = name  # type: ignore[attr-defined]
-    kind._backward_cls.stands_for_torchs = True  # type: ignore[attr-defined]
     return kind
 
 

@@ -254,7 +254,6 @@ class TensorsManager(Custody):
                 "op_count": counts.op_count,
                 "native_op_region_count": self.native.native_count,
                 "native_op_count": self.native.native_op_count,
-                "native_step_count": self.native.native_step_count,
                 "native_share": self.native.share_of(residency.tick - self._first_tick),
                 "host_op_count": counts.host_op_count,
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
@@ -270,7 +269,6 @@ class TensorsManager(Custody):
             residency.counts = Counts()
             residency.transfer.counts = TransferCounts()
             self.native.native_count = self.native.native_op_count = 0
-            self.native.native_step_count = 0
             self._first_tick = residency.tick
             self._start_clocks()
             for device in residency.ledgers:

@@ -5,7 +5,7 @@ the call back into Python. Where none of them has anything to do, because no gra
 nobody looks on, a method that Python finds on the class takes the fast path at once, which saves
 as much as all that we do ourselves. What is not plain enough for that is torch's own method's.
 
-Only methods that make fresh results are here; those that make views are in `view_methods.py`.
+Only methods that make fresh results are here: views are torch's own.
 """
 
 from __future__ import annotations

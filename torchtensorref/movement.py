@@ -75,7 +75,7 @@ class Movement(Copies):
         me = threading.get_ident()
         others = any(count for ident, count in self._pins_by_thread.items() if ident != me)
         others = others or any(ident != me for ident in list(self.hazards))
-        others = others or any(ident != me for ident, _ in list(self.native_blocks))
+        others = others or any(ident != me for ident in list(self.native_blocks))
         if need <= limit and others:
             raise HeldByOthersError
         raise OutOfBudgetError(device.name, need, limit, held)

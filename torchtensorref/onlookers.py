@@ -15,8 +15,6 @@ _function_modes = torch._C._len_torch_function_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_autocast = torch._C._is_any_autocast_enabled
 _is_tracing = torch._C._is_tracing
-_autograd: Any = torch._C._autograd
-_saving_hooks = _autograd._top_saved_tensors_default_hooks
 _forward_ad = torch.autograd.forward_ad
 
 
@@ -49,15 +47,6 @@ def is_method_seen() -> bool:
         or _forward_ad._current_level >= 0
         or _function_modes() > 0
     )
-
-
-def who_sees_what_is_saved() -> str:
-    """Say who beside autograd sees, or changes, what is saved for gradients; empty for nobody."""
-    if _saving_hooks(True) is not None:
-        return "it packs what is saved for gradients"
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        return "it transforms functions"
-    return "it keeps casts of parameters for gradients" if _is_autocast() else ""
 
 
 def is_watched(tensors: Any) -> bool:

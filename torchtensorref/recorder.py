@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .blocks.block import Block
-from .onlookers import who_sees_what_is_saved
 
 
 class Use(NamedTuple):
@@ -46,16 +45,13 @@ class Recorder:
         self._doubt = ""
         #: Whether an operator drew random numbers.
         self.is_random = False
-        #: Whether the call began with gradients on.
-        self.notes_gradients = torch.is_grad_enabled()
 
     def note(self, call: Any, device: Any) -> None:
         """Note an operator before it runs."""
         if threading.get_ident() != self._thread:
             return
         if torch.is_grad_enabled():
-            seen = who_sees_what_is_saved() if self.notes_gradients else "it computes gradients"
-            self._doubt = seen or self._doubt
+            self._doubt = "it computes gradients"
         self.op_count += 1
         self.is_random |= call.plan.is_random
         for block in call.blocks:

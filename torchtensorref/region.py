@@ -44,8 +44,6 @@ class Slot(NamedTuple):
     name: str
     ref: weakref.ref[Any]
     block: Block
-    #: In how many places its tensor hangs: tied weights.
-    place_count: int = 1
     view: torch.Tensor | None = None
     plain: torch.Tensor | None = None
 
@@ -115,10 +113,7 @@ def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
 
 
 def stand_in_of(module: nn.Module) -> Any:
-    """Return what torch calls in place of a module: what it was compiled to, or our region.
-
-    What its class has (`leaf_modules.py`) is none: that is the module's own way to run.
-    """
+    """Return what torch calls in place of a module: what it was compiled to, or our region."""
     return module.__dict__.get("_compiled_call_impl")
 
 
@@ -184,5 +179,4 @@ def key_of(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
     size = sum(ref._b.nbytes for ref in inputs)
     kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
-    gradients = torch.is_grad_enabled() and (True, *(ref.requires_grad for ref in inputs))
-    return len(inputs), kinds, size.bit_length(), gradients
+    return len(inputs), kinds, size.bit_length()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .blocks.block import Block
-from .devices.base import Device
+from .budget import SHORTAGES
+from .devices.base import Device, bytes_of
+from .errors import TransferError
 from .exchange import Exchange
-from .late_links import count_write
 from .manager import TensorsManager
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
-from .region_graph import Graph, run_at_once
 from .region_hold import Hold
-from .region_results import settled
-from .views import make_ref, plain_on, view_of
+from .views import make_ref, plain_on, view_of, view_over
 from .world import disabled
 
 _CPU = torch.device("cpu")
@@ -37,9 +36,7 @@ class Entry(Hold):
         exchange: Exchange,
         inputs: list[Any],
     ) -> None:
-        #: Where gradients are noted: what torch notes about the plain tensors.
-        self.graph = Graph(manager) if torch.is_grad_enabled() else None
-        super().__init__(manager, region, structure, inputs, self.graph is not None)
+        super().__init__(manager, region, structure, inputs)
         self.unwatched = unwatched
         self.module = module
         self.exchange = exchange
@@ -49,12 +46,10 @@ class Entry(Hold):
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
-        #: Plain inputs by the ids of their TensorRefs; with these, and their versions and nodes
-        #: before the call.
+        #: Plain inputs by the ids of their TensorRefs; with these, and their versions before the
+        #: call.
         self.inside: dict[int, torch.Tensor] = {}
-        self.unwrapped: list[tuple[torch.Tensor, Any, int, Any]] = []
-        #: With a graph: storages of what was given plain.
-        self.plain_keys: set[int] | None = None
+        self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
 
     # -- running ----------------------------------------------------------------------------
 
@@ -70,7 +65,6 @@ class Entry(Hold):
             try:
                 self._gather_what_stays()
                 self._note_writes()
-                self._count_what_is_saved()
             finally:
                 self._withdraw()
                 self._release()
@@ -84,8 +78,7 @@ class Entry(Hold):
         try:
             args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
             self._exchange_parameters()
-            noting = nullcontext() if self.graph is None else self.graph.hooks()
-            with disabled(), self.unwatched, noting:
+            with disabled(), self.unwatched:
                 return self.module._call_impl(*args, **kwargs), args, kwargs
         except BaseException:
             self.exchange.restore()
@@ -103,11 +96,8 @@ class Entry(Hold):
         if known is not None:
             return known  # modules ask whether they are given the same tensor twice
         plain = plain_on(ref, self.device)
-        if self.graph is not None:
-            # An alias: what is noted about it in the graph is no business of the TensorRef's view.
-            plain = self.graph.inside_for(ref, plain.data)
         self.inside[id(ref)] = plain
-        self.unwrapped.append((plain, ref, _version(plain), plain.grad_fn))
+        self.unwrapped.append((plain, ref, _version(plain)))
         return plain
 
     def _exchange_parameters(self) -> None:
@@ -115,15 +105,8 @@ class Entry(Hold):
         stand_ins: dict[int, torch.Tensor] = {}
         for i, slot in enumerate(slots):
             ref: Any = slot.ref()
-            if self.graph is not None:
-                # One for each place: tied ones get their gradients in the order that torch has.
-                plain = self.graph.inside_for(ref, plain_on(ref, self.device).data)
-                if plain.requires_grad and (slot.place_count > 2 or _is_awaited(ref)):
-                    run_at_once(plain)
-                plain._is_param = getattr(ref, "_is_param", False)
-            else:
-                slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
-                plain = cast("torch.Tensor", slot.plain)
+            slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
+            plain = cast("torch.Tensor", slot.plain)
             self.hung.append((slot, ref, plain, _version(plain)))
             slot.registry[slot.name] = plain
 
@@ -152,8 +135,6 @@ class Entry(Hold):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
             known[id(plain)] = (plain, ref)
-            if self.graph is not None and plain._backward_hooks:
-                self._doubt(f"it hooks the gradient of {name}")
             if _version(plain) != version:
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, slot.block)
@@ -173,7 +154,7 @@ class Entry(Hold):
         self.has_changed = True
         self.residency.written(block, self.device)
         if not ref.is_inference():
-            count_write(ref)
+            torch.autograd.graph.increment_version(ref)
 
     def _gather_what_stays(self) -> None:
         """Wrap what an unforeseen branch has left in the attributes of modules."""
@@ -199,37 +180,13 @@ class Entry(Hold):
 
     # -- leaving ----------------------------------------------------------------------------
 
-    def _count_what_is_saved(self) -> None:
-        if self.graph is not None:
-            self.graph.settle(self._block_for)
-
-    def _block_for(self, plain: torch.Tensor) -> Block | None:
-        """Return the block over what a graph has saved; None for the program's own tensors."""
-        key = plain.untyped_storage()._cdata
-        if key in self.region.foreign or key in self._given_plain():
-            return None
-        block = self._block_over(key)
-        if block is None:
-            block = self._settled(plain)[1]
-        return block
-
-    def _given_plain(self) -> set[int]:
-        """Return the storages of the program's own tensors among what the call was given."""
-        if self.plain_keys is None:
-            own = self.exchange.plain_tensors()
-            self.plain_keys = {x.untyped_storage()._cdata for x in own if x.layout is torch.strided}
-        return self.plain_keys
-
     def _note_writes(self) -> None:
-        for plain, ref, version, node in self.unwrapped:
+        for plain, ref, version in self.unwrapped:
             if plain.is_inference():
                 if not ref._b.owned:
                     self.residency.written(ref._b, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._b)
-                if plain.grad_fn is not node:
-                    self._doubt("it writes what it is given")
-                    ref.copy_(self.ref_for(plain.clone()))  # what it depends on from now on
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
@@ -251,24 +208,10 @@ class Entry(Hold):
             return plain
         if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
             return plain
-        if self.graph is not None:
-            return self._ref_with_graph(self.graph, plain)
         if torch.is_inference_mode_enabled() and not plain.is_inference():
             with torch.inference_mode(False), torch.no_grad():
                 return self._ref_over(plain)
         return self._ref_over(plain)
-
-    def _ref_with_graph(self, graph: Graph, plain: torch.Tensor) -> Any:
-        if self._block_over(plain.untyped_storage()._cdata) is not None:
-            self._doubt("its results share memory")
-        # Of an alias that leads to no graph: a block that led there would hold itself.
-        if not plain.requires_grad:
-            ref = self._ref_over(plain.data)
-        else:
-            ref = graph.wrapped(plain, lambda plain: self._ref_over(plain.data))
-        if type(ref) is self.manager.ref_type:
-            graph.watch_result(plain, ref)
-        return ref
 
     def _ref_over(self, plain: torch.Tensor) -> Any:
         storage = plain.untyped_storage()
@@ -280,9 +223,19 @@ class Entry(Hold):
         return make_ref(self.manager.ref_type, plain, block, device, _CPU)
 
     def _settled(self, plain: torch.Tensor) -> tuple[torch.Tensor, Block, Device]:
-        plain, block, device = settled(self.residency, plain, self.device)
-        if device is self.device:
-            self.made[plain.untyped_storage()._cdata] = block
+        """Make the block of what the module has made; it goes home where it does not fit."""
+        residency, device = self.residency, self.device
+        if not plain.untyped_storage().resizable():
+            plain = _copied(plain)
+        try:
+            if device not in residency.ledgers:
+                raise TransferError(f"{device.name} is not in use any more")
+            block = residency.born(plain, device)
+        except SHORTAGES:
+            at_home = bytes_of(plain).to("cpu", copy=True)
+            plain = view_over(plain, at_home.untyped_storage())
+            return plain, residency.born(plain, residency.host), residency.host
+        self.made[plain.untyped_storage()._cdata] = block
         return plain, block, device
 
     def _block_over(self, key: int) -> Block | None:
@@ -292,9 +245,13 @@ class Entry(Hold):
         return self.made.get(key)
 
 
-def _is_awaited(ref: Any) -> bool:
-    """Whether hooks of the program expect its gradient as soon as torch has it."""
-    return bool(ref._backward_hooks or ref._post_accumulate_grad_hooks)
+def _copied(plain: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is laid out alike: kernels take another way for another layout."""
+    with torch.no_grad():
+        copy = plain.clone()
+        if copy.stride() == plain.stride():
+            return copy
+        return view_over(plain, bytes_of(plain).clone().untyped_storage())
 
 
 def _version(plain: torch.Tensor) -> int:

@@ -23,7 +23,6 @@ class Hold:
         region: Region,
         structure: Structure,
         inputs: list[Any],
-        notes_gradients: bool,
     ) -> None:
         self.manager = manager
         self.region = region
@@ -34,7 +33,6 @@ class Hold:
         self.own = region.own
         self.given = tuple(b for b in dict.fromkeys(r._b for r in inputs) if b not in self.own)
         self.blocks = (*self.own, *self.given)
-        self.notes_gradients = notes_gradients
         self.held: list[Any] = []
         self.reserve: Any = None
 
@@ -79,8 +77,6 @@ class Hold:
         """
         if settings.regions == "forced":
             return True
-        if self.notes_gradients:
-            return self._stays_for_a_while(ledger, passing_nbytes)
         if not self.residency.is_pressed:
             return True
         room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
@@ -88,22 +84,14 @@ class Hold:
             block.readable_on(self.device) is not None for block in self.blocks
         )
 
-    def _stays_for_a_while(self, ledger: Ledger, passing_nbytes: int) -> bool:
-        """Whether all the graph saves, and then the gradients, can stay without any eviction."""
-        missing = (b for b in self.blocks if b.readable_on(self.device) is None)
-        gradients = (slot.block for slot in self.slots if _has_gradient(slot.ref()))
-        room_nbytes = passing_nbytes + sum(b.nbytes for b in (*missing, *gradients))
-        is_room = ledger.resident_nbytes + room_nbytes <= ledger.budget.high_nbytes
-        return is_room and not self.residency.is_pressed
-
     def _announce(self) -> None:
         """From here on nobody evicts the blocks, this thread's own operators included."""
-        entries, key = self.residency.native_blocks, (threading.get_ident(), 0)
+        entries, key = self.residency.native_blocks, threading.get_ident()
         self.outer = entries.get(key)
         entries[key] = (*(self.outer or ()), *self.blocks)
 
     def _withdraw(self) -> None:
-        entries, key = self.residency.native_blocks, (threading.get_ident(), 0)
+        entries, key = self.residency.native_blocks, threading.get_ident()
         if self.outer is None:
             del entries[key]
         else:
@@ -159,7 +147,3 @@ class Hold:
         with residency.lock:
             for block in self.blocks:
                 residency.set_ready(block, self.device)
-
-
-def _has_gradient(ref: Any) -> bool:
-    return ref is not None and ref.requires_grad

@@ -4,12 +4,12 @@ Interception is for learning and for safety. A module that needs neither is ente
 parameters exchanged for plain resident tensors and its inputs unwrapped, and left with its outputs,
 and what it left behind in its arguments (KV caches), wrapped again. Chosen are the largest modules
 whose blocks fit the budget together with what their operators take in passing; both are measured
-by running them intercepted under a `Recorder` first. Any doubt means interception, never an error.
+by running them intercepted under a `Recorder` first. Any doubt means interception, never an error;
+so do gradients that are noted.
 """
 
 from __future__ import annotations
 
-import collections
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ from .config import settings
 from .exchange import Exchange
 from .ladder import Generators
 from .manager import TensorsManager
-from .onlookers import who_sees_what_is_saved
 from .region import (
     Part,
     Region,
@@ -68,8 +67,6 @@ class Regions:
         self.native_count = 0
         #: Operators that ran inside regions, by the count of their recorded calls.
         self.native_op_count = 0
-        #: Steps of optimizers that ran on plain tensors.
-        self.native_step_count = 0
         self._enabled = True
         self._regions: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
         self._hook: Any = None
@@ -129,7 +126,7 @@ class Regions:
             self._stop_looking()  # until another device is chosen, or another module made
             return
         if (
-            (torch.is_grad_enabled() and self._gradients_are_seen())
+            torch.is_grad_enabled()
             or module in self._covered
             or module in self._regions
             or stand_in_of(module) is not None
@@ -254,10 +251,6 @@ class Regions:
             if entered.has_changed:
                 raise
             structure.doubt = "memory ran out inside"
-        except RuntimeError as error:
-            if entered.has_changed or "saved tensor hooks" not in str(error):
-                raise
-            structure.doubt = "it transforms functions"
         else:
             self.native_count += 1
             self.native_op_count += structure.op_count
@@ -271,7 +264,7 @@ class Regions:
             return True
         if not self.enabled or settings.check >= 2 or settings.trace:
             return True
-        if torch.is_grad_enabled() and self._gradients_are_seen():
+        if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
             return True
         if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
             return True
@@ -281,23 +274,6 @@ class Regions:
         ):
             return True
         return len(_global_hooks) > (self._hook is not None) or bool(_global_after_hooks)
-
-    def _gradients_are_seen(self) -> bool:
-        """Whether something wants to see, or would change, what is noted for gradients.
-
-        While memory is short, what is saved for them has to come and go; and a simulated device
-        counts every operator of the backward pass.
-        """
-        residency = self.manager.residency
-        if settings.regions != "forced" and (residency.is_pressed or residency.main.is_simulated):
-            return True
-        return bool(
-            who_sees_what_is_saved()
-            or torch.is_anomaly_enabled()
-            or torch.autograd.forward_ad._current_level >= 0
-            or module_hooks._global_backward_hooks
-            or module_hooks._global_backward_pre_hooks
-        )
 
     def _is_as_learned(self, region: Region, module: nn.Module) -> bool:
         """Whether nothing listens inside; what was learned of a module that differs is dropped."""
@@ -344,12 +320,11 @@ class Regions:
         if not region.slots or not self._slots_hold(region):
             region.slots = []
             gone = forgetter(region)
-            places = collections.Counter(id(ref) for _, _, ref in tensors_of(module))
             for registry, name, ref in tensors_of(module):
                 if type(ref) is not self.manager.ref_type or ref.is_inference():
                     return None
                 weak = weakref.ref(ref, gone)
-                region.slots.append(Slot(registry, name, weak, ref._b, places[id(ref)]))
+                region.slots.append(Slot(registry, name, weak, ref._b))
             region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
             region.foreign = frozenset(
                 plain.untyped_storage()._cdata

@@ -8,18 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import (
-    above_autograd,
-    handlers,
-    higher_order,
-    late_links,
-    leaf_modules,
-    methods,
-    view_methods,
-)
+from . import above_autograd, handlers, higher_order, methods
 from .dispatch import dispatch
 from .faces import Faces, reduce_for_process
-from .late_links import link
 from .manager import tensorsManager
 from .regions import Regions
 from .views import KEY_NAME, alias_of, replace_metadata
@@ -61,9 +52,6 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
     _d: Any
     #: Plain view over the replica at home, once made.
     _h: Tensor | None = None
-    #: What a view is to be linked to, and its version then, until it is (`late_links.py`).
-    _root: Any = None
-    _root_version: int
 
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
@@ -123,8 +111,6 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
             other = tensorsManager.adopt(other)
         if type(other) is not TensorRef:
             raise TypeError(f"data must be a tensor that can be managed, not {type(other)}")
-        link(self)
-        link(other)
         replace_metadata(self, other)
 
 
@@ -133,9 +119,5 @@ tensorsManager.native = Regions(tensorsManager)
 handlers.install(TensorRef)
 ForkingPickler.register(TensorRef, reduce_for_process)
 above_autograd.install()
-higher_order.install(TensorRef, (KEY_NAME, late_links.LATE_KEY_NAME))
-late_links.install(view_methods.looks(TensorRef))
-late_links.show_links(TensorRef)
+higher_order.install(TensorRef, (KEY_NAME,))
 methods.install(TensorRef)
-view_methods.install(TensorRef)
-leaf_modules.install(TensorRef)

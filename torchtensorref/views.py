@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -25,15 +24,6 @@ class Labelled:
 
 labelled = Labelled()
 
-
-class Newcomers:
-    """The TensorRefs that are being made, while somebody wants to know (`region_learning.py`)."""
-
-    def __init__(self) -> None:
-        self.refs: list[weakref.ref[Any]] | None = None
-
-
-newcomers = Newcomers()
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 # Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
@@ -70,8 +60,6 @@ def make_ref(
         ref._d = device
     if plain.is_conj() or plain.is_neg():
         _set_lazy_bits(ref, plain)
-    if newcomers.refs is not None:
-        newcomers.refs.append(weakref.ref(ref))
     return ref
 
 
@@ -100,8 +88,6 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         twin._t = twin._d = None
     if ref.is_conj() or ref.is_neg():
         _set_lazy_bits(twin, ref)
-    if newcomers.refs is not None:
-        newcomers.refs.append(weakref.ref(twin))
     return twin
 
 

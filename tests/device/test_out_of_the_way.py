@@ -1,9 +1,8 @@
-"""What runs at once on a device that is none of the simulated: numbers by value, native steps."""
+"""On a device that is none of the simulated: numbers given by value, and steps of optimizers."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,19 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import torchTensorRef
 from torchTensorRef.carried import CARRIED_AT_MOST
 from torchTensorRef.inject import hooks
 
 from ..support.differential import differences
-
-
-@pytest.fixture
-def steps_natively(ample: Any) -> Any:
-    """A manager whose device lets optimizers step natively."""
-    if ample.residency.main.torch_device.type != "cpu":
-        pytest.skip("on a real accelerator steps are intercepted until that has been measured")
-    return ample
 
 
 @pytest.fixture
@@ -146,151 +136,29 @@ def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
     return model, x, manager.adopt(copy.deepcopy(model)), manager.adopt(x.clone()).toGPU()
 
 
-@pytest.mark.parametrize("goes_home", [False, True])
-def test_modules_run_natively_where_gradients_are_noted(
-    steps_natively: Any, goes_home: bool
-) -> None:
-    torch.manual_seed(3)
-    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.GELU()), torch.rand(5, 8)
-    ours, mine = steps_natively.adopt(copy.deepcopy(model)), steps_natively.adopt(x.clone())
-    steps_natively.regions = True
-    before = steps_natively.native.native_count
-    for module, given in ((model, x), (ours, mine)):
-        for _ in range(6):
-            loss = module(given).square().mean()
-            if goes_home and module is ours:
-                steps_natively.bring_all_home()
-            loss.backward()
-    assert steps_natively.native.native_count == before + 3  # it is found, then learned twice
-    assert (
-        differences([p.grad for p in model.parameters()], [p.grad for p in ours.parameters()]) == []
-    )
-    steps_natively.check()
-
-
-def test_while_memory_is_short_gradients_are_intercepted(manage: Callable[..., Any]) -> None:
-    manager = manage("lru", 65_536)
-    held = manager.adopt(torch.zeros(12_000)).toGPU()
-    model, x, ours, mine = twins(manager)
-    larger = manager.adopt(torch.zeros(12_000)).toGPU()
-    before = manager.native.native_count
-    for module, given in ((model, x), (ours, mine)):
-        for _ in range(6):
-            module(given).square().mean().backward()
-    assert manager.native.native_count == before
-    assert (
-        differences([p.grad for p in model.parameters()], [p.grad for p in ours.parameters()]) == []
-    )
-    del held, larger
-
-
 @pytest.mark.parametrize(("kind", "options"), STEPPERS)
-def test_native_steps_are_those_of_plain_torch(
-    steps_natively: Any, kind: Any, options: Any
-) -> None:
-    model, x, ours, mine = twins(steps_natively)
+def test_steps_are_those_of_plain_torch(ample: Any, kind: Any, options: Any) -> None:
+    model, x, ours, mine = twins(ample)
     plain = trained(model, x, kind, **options)
-    steps_natively.regions = True
     optimizer = trained(ours, mine, kind, **options)
-    assert steps_natively.stats()["native_step_count"] >= 3
     assert differences(list(model.parameters()), list(ours.parameters())) == []
     assert differences(plain.state_dict()["state"], optimizer.state_dict()["state"]) == []
     assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     for held in optimizer.state.values():
         for value in held.values():
             if isinstance(value, torch.Tensor) and value.dim():
-                assert type(value) is steps_natively.ref_type
-    assert all(type(p.grad) is steps_natively.ref_type for p in ours.parameters())
+                assert type(value) is ample.ref_type
+    assert all(type(p.grad) is ample.ref_type for p in ours.parameters())
 
 
-def test_versions_are_counted_as_where_each_operator_is_seen(steps_natively: Any) -> None:
-    counts = []
-    for regions in (False, True):
-        steps_natively.regions = regions
-        _, _, ours, x = twins(steps_natively)
-        trained(ours, x, torch.optim.AdamW)
-        counts.append([p._version for p in ours.parameters()])
-    assert counts[0] == counts[1]
-
-
-def test_a_graph_from_before_a_native_step_is_refused(steps_natively: Any) -> None:
-    steps_natively.regions = True
-    _, _, ours, x = twins(steps_natively)
+def test_a_graph_from_before_a_step_is_refused(ample: Any) -> None:
+    _, _, ours, x = twins(ample)
     optimizer = trained(ours, x, torch.optim.AdamW)
     with torch.enable_grad():
         loss = ours(x).square().mean()
-    before = steps_natively.stats()["native_step_count"]
     optimizer.step()
-    assert steps_natively.stats()["native_step_count"] == before + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_what_raises_inside_leaves_the_optimizer_whole(
-    steps_natively: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps_natively.regions = True
-    _, _, ours, x = twins(steps_natively)
-    optimizer = trained(ours, x, torch.optim.AdamW)
-    groups, keys = optimizer.param_groups, list(optimizer.state)
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise ZeroDivisionError("inside")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["torch.optim.adam"], "adam", fails)
-        with pytest.raises(ZeroDivisionError, match="inside"):
-            optimizer.step()
-    assert optimizer.param_groups is groups
-    assert list(optimizer.state) == keys
-    assert not steps_natively.residency.native_blocks
-    optimizer.step()
-    steps_natively.check()
-
-
-def test_hooks_and_others_optimizers_see_the_step(steps_natively: Any) -> None:
-    steps_natively.regions = True
-    _, _, ours, x = twins(steps_natively)
-    optimizer = trained(ours, x, torch.optim.AdamW)
-    seen = []
-    handle = optimizer.register_step_pre_hook(
-        lambda stepped, args, kwargs: seen.append((stepped, args[0]))
-    )
-    before = steps_natively.stats()["native_step_count"]
-    optimizer.step()
-    handle.remove()
-    assert seen == [(optimizer, optimizer)]
-
-    class Mine(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            seen.append(self.param_groups)
-            return super().step(closure)
-
-    mine = trained(ours, x, Mine)
-    assert seen[-1] is mine.param_groups
-    assert steps_natively.stats()["native_step_count"] == before
-    optimizer.step()
-    assert steps_natively.stats()["native_step_count"] == before + 1
-
-
-def test_under_pressure_steps_are_intercepted(manage: Callable[..., Any]) -> None:
-    manager = manage("lru", 4096)
-    hooks.install()
-    model, x, ours, mine = twins(manager)
-    if manager.residency.main.torch_device.type != "cpu":
-        pytest.skip("the kernels of a real device need more room")
-    trained(model, x, torch.optim.AdamW)
-    trained(ours, mine, torch.optim.AdamW)
-    assert manager.stats()["native_step_count"] == 0
-    assert differences(list(model.parameters()), list(ours.parameters())) == []
-
-
-def test_plain_optimizers_are_left_alone(steps_natively: Any) -> None:
-    steps_natively.regions = True
-    with torchTensorRef.disabled():
-        model, x = small()
-        trained(model, x, torch.optim.AdamW)
-    assert steps_natively.stats()["native_step_count"] == 0
 
 
 def stepped(make: Callable[[list[Any]], Any], bring: Callable[[Any], Any]) -> list[Any]:
@@ -322,31 +190,10 @@ def halve(parameters: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [tie, be_its_own_gradient, halve])
-def test_odd_parameters_are_stepped_as_by_plain_torch(steps_natively: Any, make: Any) -> None:
-    steps_natively.regions = True
+def test_odd_parameters_are_stepped_as_by_plain_torch(ample: Any, make: Any) -> None:
     expected = stepped(make, lambda x: x)
-    result = stepped(make, steps_natively.adopt)
+    result = stepped(make, ample.adopt)
     assert differences(expected, result) == []
-
-
-def test_a_step_that_the_program_wraps_is_called_once(steps_natively: Any) -> None:
-    calls = []
-
-    class Own(torch.optim.SGD):
-        pass
-
-    whole = Own.step
-
-    def counted(self: Any, closure: Any = None) -> Any:
-        calls.append(1)
-        return whole(self, closure)
-
-    Own.step = counted
-    Own.__module__ = "torch.optim.sgd"
-    steps_natively.regions = True
-    _, _, ours, x = twins(steps_natively)
-    trained(ours, x, Own, steps=4)
-    assert len(calls) == 4
 
 
 def test_small_parameters_on_the_host_alone_are_stepped() -> None:

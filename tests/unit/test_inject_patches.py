@@ -15,7 +15,6 @@ import wrapt
 
 from torchTensorRef.inject import hooks, torch_
 from torchTensorRef.inject.patches import (
-    Addition,
     HookPatch,
     LatePatch,
     MethodPatch,
@@ -112,8 +111,6 @@ def test_a_row_that_matches_nothing_says_so_and_raises_nothing():
         MethodPatch("torch", "Generator.no_such_method", print, "for this test"),
         MethodPatch("torch", "NoSuchClass.method", print, "for this test"),
         MethodPatch("torch", "zeros.method", print, "for this test"),
-        Addition("torch", "NoSuchClass.attribute", 1, "for this test"),
-        Addition("torch.nn", "Linear.forward", 1, "for this test"),
     ]
     for row in rows:
         row.install()

@@ -152,44 +152,6 @@ class MethodPatch(Replacement):
 
 
 @dataclass(eq=False)
-class Addition(Row):
-    """An attribute that we give to a class of another library, which only inherits it.
-
-    Taken back, the class inherits it again.
-    """
-
-    value: Any
-    reason: str
-    installed: bool = field(default=False, init=False)
-    absence: str = field(default="", init=False)
-
-    def install(self) -> None:
-        """Give the class the attribute, unless it has one of its own; note where it has."""
-        if self.installed:
-            return
-        try:
-            owner, name, _ = self.resolve()
-        except (AttributeError, ImportError) as error:
-            self.absence = f"{type(error).__name__}: {error}"
-            return
-        if name in vars(owner):
-            self.absence = f"{self.path} is somebody else's"
-            return
-        setattr(owner, name, self.value)
-        self.absence = ""
-        self.installed = True
-
-    def uninstall(self) -> None:
-        """Take the attribute back, unless somebody else has put his own there since."""
-        if not self.installed:
-            return
-        owner, name, current = self.resolve()
-        if current is self.value:
-            delattr(owner, name)
-        self.installed = False
-
-
-@dataclass(eq=False)
 class HookPatch(Row):
     """A hook that another library offers, taken instead of replacing anything."""
 

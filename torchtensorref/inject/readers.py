@@ -20,13 +20,6 @@ def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     return wrapped(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
-def on_linked(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with views that know their base, among a tuple of arguments."""
-    link_all = load(".late_links").link_all
-    link_all(load(".tensor").TensorRef, args)
-    return wrapped(*args, **kwargs)
-
-
 def in_python(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run control flow on TensorRefs as Python would, where torch compiles it as a whole."""
     from torch.utils._pytree import tree_leaves

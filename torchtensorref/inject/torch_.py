@@ -11,14 +11,12 @@ from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
-from .. import leaf_calls
 from . import hooks
 from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
 from .inject_to import injectTo
-from .patches import Addition, HookPatch, LatePatch, MethodPatch, Patch
-from .readers import in_python, legacy_instance, on_linked, on_plain
+from .patches import HookPatch, LatePatch, MethodPatch, Patch
+from .readers import in_python, legacy_instance, on_plain
 from .registration import on_registration
-from .steps import on_step
 
 #: Factories whose result owns fresh memory.
 OWN_MEMORY = (
@@ -83,8 +81,8 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     """Have torch.compile run the files of the runtime, and of wrapt, instead of tracing them."""
     found = [importlib.util.find_spec(name) for name in (hooks.PACKAGE, "wrapt")]
     folders = [os.path.dirname(spec.origin or "") for spec in found if spec is not None]
-    # It goes by how paths begin. The one file that it has to trace is left out.
-    skipped = [path for folder in folders for path in _all_but(leaf_calls.__file__, folder)]
+    # It goes by how paths begin.
+    skipped = [folder + os.sep for folder in folders]
     trace_rules.SKIP_DIRS.extend(skipped)
     trace_rules._recompile_re()
 
@@ -96,21 +94,8 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     return undo
 
 
-def _all_but(file: str, folder: str) -> list[str]:
-    """Return the fewest beginnings of paths that cover a folder, and leave one file out."""
-    if not file.startswith(folder + os.sep):
-        return [] if file == folder else [folder + os.sep if os.path.isdir(folder) else folder]
-    inside = (os.path.join(folder, name) for name in sorted(os.listdir(folder)))
-    return [path for entry in inside for path in _all_but(file, entry)]
-
-
 def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
-    """Have compiled modules called as if nobody looked at module calls: only regions do.
-
-    And have no frame begin in what torch calls in place of linear layers: of all of them it would
-    be one frame, compiled again for each.
-    """
-    eval_frame.skip_code(leaf_calls.call_linear.__code__)
+    """Have compiled modules called as if nobody looked at module calls: only regions do."""
     original = eval_frame.OptimizedModule.__call__
 
     @functools.wraps(original)
@@ -128,7 +113,7 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     return undo
 
 
-PATCHES: tuple[Patch | MethodPatch | Addition | HookPatch | LatePatch, ...] = (
+PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
@@ -147,12 +132,6 @@ PATCHES: tuple[Patch | MethodPatch | Addition | HookPatch | LatePatch, ...] = (
         in_python,
         "compiles control flow as a whole, and its compiler knows no TensorRef",
     ),
-    Patch(
-        "torch._functorch.utils",
-        "unwrap_dead_wrappers",
-        on_linked,
-        "sees the arguments of functions in Python before autograd notes, in C++, what they are",
-    ),
     HookPatch(
         "torch.nn.modules.module",
         "register_module_parameter_registration_hook",
@@ -164,18 +143,6 @@ PATCHES: tuple[Patch | MethodPatch | Addition | HookPatch | LatePatch, ...] = (
         "register_module_buffer_registration_hook",
         on_registration,
         "so is a buffer",
-    ),
-    HookPatch(
-        "torch.optim.optimizer",
-        "register_optimizer_step_pre_hook",
-        on_step,
-        "a step on parameters that are all there needs no interception",
-    ),
-    Addition(
-        "torch.nn",
-        "Linear._compiled_call_impl",
-        leaf_calls.call_linear,
-        "called with a TensorRef it is one operator, which runs at once",
     ),
     LatePatch(
         "torch._dynamo.trace_rules",
