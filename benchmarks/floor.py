@@ -39,8 +39,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchTensorRef.costs import GATHERS, flop_rule, touched_nbytes
-from torchTensorRef.schema import plan_of
+from torchTensorRef.operators.costs import GATHERS, flop_rule, touched_nbytes
+from torchTensorRef.operators.schema import plan_of
 
 #: Places in the program between which stretches are looked for.
 STRETCH_EDGES = 150

@@ -36,8 +36,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchTensorRef import disabled, tensorsManager
-from torchTensorRef.devices.sim import SimDevice
-from torchTensorRef.devices.sim_spec import SPECS, DeviceSpec
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import SPECS, DeviceSpec
 
 from .floor import Recorder
 from .programs import PROGRAMS, Program

@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from torchTensorRef import disabled, tensorsManager
-from torchTensorRef.devices.accelerator import AcceleratorDevice
+from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 
 #: Upper bounds that were set as targets (issue 6).
 BOUNDS = {
@@ -247,7 +247,7 @@ PROGRAMS: tuple[tuple[str, Callable[[], tuple[Run, Run]], int, bool], ...] = (
 
 def _print_slow_operators(run: Run) -> None:
     """Count the operators of one run that do not take the fast path, and what regions doubt."""
-    from torchTensorRef.op_call import OpCall
+    from torchTensorRef.interception.slow_path import OpCall
 
     counts: collections.Counter[str] = collections.Counter()
     whole = OpCall.run

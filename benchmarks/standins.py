@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torchTensorRef.strategy import Access, BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
+from torchTensorRef.strategy import (
+    Access,
+    BlockSnapshot,
+    DeviceSnapshot,
+    Prefetch,
+    Strategy,
+)
 
 
 def _until_freed(blocks: Iterable[BlockSnapshot], need_nbytes: int) -> list[int]:

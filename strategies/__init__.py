@@ -7,7 +7,7 @@ needs no place here; give the object itself to `tensorsManager.strategy`.
 from __future__ import annotations
 
 from ..strategy import Strategy
-from .flow import Flow
+from .flow.flow import Flow
 from .genoa import Genoa
 from .lru import LeastRecentlyUsed
 

@@ -16,14 +16,14 @@ if __name__ != "torchTensorRef":
     )
 
 from ._version import __version__ as __version__
-from .config import options as options
-from .errors import ConfigError as ConfigError
-from .errors import ExposedError as ExposedError
-from .errors import InvariantError as InvariantError
-from .errors import StrategyError as StrategyError
-from .errors import TensorRefError as TensorRefError
-from .errors import TransferError as TransferError
-from .errors import UnsupportedOpError as UnsupportedOpError
+from .base.errors import ConfigError as ConfigError
+from .base.errors import ExposedError as ExposedError
+from .base.errors import InvariantError as InvariantError
+from .base.errors import StrategyError as StrategyError
+from .base.errors import TensorRefError as TensorRefError
+from .base.errors import TransferError as TransferError
+from .base.errors import UnsupportedOpError as UnsupportedOpError
+from .base.options import options as options
 from .inject import hooks
 from .inject.hooks import disabled as disabled
 from .inject.hooks import install as install
@@ -31,24 +31,24 @@ from .inject.hooks import uninstall as uninstall
 from .inject.inject_to import injectTo as injectTo
 
 if TYPE_CHECKING:
-    from .budget import OutOfBudgetError as OutOfBudgetError
-    from .manager import TensorsManager as TensorsManager
-    from .manager import tensorsManager as tensorsManager
-    from .tensor import TensorRef as TensorRef
+    from .memory.budget import OutOfBudgetError as OutOfBudgetError
+    from .memory.manager import TensorsManager as TensorsManager
+    from .memory.manager import tensorsManager as tensorsManager
+    from .tensor.tensor_ref import TensorRef as TensorRef
 
 #: Public names that need torch: loaded by the first use, from these modules.
 _NEED_TORCH = {
-    "OutOfBudgetError": ".budget",
-    "TensorRef": ".tensor",
-    "TensorsManager": ".manager",
-    "tensorsManager": ".manager",
+    "OutOfBudgetError": ".memory.budget",
+    "TensorRef": ".tensor.tensor_ref",
+    "TensorsManager": ".memory.manager",
+    "tensorsManager": ".memory.manager",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    hooks.load(".tensor")  # it connects the parts: a manager alone knows no TensorRef
+    hooks.load(".tensor.tensor_ref")  # it connects the parts: a manager alone knows no TensorRef
     value = globals()[name] = getattr(hooks.load(_NEED_TORCH[name]), name)
     return value
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .base.errors import ConfigError
 from .diagnostics import environment, runner, self_test
-from .errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

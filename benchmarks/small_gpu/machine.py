@@ -164,7 +164,7 @@ class Machine:
     def _our_device(self) -> Any:
         if not self.is_host:
             return str(self.device)
-        from torchTensorRef.devices.accelerator import AcceleratorDevice
+        from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 
         device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
         device.name, device.capacity_nbytes = "adapter:0", 8 << 30
@@ -192,7 +192,7 @@ class SimulatedMachine(Machine):
 
     def __init__(self, name: str, scale: Scale, family: str) -> None:
         super().__init__("cpu")
-        from torchTensorRef.devices.sim_spec import SPECS
+        from torchTensorRef.devices.sim.spec import SPECS
 
         self.name = name
         card = SPECS[name.partition(":")[2]]
@@ -219,7 +219,7 @@ class SimulatedMachine(Machine):
 
     def begin_ours(self, strategy: str, cap_nbytes: int | None) -> None:
         from torchTensorRef import tensorsManager
-        from torchTensorRef.devices.sim import SimDevice
+        from torchTensorRef.devices.sim.device import SimDevice
 
         room = 2**40 if cap_nbytes is None else cap_nbytes
         self.sim = SimDevice(self.spec.scaled(capacity=room), name=self.name)

@@ -90,7 +90,7 @@ def _flops(machine: Machine) -> float:
 def _simulated(machine: SimulatedMachine) -> dict[str, Any]:
     """Copies on the simulated device; the rest is said by its specification."""
     from torchTensorRef import disabled
-    from torchTensorRef.devices.sim import SimDevice
+    from torchTensorRef.devices.sim.device import SimDevice
 
     link: dict[str, dict[int, float]] = {"h2d": {}, "d2h": {}}
     with disabled():

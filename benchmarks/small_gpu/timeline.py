@@ -18,7 +18,7 @@ def write(path: Path, machine: Machine, run: Callable[[], Any]) -> None:
     beside it, and alone elsewhere, our own events as JSON lines (what `TTR_TRACE_FILE` writes).
     """
     from torchTensorRef import tensorsManager
-    from torchTensorRef.tracing import as_json_line
+    from torchTensorRef.base.event_sinks import as_json_line
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []

@@ -17,7 +17,7 @@ def right(manage, request) -> Callable[[Program], None]:
 
     Under `genoa` or `flow`, as the test's name has it, with random evictions besides.
     """
-    from torchTensorRef.strategy_choice import make_strategy
+    from torchTensorRef.strategy.choice import make_strategy
 
     from ..support.programs import assert_right
     from ..support.shaking import Shaken

@@ -26,10 +26,10 @@ import torch
 import transformers
 
 import torchTensorRef
-from torchTensorRef.config import settings
-from torchTensorRef.devices.sim import SimDevice
-from torchTensorRef.devices.sim_spec import DeviceSpec
-from torchTensorRef.manager import tensorsManager
+from torchTensorRef.base.options import settings
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory.manager import tensorsManager
 
 from ..support.differential import copied, differences
 from .zoo.cases import Case, observed, parts_of, seed, weights_nbytes

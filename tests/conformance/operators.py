@@ -42,11 +42,11 @@ class Bench:
     def __init__(self) -> None:
         import torch
 
-        import torchTensorRef.tensor  # noqa: F401 (wires the manager)
-        from torchTensorRef.devices.sim import SimDevice
-        from torchTensorRef.devices.sim_spec import DeviceSpec
-        from torchTensorRef.manager import tensorsManager
-        from torchTensorRef.strategy_choice import make_strategy
+        import torchTensorRef.tensor.tensor_ref  # noqa: F401 (wires the manager)
+        from torchTensorRef.devices.sim.device import SimDevice
+        from torchTensorRef.devices.sim.spec import DeviceSpec
+        from torchTensorRef.memory.manager import tensorsManager
+        from torchTensorRef.strategy.choice import make_strategy
 
         from ..support.operator_cases import operators
         from ..support.shaking import Shaken

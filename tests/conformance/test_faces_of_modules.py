@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.faces import QUIET, failure
 from ..support.programs import Bring

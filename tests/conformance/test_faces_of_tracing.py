@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchTensorRef.strategy_choice import make_strategy
+from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.programs import Bring, assert_right
 from ..support.shaking import Shaken

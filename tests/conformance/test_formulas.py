@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.strategy_choice import make_strategy
+from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.programs import Bring, assert_right
 from ..support.shaking import Shaken

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.blocks.block import Block
-from torchTensorRef.budget import Budget, Ledger
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.memory.block import Block
+from torchTensorRef.memory.budget import Budget, Ledger
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.injection import assert_same_injected, injected
 

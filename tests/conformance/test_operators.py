@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchTensorRef.strategy_choice import make_strategy
+from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.operator_cases import DTYPES, Outcome, operators, run_operator, turn_of
 from ..support.shaking import Shaken

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchTensorRef.strategy import Strategy
-from torchTensorRef.strategy_choice import make_strategy
+from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.programs import (
     Adversary,

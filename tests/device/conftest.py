@@ -84,8 +84,8 @@ def managed_by(device: Any) -> Iterator[Callable[..., Any]]:
     import torch
 
     import torchTensorRef
-    import torchTensorRef.tensor  # (wires the manager)
-    from torchTensorRef.manager import tensorsManager
+    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
+    from torchTensorRef.memory.manager import tensorsManager
 
     torch.manual_seed(0)
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import headroom, ladder
-from torchTensorRef.budget import Budget
+from torchTensorRef.interception import fallback as ladder
+from torchTensorRef.memory import external_pressure as headroom
+from torchTensorRef.memory.budget import Budget
 
 from ..support.programs import assert_same
 from .test_promises import SMALL, WIDTH, home, inference_of, layers, on, ours, settle
@@ -55,7 +56,7 @@ class StarvedKernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left = times
         self.calls = 0
-        from torchTensorRef.op_call import OpCall
+        from torchTensorRef.interception.slow_path import OpCall
 
         call_kernel = OpCall._call_kernel
 
@@ -103,7 +104,7 @@ def test_a_kernel_that_never_finds_memory_runs_on_the_host(manage, device, monke
 
 def test_a_second_try_draws_the_same_numbers(manage, device, monkeypatch):
     manager = manage("lru", 64 * MIB)
-    from torchTensorRef.operands import Operands
+    from torchTensorRef.interception.operands import Operands
 
     # On the device although it is random, as with a label of the device.
     monkeypatch.setattr(Operands, "place", lambda call: call.accelerator)

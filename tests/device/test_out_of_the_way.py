@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.carried import CARRIED_AT_MOST
 from torchTensorRef.inject import hooks
+from torchTensorRef.interception.by_value import CARRIED_AT_MOST
 
 from ..support.differential import differences
 
@@ -197,7 +197,7 @@ def test_odd_parameters_are_stepped_as_by_plain_torch(ample: Any, make: Any) -> 
 
 
 def test_small_parameters_on_the_host_alone_are_stepped() -> None:
-    from torchTensorRef.manager import tensorsManager
+    from torchTensorRef.memory.manager import tensorsManager
 
     tensorsManager.device = "cpu"
     hooks.install()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.budget import OutOfBudgetError
-from torchTensorRef.errors import ConfigError, StrategyError
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.base.errors import ConfigError, StrategyError
+from torchTensorRef.memory.budget import OutOfBudgetError
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
 def same(ref: Any, plain: torch.Tensor, manager: Any) -> bool:

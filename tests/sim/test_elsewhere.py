@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture
 def manager() -> Any:
     import torchTensorRef
-    import torchTensorRef.tensor  # (wires the manager)
-    from torchTensorRef.manager import tensorsManager
+    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
+    from torchTensorRef.memory.manager import tensorsManager
 
     device = MetaDevice()
     tensorsManager.device = device

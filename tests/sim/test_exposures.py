@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchTensorRef import copies
-from torchTensorRef.errors import ExposedError, TransferError
-from torchTensorRef.transfer import ATTEMPTS
+from torchTensorRef.base.errors import ExposedError, TransferError
+from torchTensorRef.memory import copies
+from torchTensorRef.memory.transfer import ATTEMPTS
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import budget, fast_path
-from torchTensorRef.composites import TABLE
-from torchTensorRef.op_call import OpCall
-from torchTensorRef.schema import EXACT
+from torchTensorRef.interception import ready_path as fast_path
+from torchTensorRef.interception.slow_path import OpCall
+from torchTensorRef.memory import budget
+from torchTensorRef.operators.composites import TABLE
+from torchTensorRef.operators.schema import EXACT
 
 from ..support.differential import differences
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import schema
-from torchTensorRef.transfer import ATTEMPTS
+from torchTensorRef.memory.transfer import ATTEMPTS
+from torchTensorRef.operators import schema
 
 from ..support.programs import Adversary, RandomEviction, assert_same, unchanged
 

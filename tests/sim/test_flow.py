@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.history import History
-from torchTensorRef.strategies.flow import Flow
+from torchTensorRef.strategies.flow.flow import Flow
+from torchTensorRef.strategies.flow.history import History
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchTensorRef.devices.home_bytes import home_bytes
-from torchTensorRef.transfer import Transfer
+from torchTensorRef.devices.host.readers import home_bytes
+from torchTensorRef.memory.transfer import Transfer
 
 
 class Reading:

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchTensorRef import methods
-from torchTensorRef.methods import TABLE
+from torchTensorRef.tensor import methods
+from torchTensorRef.tensor.methods import TABLE
 
 from ..support.differential import differences
 

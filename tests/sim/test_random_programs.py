@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import torchTensorRef
-import torchTensorRef.tensor
-from torchTensorRef import handlers
-from torchTensorRef.devices.sim import SimDevice
-from torchTensorRef.devices.sim_spec import DeviceSpec
-from torchTensorRef.manager import tensorsManager
-from torchTensorRef.tensor import TensorRef
+import torchTensorRef.tensor.tensor_ref
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.interception import handlers
+from torchTensorRef.memory.manager import tensorsManager
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.differential import bits
 from ..support.programs import Adversary, RandomEviction

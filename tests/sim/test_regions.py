@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.support.differential import differences
 from torchTensorRef import options, tensorsManager
-from torchTensorRef.world import is_disabled
+from torchTensorRef.base.activation import is_disabled
 
 AMPLE_NBYTES = 1 << 24
 

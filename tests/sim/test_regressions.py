@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
 def test_attributes_of_a_parameter_survive_its_adoption(manager):

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from torchTensorRef.config import options
-from torchTensorRef.errors import InvariantError
-from torchTensorRef.schema import plan_of
+from torchTensorRef.base.errors import InvariantError
+from torchTensorRef.base.options import options
+from torchTensorRef.operators.schema import plan_of
 
 
 def test_the_shadow_agrees_with_what_is_right(manager):

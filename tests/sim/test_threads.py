@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import handlers
-from torchTensorRef.budget import OutOfBudgetError
-from torchTensorRef.copies import RoomTakenError
+from torchTensorRef.interception import handlers
+from torchTensorRef.memory.budget import OutOfBudgetError
+from torchTensorRef.memory.copies import RoomTakenError
 
 from ..support.programs import RandomEviction, assert_same
 

@@ -29,9 +29,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef.devices.sim import SimDevice
-from torchTensorRef.devices.sim_spec import DeviceSpec
-from torchTensorRef.manager import tensorsManager
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory.manager import tensorsManager
 
 from ..support.differential import differences
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
 def alias_differences(plain: Any, ours: Any) -> list[str]:

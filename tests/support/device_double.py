@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torchTensorRef.devices.accelerator import AcceleratorDevice
-from torchTensorRef.devices.accelerator_copies import StreamLane
+from torchTensorRef.devices.accelerator.copies import StreamLane
+from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.base import move_bytes
 
 _lock = threading.RLock()

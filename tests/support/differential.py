@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from torchTensorRef.manager import tensorsManager
-from torchTensorRef.tensor import TensorRef
+from torchTensorRef.memory.manager import tensorsManager
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

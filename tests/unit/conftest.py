@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchTensorRef.world import disabled
+from torchTensorRef.base.activation import disabled
 
 
 @pytest.fixture(autouse=True)

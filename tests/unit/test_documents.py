@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchTensorRef.config import OPTIONS
+from torchTensorRef.base.options import OPTIONS
 from torchTensorRef.diagnostics import documents
 
 ROOT = Path(__file__).parents[2]

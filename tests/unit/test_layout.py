@@ -13,81 +13,23 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtensorref"
 STRATEGIES = ROOT / "strategies"
 
-#: Lowest first. A module may use its own row and the rows before it.
-ROWS = (
-    ("errors", "units", "option_texts", "config", "events", "world", "_version"),
-    ("strategy", "birth_places", "history"),
-    ("devices",),
-    ("blocks",),
-    (
-        "budget",
-        "transfer",
-        "places",
-        "bindings",
-        "schema",
-        "costs",
-        "views",
-        "tracing",
-    ),
-    (
-        "books",
-        "copies",
-        "movement",
-        "look_ahead",
-        "residency",
-        "adoption",
-        "custody",
-        "invariants",
-        "strategy_choice",
-        "headroom",
-        "reports",
-        "manager",
-    ),
-    (
-        "composites",
-        "labels",
-        "operands",
-        "shadow",
-        "ladder",
-        "op_call",
-        "variants",
-        "handlers",
-        "onlookers",
-        "fast_path",
-        "higher_order",
-        "carried",
-        "dispatch",
-    ),
-    (
-        "exchange",
-        "recorder",
-        "region",
-        "region_learning",
-        "region_hold",
-        "region_entry",
-        "regions",
-        "faces",
-        "formulas",
-        "above_autograd",
-        "methods",
-        "tensor",
-    ),
-    ("inject", "diagnostics"),
-    ("__init__", "__main__"),
-)
-ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
+#: Files at the root of the package: above all folders.
+ROOT_FILES = {"__init__", "__main__", "_version"}
 
-#: Modules that may know less than their row says, and what is left to them.
-STRICTER = {
-    "inject.hooks": set(ROWS[0]),
-    "blocks": {*ROWS[0], *ROWS[1], "devices.base", "blocks"},
-}
+#: What `ls torchtensorref` may show at most; `py.typed` is one of the files.
+MOST_FOLDERS, MOST_FILES = 11, 4
+
+#: Modules that may know less than their folder, and what is left to them.
+STRICTER = {"inject.hooks": {"base"}}
+
+#: Folders that are there before torch is, and may use the standard library alone.
+WITHOUT_TORCH_FOLDERS = ("base", "strategy")
 
 #: Modules of 400 lines or more, waiting to be split where it hurts. The list may only get shorter.
-STILL_TOO_LONG: set[str] = set()
+STILL_TOO_LONG: set[str] = {"strategies.flow.flow"}
 
 #: The part of us that a strategy may know.
-FOR_STRATEGIES = {"strategy", "history", "errors", "units"}
+FOR_STRATEGIES = {"strategy", "base.errors", "base.units"}
 
 
 def dotted(path: Path, package: Path) -> str:
@@ -134,10 +76,32 @@ def is_module(name: str) -> bool:
     return (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()
 
 
-def row_of(module: str) -> int:
+def folder_of(module: str) -> str:
+    """`memory` for memory.block; `` for what lies at the root."""
     top = module.partition(".")[0]
-    assert top in ROW_OF, f"{top} has no row: give it its place in tests/unit/test_layout.py"
-    return ROW_OF[top]
+    return "" if top in ROOT_FILES else top
+
+
+def folders(package: Path = PACKAGE) -> list[str]:
+    return sorted(path.parent.name for path in package.glob("*/__init__.py"))
+
+
+def rights_of(folder: str, package: Path = PACKAGE) -> set[str]:
+    """The folders that a folder may import from, itself included: its docstring says which."""
+    text = ast.get_docstring(ast.parse((package / folder / "__init__.py").read_text())) or ""
+    last = text.splitlines()[-1] if text else ""
+    assert last.startswith("May import: "), f"{folder}/__init__.py does not say what it may import"
+    said = last.removeprefix("May import: ").removesuffix(".")
+    if said == "nothing of ours":
+        return {folder}
+    if said == "all":
+        return {"", *folders(package)}
+    if said.startswith("all but "):
+        return set(folders(package)) - set(said.removeprefix("all but ").split(", "))
+    named = set(said.split(", "))
+    unknown = named - set(folders(package))
+    assert not unknown, f"{folder}/__init__.py names folders that are not there: {unknown}"
+    return {folder, *named}
 
 
 def is_within(module: str, allowed: set[str]) -> bool:
@@ -149,14 +113,14 @@ def sources() -> list[Path]:
 
 
 def wrong_imports(paths: list[Path], package: Path) -> list[str]:
-    """Every import in `paths` that reaches a higher row, in words."""
+    """Every import in `paths` that its folder has no right to, in words."""
     found = []
     for path in paths:
         module = dotted(path, package)
-        allowed = next((STRICTER[name] for name in STRICTER if is_within(module, {name})), None)
+        folder = folder_of(module)
+        allowed = STRICTER.get(module) or (rights_of(folder) if folder else None)
         for line, reached in imports(path, package):
-            too_high = row_of(reached) > row_of(module)
-            if too_high or (allowed is not None and not is_within(reached, allowed)):
+            if allowed is not None and folder_of(reached) not in allowed:
                 found.append(f"{path.name}:{line} imports {reached}")
     return found
 
@@ -183,48 +147,83 @@ def python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-def test_imports_point_downward():
+def test_imports_are_those_that_folders_have_a_right_to():
     assert wrong_imports(sources(), PACKAGE) == []
+
+
+def test_rights_lead_in_no_circle():
+    order: list[str] = []
+    waiting = {folder: rights_of(folder) - {folder, ""} for folder in folders()}
+    while waiting:
+        free = [folder for folder, needs in waiting.items() if needs <= set(order)]
+        assert free, f"a circle among {sorted(waiting)}"
+        order += free
+        for folder in free:
+            del waiting[folder]
+
+
+def test_modules_lead_in_no_circle():
+    """Also inside a folder. What is imported for its types alone counts; late imports do, too."""
+    graph = {dotted(p, PACKAGE): {name for _, name in imports(p, PACKAGE)} for p in sources()}
+    graph = {m: {real_module(name, graph) for name in names} - {m} for m, names in graph.items()}
+    del graph["__init__"]  # its names are loaded on demand
+    done: set[str] = set()
+    while len(done) < len(graph):
+        free = [m for m, needs in graph.items() if m not in done and needs & set(graph) <= done]
+        assert free, f"a circle among {sorted(set(graph) - done)}"
+        done.update(free)
+
+
+def real_module(name: str, graph: dict[str, set[str]]) -> str:
+    """`memory.block` for memory.block; `strategy` for its name strategy.Access."""
+    return name if name in graph else name.rpartition(".")[0]
+
+
+def test_the_listing_fits_a_glance():
+    inside = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sum(path.is_dir() for path in inside) <= MOST_FOLDERS
+    assert sum(path.is_file() for path in inside) <= MOST_FILES
 
 
 @pytest.mark.parametrize(
     ("module", "line", "is_wrong"),
     [
-        ("budget.py", "from .manager import TensorsManager", True),
-        ("manager.py", "from .budget import Budget", False),
-        ("devices/sim.py", "from ..blocks.block import Block", True),
-        ("devices/sim.py", "from . import base", False),
-        ("devices/sim.py", "from .. import errors", False),
-        ("devices/sim.py", "from .. import tensor", True),
+        ("memory/budget.py", "from ..interception import slow_path", True),
+        ("memory/manager.py", "from .budget import Budget", False),
+        ("devices/sim/device.py", "from ...memory.block import Block", True),
+        ("devices/sim/device.py", "from .. import base", False),
+        ("devices/sim/device.py", "from ...base import errors", False),
+        ("devices/sim/device.py", "from ... import tensor", True),
         (
-            "devices/sim.py",
-            "def late():\n    from torchTensorRef.manager import tensorsManager",
+            "devices/sim/device.py",
+            "def late():\n    from torchTensorRef.memory.manager import tensorsManager",
             True,
         ),
-        ("blocks/table.py", "from ..devices.base import Device", False),
-        ("blocks/table.py", "from ..devices.sim import SimDevice", True),
-        ("inject/hooks.py", "from ..config import settings", False),
-        ("inject/hooks.py", "from ..dispatch import dispatch", True),
-        ("units.py", "import torchTensorRef.strategy", True),
-        ("tensor.py", "import torch", False),
+        ("inject/hooks.py", "from ..base.options import settings", False),
+        ("inject/hooks.py", "from ..interception.entry import dispatch", True),
+        ("base/units.py", "import torchTensorRef.strategy", True),
+        ("tensor/tensor_ref.py", "import torch", False),
     ],
 )
-def test_an_upward_import_is_found(tmp_path, module, line, is_wrong):
+def test_an_import_without_a_right_is_found(tmp_path, module, line, is_wrong):
     path = tmp_path / module
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(line)
     assert bool(wrong_imports([path], tmp_path)) is is_wrong
 
 
-def test_a_module_without_a_row_is_found(tmp_path):
-    path = tmp_path / "helpers.py"
-    path.write_text("from . import errors")
-    with pytest.raises(AssertionError, match="helpers has no row"):
-        wrong_imports([path], tmp_path)
+def test_a_folder_that_says_nothing_of_its_rights_is_found(tmp_path):
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers" / "__init__.py").write_text('"""Helpers."""')
+    with pytest.raises(AssertionError, match="does not say what it may import"):
+        rights_of("helpers", tmp_path)
 
 
-def test_every_module_has_a_row():
-    assert [path.name for path in sources() if row_of(dotted(path, PACKAGE)) < 0] == []
+def test_units_are_tested_where_they_lie():
+    """A folder of tests under tests/unit is named after the folder of the package it tests."""
+    known = {*folders(), "strategies", "benchmarks"}
+    found = {path.name for path in (ROOT / "tests/unit").iterdir() if path.is_dir()}
+    assert found - {"__pycache__"} <= known
 
 
 def test_nothing_imports_the_strategies():
@@ -240,9 +239,10 @@ def test_nothing_imports_the_strategies():
 
 def test_strategies_know_only_their_contract():
     found = []
-    for path in sorted(STRATEGIES.glob("*.py")):
+    for path in sorted(STRATEGIES.rglob("*.py")):
+        outside = len(path.relative_to(STRATEGIES).parts) + 1
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level == 2:
+            if isinstance(node, ast.ImportFrom) and node.level == outside:
                 names = [node.module] if node.module else [alias.name for alias in node.names]
                 found += [(path.name, name) for name in names if name not in FOR_STRATEGIES]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -252,14 +252,14 @@ def test_strategies_know_only_their_contract():
     assert found == []
 
 
-def test_low_rows_use_the_standard_library_alone():
-    low = [path for path in sources() if row_of(dotted(path, PACKAGE)) <= 1]
+def test_low_folders_use_the_standard_library_alone():
+    low = [path for path in sources() if folder_of(dotted(path, PACKAGE)) in WITHOUT_TORCH_FOLDERS]
     foreign = {path.name: heads(path) - sys.stdlib_module_names for path in low}
     assert {name: found for name, found in foreign.items() if found} == {}
 
 
 def test_devices_import_torch_only_inside_functions():
-    found = [path.name for path in (PACKAGE / "devices").glob("*.py") if "torch" in heads(path)]
+    found = [path.name for path in (PACKAGE / "devices").rglob("*.py") if "torch" in heads(path)]
     assert found == []
 
 
@@ -277,17 +277,15 @@ for name in {names!r}:
 """
 
 
-def test_low_rows_and_the_hook_need_no_torch(tmp_path):
+def test_low_folders_and_the_hook_need_no_torch(tmp_path):
     """So `env` works where torch does not, and strategies are tested with integers."""
-    low = [name for name in (*ROWS[0], *ROWS[1], "inject.hooks") if in_tree(name)]
-    ours = [f"torchTensorRef.strategies.{path.stem}" for path in STRATEGIES.glob("[!_]*.py")]
+    low = [dotted(path, PACKAGE) for path in sources()]
+    low = [name for name in low if folder_of(name) in WITHOUT_TORCH_FOLDERS] + ["inject.hooks"]
+    within = (path.relative_to(STRATEGIES) for path in STRATEGIES.rglob("[!_]*.py"))
+    ours = [".".join(("torchTensorRef.strategies", *p.with_suffix("").parts)) for p in within]
     names = ["torchTensorRef", *(f"torchTensorRef.{name}" for name in low), *ours]
     done = python(WITHOUT_TORCH.format(names=names), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def in_tree(name: str) -> bool:
-    return PACKAGE.joinpath(*name.split(".")).with_suffix(".py").exists()
 
 
 def test_importing_us_imports_no_torch_and_starts_no_thread(tmp_path):
@@ -309,13 +307,17 @@ def test_setup_lists_every_package():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     listed = setup["options"]["packages"].split()
-    folders = [path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__"]
-    inside = [".".join(("torchTensorRef", *path.relative_to(PACKAGE).parts)) for path in folders]
-    assert sorted(listed) == sorted(["torchTensorRef", "torchTensorRef.strategies", *inside])
-    missing = [path.name for path in (*folders, STRATEGIES) if not (path / "__init__.py").exists()]
-    assert missing == []
+    found = {}
+    for name, root in (("torchTensorRef", PACKAGE), ("torchTensorRef.strategies", STRATEGIES)):
+        for path in (root, *root.rglob("*")):
+            if path.is_dir() and path.name != "__pycache__":
+                found[".".join((name, *path.relative_to(root).parts))] = path
+    assert sorted(listed) == sorted(found)
+    assert [name for name, path in found.items() if not (path / "__init__.py").exists()] == []
 
 
 def test_modules_stay_readable():
     lines = {dotted(path, PACKAGE): len(path.read_text().splitlines()) for path in sources()}
+    for path in STRATEGIES.rglob("*.py"):
+        lines["strategies." + dotted(path, STRATEGIES)] = len(path.read_text().splitlines())
     assert {name for name, count in lines.items() if count >= 400} <= STILL_TOO_LONG

@@ -1,12 +1,17 @@
-"""What a device can do; knows nothing of the meaning of tensors."""
+"""What a device can do: allocate, free, copy, wait. It knows nothing of the meaning of tensors.
+
+torch is imported inside functions only, so that devices can be listed where there is none.
+
+May import: base.
+"""
 
 from __future__ import annotations
 
 from .base import DONE, Device, DoneEvent, Event
-from .host import HostDevice
+from .host.device import HostDevice
 from .registry import default_name, known_devices, reset, resolve
-from .sim import SimDevice
-from .sim_spec import SPECS, DeviceSpec
+from .sim.device import SimDevice
+from .sim.spec import SPECS, DeviceSpec
 
 __all__ = [
     "DONE",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ..config import settings
-from ..errors import ConfigError, did_you_mean, nearest
+from ..base.errors import ConfigError, did_you_mean, nearest
+from ..base.options import settings
 from .base import Device
-from .faults import FaultPlan
-from .host import HostDevice
-from .sim import SimDevice
-from .sim_machine import Machine
-from .sim_spec import DEFAULT_SPEC_NAME, SPECS, DeviceSpec
+from .host.device import HostDevice
+from .sim.device import SimDevice
+from .sim.faults import FaultPlan
+from .sim.machine import Machine
+from .sim.spec import DEFAULT_SPEC_NAME, SPECS, DeviceSpec
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def default_name() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in REAL_KINDS:
         return "sim"
-    from .vendor import can_refill
+    from .accelerator.vendor import can_refill
 
     # Not asked of cuda, where it is known: asking opens the device.
     if accelerator.type != "cuda" and not can_refill(accelerator):
@@ -174,6 +174,6 @@ def _open_real(name: str, kind: str, index: int) -> Device:
     same = _same_as(canonical, name)
     if same is not None:
         return same
-    from .accelerator import AcceleratorDevice
+    from .accelerator.device import AcceleratorDevice
 
     return AcceleratorDevice(kind, index)

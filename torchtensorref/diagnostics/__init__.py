@@ -1,1 +1,4 @@
-"""What a person asks for: the environment report, the self-test, tables and documents."""
+"""The command line: run a program, describe the machine, check each device, write the documents.
+
+May import: all.
+"""

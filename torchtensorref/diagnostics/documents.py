@@ -9,8 +9,8 @@ import inspect
 import sys
 from pathlib import Path
 
-from ..config import OPTIONS, Option
-from ..errors import TensorRefError
+from ..base.errors import TensorRefError
+from ..base.options import OPTIONS, Option
 
 ENVIRONMENT_HEAD = """\
 # Environment
@@ -88,8 +88,6 @@ def errors_page() -> str:
     -----
     Imports torch: `OutOfBudgetError` is an error of torch as well.
     """
-    from .. import budget  # noqa: F401 (defines an error, and nothing here may need torch before)
-
     kinds = {kind.__name__: kind for kind in _own_subclasses(TensorRefError)}
     sections = [
         _error_section(TensorRefError),

@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 from .._version import __version__
-from ..config import OPTIONS, PREFIX, settings
+from ..base.options import OPTIONS, PREFIX, settings
+from ..base.units import format_nbytes
 from ..inject import hooks
 from ..inject.inject_to import injectTo
-from ..strategy_choice import DEFAULT, known_names
-from ..units import format_nbytes
+from ..strategy.choice import DEFAULT, known_names
 
 #: What is named with its version, where it is installed.
 COMPANIONS = ("wrapt", "numpy", "safetensors", "transformers", "accelerate", "diffusers")

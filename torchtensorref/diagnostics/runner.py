@@ -20,12 +20,12 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 from zipfile import is_zipfile
 
-from ..config import OPTIONS, settings
+from ..base.errors import ConfigError, TensorRefError, did_you_mean, nearest
+from ..base.options import OPTIONS, settings
 from ..devices.registry import REAL_KINDS
-from ..devices.sim_spec import SPECS
-from ..errors import ConfigError, TensorRefError, did_you_mean, nearest
+from ..devices.sim.spec import SPECS
 from ..inject.inject_to import injectTo
-from ..strategy_choice import make_strategy
+from ..strategy.choice import make_strategy
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
@@ -240,7 +240,7 @@ def write_report(where: str, pid: int) -> None:
     """Say what happened, where the user asked for it; a failure to do so is told, never raised."""
     if os.getpid() != pid:
         return  # a forked child that ended as a program does
-    manager = getattr(sys.modules.get("torchTensorRef.manager"), "tensorsManager", None)
+    manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
     try:
         text = report_of(manager, as_json=where.endswith(".json"))
         if where == "stderr":

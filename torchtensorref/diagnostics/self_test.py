@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..config import settings
+from ..base.options import settings
+from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device, fill_bytes
-from ..units import format_nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,1 +1,6 @@
-"""Patches of torch and of other libraries, each in a table and each undone on request."""
+"""What is changed in torch and in other libraries, as a table that can be undone.
+
+`hooks.py` is loaded by every import of torchTensorRef and knows only `base`.
+
+May import: all but diagnostics.
+"""

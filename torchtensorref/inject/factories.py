@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from ..config import settings
+from ..base.options import settings
 from .hooks import is_disabled, load, state
 from .inject_to import injectTo
 
@@ -67,7 +67,7 @@ def is_foreign(device: Any) -> bool:
         kind = torch.device(device).type
     except (RuntimeError, TypeError):
         return str(device).partition(":")[0] == "sim"
-    return not load(".faces").can_carry(kind)
+    return not load(".tensor.protocols").can_carry(kind)
 
 
 def _default_device() -> Any:
@@ -208,9 +208,9 @@ class _Core:
     """The runtime as the factories need it; loaded by the first tensor."""
 
     def __init__(self) -> None:
-        self.ref_type = load(".tensor").TensorRef
-        self.manager = load(".manager").tensorsManager
-        self.make_ref = load(".views").make_ref
+        self.ref_type = load(".tensor.tensor_ref").TensorRef
+        self.manager = load(".memory.manager").tensorsManager
+        self.make_ref = load(".memory.plain_views").make_ref
         say_what_is_simulated(self.manager)
 
 

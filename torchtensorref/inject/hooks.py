@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ..config import settings
-from ..world import disabled as disabled
-from ..world import is_disabled as is_disabled
+from ..base.activation import disabled as disabled
+from ..base.activation import is_disabled as is_disabled
+from ..base.options import settings
 
 PACKAGE = __package__.rpartition(".")[0]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import SupportsIndex
 
-from ..config import settings
-from ..errors import ConfigError, did_you_mean, nearest
+from ..base.errors import ConfigError, did_you_mean, nearest
+from ..base.options import settings
 
 #: Modules that are not asked for: their prefix, whether what they make comes under management, why.
 BY_DEFAULT = {

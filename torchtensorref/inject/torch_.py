@@ -100,7 +100,7 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
 
     @functools.wraps(original)
     def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core = sys.modules.get(f"{hooks.PACKAGE}.manager")
+        core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
         native = None if core is None else core.tensorsManager.native
         with nullcontext() if native is None else native.unwatched():
             return original(self, *args, **kwargs)

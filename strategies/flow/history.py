@@ -1,0 +1,352 @@
+"""The recorded flow of a program, and what it says about the time to come.
+
+The record is the sequence of accesses to persistent blocks. A *sticky cursor* points into its own
+past: the future is taken to be what followed there. While the program does what it did then, the
+cursor only moves on, through nested periods too (the optimizer after four micro-steps, the decoder
+after twenty denoising steps). An access to another block by an equal operator is a substitution
+and moves it on as well; anything else puts it where the recent past agrees with the record
+longest.
+
+A record is a hint. It never holds a block alive, and a wrong forecast may cost time, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from .allocation_sites import BirthPlaces
+
+#: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
+GRAM_LENGTHS = (24, 8, 3, 1)
+#: Places remembered per context.
+PLACES_PER_GRAM = 6
+#: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
+INDEXED_RUN = 24
+#: Longest agreement that is told apart from a longer one.
+LONGEST_AGREEMENT = 4096
+#: Accesses to results of operators that may be missing from what was foreseen, one after another.
+MADE_RUN = 8
+#: Substitutions tolerated among the last 16 accesses.
+SUBSTITUTION_LIMIT = 10
+#: Weight of the past in `History.confidence`, per access.
+CONFIDENCE_DECAY = 1 - 1 / 48
+
+#: Distance of what the forecast does not contain.
+NEVER = math.inf
+
+_Grams = dict[int, list[int]]
+
+
+class History:
+    """The order in which a program uses its blocks, and a forecast of how it goes on.
+
+    Parameters
+    ----------
+    capacity : int
+        The most accesses kept. Beyond it the older half is forgotten.
+
+    Notes
+    -----
+    *Identity.* A persistent block is known by its number. A block that an operator made is known
+    by its birth place: the cursor's position, how many operators after the last access it was made
+    (`place`), and its rank among those made there. So the tensor that a step makes anew each time
+    has one identity, whatever its number and size.
+
+    *Slots.* Positions count accesses to persistent blocks. What happens to temporaries between
+    access n - 1 and access n happens in slot n.
+
+    One thread at a time; no method blocks, and none but a trim of the record (once in
+    `capacity / 2` accesses) takes longer than the cursor's search for a place.
+    """
+
+    def __init__(self, capacity: int = 2**18) -> None:
+        self.capacity = capacity
+        #: Position of the oldest access kept, and of the next one to come.
+        self.start = 0
+        self.end = 0
+        #: Position that the next access is expected to repeat; -1 while nothing is expected.
+        self.cursor = -1
+        #: Grows whenever the cursor leaps: positions worked out before it are void.
+        self.leap_count = 0
+        #: Bytes of the blocks that the record has seen and that are not gone.
+        self.living_nbytes = 0
+        self._symbols: list[int] = []
+        self._structs = array("q")
+        self._uses: dict[int, array[int]] = {}
+        self._grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
+        self._older_grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
+        self._index_until = INDEXED_RUN
+        self._substitutions = 0  # one bit per access, newest lowest
+        self._is_exact = False
+        self._temporary_count = 0  # entries that belong to temporaries
+        self._names = BirthPlaces()
+        self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
+        self._nbytes: dict[int, int] = {}  # living blocks
+        self._foreseen_nbytes = 0.0
+        self._judged_nbytes = 0.0
+
+    # -- recording ---------------------------------------------------------------------------
+
+    def access(
+        self, block_id: int, nbytes: int, struct: int, *, is_persistent: bool = True
+    ) -> None:
+        """Note that the program uses a block."""
+        symbol = self._symbol_of.get(block_id, block_id)
+        if self._bearer_of.get(symbol, block_id) != block_id:
+            symbol = self._names.separate(block_id)
+        self._set_nbytes(block_id, nbytes)
+        if not is_persistent:
+            self._note_temporary_use(symbol)
+            return
+        is_new = self._names.stays(block_id, symbol)
+        index = self.cursor - self.start
+        if self.cursor >= 0 and self._symbols[index] == symbol:
+            self._append(symbol, struct)
+            self.cursor += 1
+            self._substitutions = (self._substitutions << 1) & 0xFFFF
+            self._is_exact = True
+            if self.end <= self._index_until:
+                self._index()
+            self._judge(nbytes, nbytes)
+        elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
+            self._access_unforeseen(symbol, nbytes, struct, index)
+        if len(self._symbols) + self._temporary_count > self.capacity:
+            self._trim()
+
+    def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
+        """Note that an operator has made a block: give it the identity of its birth place.
+
+        Parameters
+        ----------
+        place : int
+            How many operators after the last access to a persistent block it was made.
+
+        Returns
+        -------
+        bool
+            Whether what was born there before became persistent.
+        """
+        self._set_nbytes(block_id, nbytes)
+        self._temporary_count += 1
+        return self._names.birth(block_id, nbytes, place, slot=self.end, before=self.cursor)
+
+    def death(self, block_id: int) -> None:
+        """Note that the program has let go of a block: it is forecast no more."""
+        self.living_nbytes -= self._nbytes.pop(block_id, 0)
+        self._names.death(block_id)
+
+    def _access_made(
+        self, block_id: int, symbol: int, nbytes: int, struct: int, *, is_new: bool
+    ) -> bool:
+        """Record an access that differs from the forecast only in what operators have made.
+
+        Which results stay long enough to be followed can change from one period to the next, and
+        one may not have been recognised at its birth. So such accesses may be missing from the
+        record, or be there without being made again; and one that is made where the record has the
+        use of another, gone by now, in an equal operator, is that one.
+        """
+        if self.cursor < 0:
+            return False
+        first = self.cursor - self.start
+        names, is_made = self._names, block_id in self._names.made
+        for index in range(first, min(first + MADE_RUN, len(self._symbols))):
+            other = self._symbols[index]
+            if other != symbol:
+                if other not in names.born_at:
+                    break
+                is_vacant = self._bearer_of.get(other, other) not in self._nbytes
+                if not (is_made and is_vacant and self._structs[index] == struct):
+                    continue
+                if is_new:
+                    symbol = names.rename(block_id, symbol, other)
+            self._append(symbol, struct)
+            self.cursor += index - first + 1
+            self._is_exact = True
+            self._judge(nbytes, nbytes)
+            self._index_until = self.end + INDEXED_RUN
+            self._index()
+            return True
+        if not is_made or self._substitutions.bit_count() >= SUBSTITUTION_LIMIT:
+            return False
+        self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+        self._append(symbol, struct)
+        self._index_until = self.end + INDEXED_RUN
+        self._index()
+        return True
+
+    def _access_unforeseen(self, symbol: int, nbytes: int, struct: int, index: int) -> None:
+        """Record an access that the cursor did not expect, and find it a new place."""
+        if symbol in self._uses:  # a block never seen could not be foreseen
+            self._judge(nbytes, 0)
+        is_substitute = self.cursor >= 0 and self._structs[index] == struct
+        self._append(symbol, struct)
+        self._is_exact = False
+        self._index_until = self.end + INDEXED_RUN
+        if is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT:
+            self.cursor += 1
+            self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+        else:
+            self.cursor = self._find_place()
+            self._substitutions = 0
+            self.leap_count += 1
+        self._index()
+
+    def _set_nbytes(self, block_id: int, nbytes: int) -> None:
+        known_nbytes = self._nbytes.get(block_id, 0)
+        if nbytes != known_nbytes:
+            self._nbytes[block_id] = nbytes
+            self.living_nbytes += nbytes - known_nbytes
+
+    def _append(self, symbol: int, struct: int) -> None:
+        self._symbols.append(symbol)
+        self._structs.append(struct)
+        uses = self._uses.get(symbol)
+        if uses is None:
+            uses = self._uses[symbol] = array("q")
+        uses.append(self.end)
+        self.end += 1
+
+    def _judge(self, nbytes: int, foreseen_nbytes: int) -> None:
+        if not self._judged_nbytes:  # begin with some trust: the first mistake says little
+            self._judged_nbytes = self._foreseen_nbytes = float(24 * nbytes)
+        self._judged_nbytes = self._judged_nbytes * CONFIDENCE_DECAY + nbytes
+        self._foreseen_nbytes = self._foreseen_nbytes * CONFIDENCE_DECAY + foreseen_nbytes
+
+    def _note_temporary_use(self, symbol: int) -> None:
+        uses = self._uses.get(symbol)
+        if uses is None:
+            uses = self._uses[symbol] = array("q")
+        if not uses or uses[-1] != self.end:
+            uses.append(self.end)
+            self._temporary_count += 1
+
+    # -- finding a place ---------------------------------------------------------------------
+
+    def _index(self) -> None:
+        """Remember what the recent accesses looked like here."""
+        symbols = self._symbols
+        for length, places_by_gram in zip(GRAM_LENGTHS, self._grams, strict=True):
+            if len(symbols) < length:
+                continue
+            places = places_by_gram.setdefault(hash(tuple(symbols[-length:])), [])
+            places.append(self.end)
+            if len(places) > PLACES_PER_GRAM:
+                del places[0]
+
+    def _find_place(self) -> int:
+        """Return where the recent past agrees with the record longest; the newest on ties."""
+        for rank, length in enumerate(GRAM_LENGTHS):
+            if len(self._symbols) < length:
+                continue
+            gram = hash(tuple(self._symbols[-length:]))
+            places = self._older_grams[rank].get(gram, []) + self._grams[rank].get(gram, [])
+            if length == 1 and not places:
+                places = [use + 1 for use in self._uses[self._symbols[-1]][-PLACES_PER_GRAM:]]
+            found = [
+                (self._agreement(place), place)
+                for place in places
+                if self.start <= place < self.end
+            ]
+            if found:
+                return max(found)[1]
+        return -1
+
+    def _agreement(self, place: int) -> int:
+        """Return for how many accesses the record before `place` equals the newest ones."""
+        symbols, then, now = self._symbols, place - self.start, len(self._symbols)
+        longest = min(then, LONGEST_AGREEMENT)
+        agreed, stride, is_growing = 0, 16, True
+        while stride and agreed < longest:
+            stride = min(stride, longest - agreed)
+            left, right = then - agreed, now - agreed
+            if symbols[left - stride : left] == symbols[right - stride : right]:
+                agreed += stride
+                stride = stride * 2 if is_growing else stride // 2
+            else:
+                is_growing, stride = False, stride // 2
+        return agreed
+
+    # -- forecast ----------------------------------------------------------------------------
+
+    @property
+    def distinct_count(self) -> int:
+        """How many identities the record knows."""
+        return len(self._uses)
+
+    @property
+    def period(self) -> int:
+        """How many accesses lie between the cursor and the present; 0 without a forecast."""
+        return self.end - self.cursor if self.cursor >= 0 else 0
+
+    @property
+    def confidence(self) -> float:
+        """Share of the recently accessed bytes whose access had been foreseen exactly."""
+        return self._foreseen_nbytes / self._judged_nbytes if self._judged_nbytes else 1.0
+
+    def nbytes(self, block_id: int) -> int:
+        """Return the size of a living block as last seen; 0 for any other."""
+        return self._nbytes.get(block_id, 0)
+
+    def next_use(self, block_id: int) -> float:
+        """Return after how many accesses a block is forecast to be used; `NEVER` if it is not."""
+        cursor = self.cursor
+        if cursor < 0:
+            return NEVER
+        symbol = self._symbol_of.get(block_id, block_id)
+        uses = self._uses.get(symbol)
+        if not uses or uses[-1] < cursor:
+            return NEVER
+        use = uses[bisect_left(uses, cursor)]
+        if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
+            return NEVER  # that use is of another one, to be made there
+        return use - cursor
+
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the accesses forecast, as (distance, block), from `first` to before `limit`.
+
+        Where the record ends, the forecast starts over at the cursor: a period. Blocks that the
+        program has let go of are left out.
+        """
+        if self.cursor < 0:
+            return
+        distance, names = first, self._names
+        while distance < limit:
+            index = self.cursor - self.start + distance % self.period
+            for symbol in self._symbols[index : index + limit - distance]:
+                block_id = self._bearer_of.get(symbol, symbol)
+                if block_id in self._nbytes and (
+                    symbol not in names.born_at
+                    or names.next_birth(symbol, self.cursor) > self.cursor + distance
+                ):
+                    yield distance, block_id
+                distance += 1
+
+    # -- bounds ------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        """Forget the older half of the record, or nearly all where temporaries fill it."""
+        count = len(self._symbols)
+        kept = count // 2 if self._temporary_count < count else 0
+        self.start = self.end - kept
+        del self._symbols[: count - kept]
+        del self._structs[: count - kept]
+        self._uses = self._kept_uses()
+        self._names.forget_before(self.start, self._uses)
+        self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
+        self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)
+        if self.cursor < self.start or not kept:
+            self.cursor = -1
+            self.leap_count += 1
+        # What has matched for long was indexed long ago: index it again as it comes round.
+        self._index_until = self.end + max(self.period, INDEXED_RUN)
+
+    def _kept_uses(self) -> dict[int, array[int]]:
+        kept = {}
+        for symbol, uses in self._uses.items():
+            newer = uses[bisect_left(uses, self.start) :]
+            if newer:
+                kept[symbol] = newer
+        return kept

@@ -1,0 +1,66 @@
+"""When a prefetch has to start at the latest, from the times that operators took before."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from ...strategy import DeviceSnapshot
+
+#: The margin before the latest start: this share of the time until a block is due, and two copies.
+MARGIN_SHARE = 0.1
+
+
+class LatestStart:
+    """A record of compute time by position, and the latest start of a queue of copies.
+
+    A copy that starts earlier than it must holds room for longer, so that more has to be evicted
+    for it: where compute and not the link is the bottleneck, starting late saves bytes. Without
+    times (`compute_ns` is 0) everything starts at once.
+    """
+
+    def __init__(self) -> None:
+        self._spent_ns = array("q", [0])
+        self._start = 0
+
+    def advance(self, device: DeviceSnapshot, start: int, end: int) -> None:
+        """Note how much compute the operators before the access at `end` came to."""
+        missing = end - self._start - len(self._spent_ns) + 1
+        if missing > 0:
+            # Positions without a report share its time: the last one carries it.
+            self._spent_ns.extend(array("q", [device.compute_ns]) * missing)
+        else:
+            self._spent_ns[-1] = device.compute_ns
+        if start > self._start:
+            del self._spent_ns[: start - self._start]
+            self._start = start
+
+    def slack_ns(
+        self, device: DeviceSnapshot, cursor: int, missing: Iterable[tuple[int, int]]
+    ) -> float:
+        """Return how long the first of the missing blocks can wait without a stall.
+
+        Parameters
+        ----------
+        missing : iterable of (distance, nbytes)
+            What has to be copied, in the order of use.
+        """
+        first = cursor - self._start
+        if not device.compute_ns or first < 0 or first >= len(self._spent_ns):
+            return 0.0
+        # A copy takes the room of what was used last: it starts no earlier than compute, which the
+        # host has run ahead of, is through with it.
+        queued_ns = max(0, device.link_free_ns - max(device.now_ns, device.compute_free_ns))
+        slack_ns = float("inf")
+        link_ns = largest_ns = 0.0
+        for distance, nbytes in missing:
+            index = min(first + distance, len(self._spent_ns) - 1)
+            copy_ns = nbytes / device.h2d_bytes_per_s * 1e9
+            link_ns += copy_ns
+            largest_ns = max(largest_ns, copy_ns)
+            due_ns = self._spent_ns[index] - self._spent_ns[first]
+            sure_ns = due_ns * (1 - MARGIN_SHARE)
+            slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
+        if link_ns == 0:
+            return 0.0
+        return slack_ns - 2 * largest_ns

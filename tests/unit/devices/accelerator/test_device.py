@@ -1,0 +1,344 @@
+"""The adapter of real accelerators, driven without one: a module made of lists."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from torchTensorRef.base.errors import ConfigError, TransferError
+from torchTensorRef.devices import registry
+from torchTensorRef.devices.accelerator import vendor
+from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+from torchTensorRef.devices.accelerator.vendor import can_refill
+
+
+class FakeEvent:
+    def __init__(self, calls):
+        self.calls = calls
+        self.fired = False
+
+    def record(self, stream):
+        self.calls.append(("record", stream.name))
+
+    def query(self):
+        return self.fired
+
+    def synchronize(self):
+        self.fired = True
+
+
+class FakeStream:
+    def __init__(self, name, calls):
+        self.name = name
+        self.calls = calls
+
+    def wait_event(self, event):
+        self.calls.append(("wait", self.name))
+
+
+class FakeModule:
+    """Says what `torch.cuda` would say, and writes down what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+        self.compute = FakeStream("compute", self.calls)
+        self.streams = 0
+
+    def Stream(self, device):
+        self.streams += 1
+        return FakeStream(f"side {self.streams}", self.calls)
+
+    def Event(self):
+        return FakeEvent(self.calls)
+
+    def current_stream(self, device):
+        return self.compute
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.calls.append(("on", stream.name))
+        yield
+
+    def mem_get_info(self, index):
+        return 400, 1000
+
+    def memory_reserved(self, index):
+        return 70
+
+    def memory_allocated(self, index):
+        return 50
+
+    def max_memory_allocated(self, index):
+        return 60
+
+    def reset_peak_memory_stats(self, index):
+        self.calls.append(("peak", index))
+
+    def set_per_process_memory_fraction(self, fraction, index):
+        self.calls.append(("cap", fraction, index))
+
+    def synchronize(self, device):
+        self.calls.append(("synchronize", str(device)))
+
+
+class FakeAccelerator(AcceleratorDevice):
+    """Keeps its bytes on the host, because there is nowhere else."""
+
+    torch_device = torch.device("cpu")
+
+
+class BareModule:
+    """A module without streams, as mps has it."""
+
+    def __init__(self):
+        self.synchronized = 0
+
+    def recommended_max_memory(self):
+        return 500
+
+    def synchronize(self):
+        self.synchronized += 1
+
+
+@pytest.fixture
+def module():
+    return FakeModule()
+
+
+@pytest.fixture
+def device(module):
+    return FakeAccelerator("cuda", 0, module=module)
+
+
+def test_a_copy_in_runs_aside_and_after(device, module):
+    base = device.allocate(4)
+    arrival = device.copy_in(torch.ones(4, dtype=torch.uint8), base, after=device.available(base))
+    assert module.calls == [
+        ("record", "compute"),
+        ("wait", "side 1"),
+        ("on", "side 1"),
+        ("record", "side 1"),
+    ]
+    arrival.wait()
+    assert module.calls[-1] == ("wait", "compute")
+    assert base.tolist() == [1] * 4
+
+
+def test_what_is_fetched_is_allocated_on_the_copy_stream(device, module):
+    base = device.allocate(0)
+    device.empty(base)
+    device.refill(base, 4096)
+    assert module.calls == [("on", "side 1")]
+    assert base.untyped_storage().nbytes() == 4096
+
+
+def test_a_copy_out_waits_for_compute_by_itself(device, module):
+    base, home = device.allocate(4), torch.zeros(4, dtype=torch.uint8)
+    base.fill_(9)
+    device.copy_out(base, home).synchronize()
+    assert module.calls[:2] == [("record", "compute"), ("wait", "side 2")]
+    assert home.tolist() == [9] * 4
+
+
+def test_room_of_kernels_waits_for_the_copies_home(device, module):
+    base = device.allocate(4)
+    event = device.copy_out(base, torch.zeros(4, dtype=torch.uint8))
+    device.empty(base)
+    assert module.calls[-1] == ("wait", "compute")
+    event.synchronize()
+    kernels = device.allocate(4)
+    module.calls.clear()
+    device.empty(kernels)
+    assert module.calls == []
+
+
+def fetched(device, nbytes=4096):
+    base = device.allocate(0)
+    device.empty(base)
+    device.refill(base, nbytes)
+    return base
+
+
+def same_room(device, base, monkeypatch):
+    """Empty a base and fetch another one into its room, as the card's allocator would."""
+    start = base.untyped_storage().data_ptr()
+    device.empty(base)
+    take = device._freed.take
+    monkeypatch.setattr(device._freed, "take", lambda _, nbytes: take(start, nbytes))
+    other = fetched(device)
+    monkeypatch.undo()
+    return other
+
+
+def test_room_that_nobody_is_known_to_have_left_waits_for_all_of_compute(device, module):
+    base = fetched(device)
+    module.calls.clear()
+    assert len(device.available(base).events) == 1
+    assert module.calls == [("record", "compute")]
+
+
+def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operators(
+    device, module, monkeypatch
+):
+    base = fetched(device)
+    device.note_use(base)  # an operator has read it
+    device.record()
+    later = device._marks.now()  # the first event after that
+    device._marks.now()  # and much more work
+    other = same_room(device, base, monkeypatch)
+    module.calls.clear()
+    assert device.available(other).events == (later,)
+    assert module.calls == []
+    later.fired = True
+    assert device.available(other) is None
+
+
+def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatch):
+    base = fetched(device)
+    device.note_use(base)
+    device.forget_use(base)  # the fast path is open
+    device._marks.now()
+    module.calls.clear()
+    other = same_room(device, base, monkeypatch)
+    assert module.calls[0] == ("record", "compute")  # at the time it was given up
+    assert len(device.available(other).events) == 1
+
+
+def test_room_under_way_home_is_free_for_copies_that_wait(device, module, monkeypatch):
+    monkeypatch.setattr(device, "_is_page_locked", lambda _: True)  # so it is issued at once
+    base = fetched(device)
+    device.note_use(base)
+    home = device.copy_out(base, torch.zeros(4096, dtype=torch.uint8))
+    (leaves,) = home.events
+    module.calls.clear()
+    monkeypatch.undo()
+    other = same_room(device, base, monkeypatch)
+    assert ("wait", "compute") not in module.calls  # compute goes on
+    assert leaves in device.available(other).events
+
+
+def test_room_of_a_replica_that_died_has_unknown_readers(device, module):
+    base = fetched(device)
+    device.note_use(base)
+    del base
+    other = fetched(device)
+    module.calls.clear()
+    assert len(device.available(other).events) == 1
+    assert module.calls == [("record", "compute")]
+
+
+def test_ends_of_a_copy_live_until_it_has_fired(device):
+    base = device.allocate(4)
+    event = device.copy_in(torch.ones(4, dtype=torch.uint8), base)
+    assert not event.is_done()
+    assert len(device._in_flight) == 1
+    event.event.fired = True
+    assert event.is_done()
+    device._retire()
+    assert not device._in_flight
+
+
+def test_what_the_allocator_says_is_what_is_resident(device, module):
+    device.allocate(10)
+    assert (device.resident_nbytes, device.peak_nbytes) == (50, 60)
+    device.reset_peak()
+    assert module.calls == [("peak", 0)]
+
+
+def test_what_the_driver_says(device, module):
+    assert (device.capacity_nbytes, device.free_nbytes()) == (1000, 420)
+    assert device.limit(250)
+    assert module.calls == [("cap", 0.25, 0)]
+    device.synchronize()
+    assert module.calls[-1] == ("synchronize", "cpu")
+    assert device.now_ns() > 0
+
+
+def test_both_ends_of_a_copy_have_one_size(device):
+    base = device.allocate(4)
+    with pytest.raises(TransferError, match="3 bytes to give and room for 4"):
+        device.copy_in(torch.ones(3, dtype=torch.uint8), base)
+
+
+def test_without_streams_copies_are_done_at_once():
+    module = BareModule()
+    device = FakeAccelerator("mps", 0, module=module)
+    base, home = device.allocate(3), torch.zeros(3, dtype=torch.uint8)
+    assert device.copy_in(torch.ones(3, dtype=torch.uint8), base).is_done()
+    device.copy_out(base, home, after=device.record()).wait()
+    device.synchronize()
+    assert home.tolist() == [1, 1, 1]
+    assert (device.available(base), device.capacity_nbytes, module.synchronized) == (None, 500, 1)
+    assert device.free_nbytes() == 497
+    assert not device.limit(100)
+    device.give_up_caches()
+    assert device.random_state() is None
+
+
+def test_without_counters_the_replicas_are_counted():
+    device = FakeAccelerator("mps", 0, module=BareModule())
+    base = device.allocate(10)
+    device.empty(base)
+    device.refill(base, 20)
+    device.empty(base)
+    assert (device.resident_nbytes, device.peak_nbytes) == (0, 20)
+    device.reset_peak()
+    assert device.peak_nbytes == 0
+
+
+def test_an_allocator_that_shares_room_between_streams_keeps_to_compute(module):
+    module.get_allocator_backend = lambda: "cudaMallocAsync"
+    device = FakeAccelerator("cuda", 0, module=module)
+    base = fetched(device)
+    assert module.calls == []
+    assert len(device.available(base).events) == 1
+
+
+def test_a_backend_without_an_error_of_its_own_says_out_of_memory(device, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("MPS backend out of memory")
+
+    monkeypatch.setattr("torchTensorRef.devices.accelerator.device.empty_bytes", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="MPS"):
+        device.allocate(5)
+
+
+def test_it_works_over_torchs_own_host_module():
+    device = FakeAccelerator("cpu", 0, module=torch.cpu)
+    base, home = fetched(device, 100_000), torch.zeros(100_000, dtype=torch.uint8)
+    device.copy_in(torch.full((100_000,), 7, dtype=torch.uint8), base).wait()
+    device.copy_out(base, home, after=device.record()).synchronize()
+    assert home.unique().tolist() == [7]
+
+
+def test_a_device_must_be_able_to_empty_storages():
+    assert can_refill(torch.device("cpu"))
+    assert can_refill(torch.device("meta"))
+
+
+@pytest.fixture
+def mps(monkeypatch):
+    """A machine whose accelerator is of a kind that cannot."""
+    refused = torch.device("mps")
+    module = BareModule()
+    module.is_available = lambda: True
+    module.device_count = lambda: 1
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: refused
+    )
+    return module
+
+
+def test_one_that_cannot_is_refused_and_is_not_the_default(mps):
+    with pytest.raises(ConfigError, match="cannot empty the storage"):
+        AcceleratorDevice("mps")
+    assert registry.default_name() == "sim"
+
+
+def test_one_that_can_is_taken(mps, monkeypatch):
+    monkeypatch.setattr(vendor, "can_refill", lambda device: True)
+    assert AcceleratorDevice("mps").capacity_nbytes == 500
+    assert registry.default_name() == "mps"

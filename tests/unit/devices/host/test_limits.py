@@ -1,0 +1,62 @@
+"""What this process may use of the host's memory, by installed memory and by control groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchTensorRef.base.errors import ConfigError
+from torchTensorRef.devices.host import limits as host_limits
+from torchTensorRef.devices.host.limits import ram_limit_nbytes, share_of_ram
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """Give `groups(of_process, {file: text})` and read the limit."""
+
+    def limit(of_process, files):
+        for name, text in files.items():
+            file = tmp_path / "cgroup" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        process = tmp_path / "process"
+        process.write_text(of_process)
+        return ram_limit_nbytes(tmp_path / "cgroup", process, 16 * GIB)
+
+    return limit
+
+
+def test_without_groups_it_is_what_is_installed(tmp_path):
+    assert ram_limit_nbytes(tmp_path, tmp_path / "absent", 7) == 7
+
+
+def test_version_2_takes_the_tightest_group_around_the_process(groups):
+    files = {"a/b/memory.max": "max\n", "a/memory.max": f"{4 * GIB}\n"}
+    assert groups("0::/a/b\n", files) == 4 * GIB
+
+
+def test_version_2_inside_a_container_reads_the_mount(groups):
+    assert groups("0::/outside/path\n", {"memory.max": f"{2 * GIB}\n"}) == 2 * GIB
+
+
+def test_version_1_reads_the_memory_controller_and_knows_its_word_for_no_limit(groups):
+    process = "9:name=systemd:/\n4:cpu,memory:/job\n0::/\n"
+    no_limit = {"memory/memory.limit_in_bytes": "9223372036854771712\n"}
+    assert groups(process, no_limit) == 16 * GIB
+    assert groups(process, {"memory/job/memory.limit_in_bytes": f"{GIB}\n"}) == GIB
+
+
+def test_what_cannot_be_read_is_no_limit(groups):
+    assert groups("0::/a\n", {"a/memory.max": "nonsense"}) == 16 * GIB
+
+
+def test_shares_and_sizes(monkeypatch):
+    monkeypatch.setattr(host_limits, "ram_limit_nbytes", lambda: 1000)
+    assert (share_of_ram("25%"), share_of_ram("0"), share_of_ram("8GiB")) == (250, 0, 1000)
+    with pytest.raises(ConfigError):
+        share_of_ram("much")
+
+
+def test_here():
+    assert ram_limit_nbytes() > 0

@@ -1,0 +1,263 @@
+"""Page-locking: bounded, in the background, undone before memory is freed, and never needed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from torchTensorRef.devices.host import page_lock
+from torchTensorRef.devices.host.page_lock import (
+    LEAST_NBYTES,
+    PageLocks,
+    RegisteringLocker,
+    TorchLocker,
+)
+from torchTensorRef.devices.host.page_locked_pool import HomePool
+from torchTensorRef.devices.host.readers import home_bytes
+
+from ....support.device_double import Runtime
+
+N = LEAST_NBYTES
+
+
+def base(nbytes=N):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def mapped(nbytes=N):
+    """Memory that torch did not allocate, as of a mapped file."""
+    return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
+
+
+def wish(locks, tensor, *, may_mirror=True):
+    for _ in range(page_lock.WORTH_IT_AFTER):
+        locks.wish(tensor, may_mirror=may_mirror)
+    assert locks.settle(10)
+
+
+@pytest.fixture
+def runtime():
+    return Runtime()
+
+
+@pytest.fixture
+def locks(runtime):
+    return PageLocks(RegisteringLocker(runtime), 10 * N)
+
+
+def test_what_recurs_is_locked_where_it_lies(locks, runtime):
+    weight = base()
+    locks.wish(weight, may_mirror=True)
+    assert locks.settle(10)
+    assert not locks.is_locked(weight), "it has been copied once only"
+    locks.wish(weight, may_mirror=True)
+    assert locks.settle(10)
+    assert locks.is_locked(weight)
+    assert runtime.registered == {weight.data_ptr(): N}
+    assert locks.locked_nbytes == N
+
+
+def test_memory_is_unlocked_before_it_is_freed(locks, runtime):
+    weight = base()
+    wish(locks, weight)
+    del weight
+    gc.collect()
+    assert runtime.registered == {}
+    assert locks.locked_nbytes == 0
+
+
+def test_memory_is_unlocked_before_it_is_exchanged(locks, runtime):
+    weight = base()
+    wish(locks, weight)
+    home_bytes.about_to_move(weight)
+    assert runtime.registered == {}
+    weight.untyped_storage().resize_(4 * N)
+    del weight
+    gc.collect()
+    assert locks.locked_nbytes == 0
+
+
+def test_memory_that_an_operator_has_exchanged_is_unlocked(locks, runtime):
+    weight = base()
+    wish(locks, weight)
+    home_bytes.were_written([weight])
+    assert runtime.registered, "written, and where it was"
+    grown = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
+    held = base()  # so that the storage has to move
+    grown.resize_(64 * N)
+    home_bytes.were_written([weight])
+    assert runtime.registered == {}
+    del held
+
+
+def test_the_bound_is_kept(runtime):
+    locks = PageLocks(RegisteringLocker(runtime), 2 * N + N // 2)
+    weights = [base() for _ in range(4)]
+    for weight in weights:
+        wish(locks, weight)
+    assert sum(locks.is_locked(weight) for weight in weights) == 2
+    assert locks.locked_nbytes == 2 * N
+    assert locks.allocate(N) is None
+    del weight
+    weights.clear()
+    gc.collect()
+    assert locks.allocate(N) is not None, "there is room again"
+
+
+def test_small_blocks_are_left_alone(locks, runtime):
+    small = base(N - 1)
+    wish(locks, small)
+    assert runtime.registered == {}
+
+
+def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
+    weight = mapped()
+    wish(locks, weight)
+    assert not locks.is_locked(weight)
+    mirror = locks.take_prepared(weight)
+    assert mirror is not None
+    assert mirror.numel() == N
+    assert runtime.registered == {mirror.data_ptr(): N}, "of exactly its size"
+    assert locks.take_prepared(weight) is None, "given away once"
+    home_bytes.set_mirror(weight, mirror)
+    assert home_bytes.mirror(weight) is mirror
+    del mirror, weight
+    gc.collect()
+    assert runtime.registered == {}
+    assert locks.locked_nbytes == 0
+
+
+def test_bytes_that_others_may_write_get_no_mirror(locks):
+    weight = mapped()
+    wish(locks, weight, may_mirror=False)
+    assert locks.take_prepared(weight) is None
+    assert locks.locked_nbytes == 0
+
+
+def test_a_write_ends_a_mirror(locks):
+    weight = mapped()
+    wish(locks, weight)
+    home_bytes.set_mirror(weight, locks.take_prepared(weight))
+    home_bytes.about_to_change(weight)
+    assert home_bytes.mirror(weight) is None
+    assert locks.locked_nbytes == 0
+
+
+def test_where_the_driver_refuses_it_is_said_once(caplog):
+    locks = PageLocks(RegisteringLocker(Runtime(refuses=True)), 10 * N)
+    weights = [base(), base(), mapped()]
+    with caplog.at_level(logging.WARNING):
+        for weight in weights:
+            wish(locks, weight)
+        assert locks.allocate(N) is None
+    assert len(caplog.records) == 1
+    assert "page-locked" in caplog.text
+    assert locks.locked_nbytes == 0
+
+
+def test_a_driver_that_raises_ends_nothing(caplog, runtime):
+    locks = PageLocks(RegisteringLocker(runtime), 10 * N)
+    runtime.cudaHostRegister = lambda *_: (_ for _ in ()).throw(RuntimeError("driver is gone"))
+    wish(locks, base())
+    assert "driver is gone" in caplog.text
+    other = base()
+    del runtime.cudaHostRegister
+    wish(locks, other)
+    assert locks.is_locked(other), "the thread is still there"
+
+
+def test_without_a_locker_nothing_is_locked_and_nothing_said(caplog):
+    locks = PageLocks(None, 10 * N)
+    weight = base()
+    wish(locks, weight)
+    assert (locks.is_locked(weight), locks.allocate(5), locks.locked_nbytes) == (False, None, 0)
+    assert not caplog.records
+
+
+def test_torchs_own_memory_is_cut_out_of_chunks(monkeypatch):
+    made = []
+
+    def torchs_own(nbytes):
+        made.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(page_lock, "_torchs_own", torchs_own)
+    locker = TorchLocker(chunk_nbytes=100)
+    parts = [locker.allocate(40) for _ in range(3)]
+    assert made == [100, 100], "no power of two for each"
+    assert parts[0].data_ptr() + 40 == parts[1].data_ptr()
+    assert locker.allocate(101) is None
+    assert not locker.lock(parts[0].data_ptr(), 40)
+
+
+class SlowReader:
+    def __init__(self):
+        self.finished = False
+
+    def has_read(self):
+        return self.finished
+
+    def finish_reading(self):
+        self.finished = True
+
+
+def test_who_writes_waits_for_copies_that_read():
+    weight, other, reader = base(10), base(10), SlowReader()
+    home_bytes.note_reader(weight, reader)
+    home_bytes.about_to_change(other)
+    assert not reader.finished
+    home_bytes.about_to_change(weight)
+    assert reader.finished
+
+
+def test_readers_that_have_finished_are_forgotten():
+    for _ in range(500):
+        reader = SlowReader()
+        reader.finished = True
+        home_bytes.note_reader(base(10), reader)
+    assert len(home_bytes._readers) <= 65
+
+
+# -- homes for what kernels make ----------------------------------------------------------------
+
+
+def test_homes_are_made_in_the_background_and_come_back(locks, runtime):
+    pool = HomePool(locks)
+    assert pool.take(N) is None, "not at the moment of use"
+    assert locks.settle(10)
+    home = pool.take(N)
+    assert home is not None
+    assert home.numel() == N
+    assert locks.is_locked(home)
+    assert pool.take(N) is None, "one for each that was wanted"
+    assert locks.settle(10)
+    address, view = home.data_ptr(), home[5:9]
+    del home
+    gc.collect()
+    assert pool.take(N).data_ptr() != address, "a view of it lives"
+    del view
+    gc.collect()
+    again = [pool.take(N), pool.take(N)]
+    assert address in [part.data_ptr() for part in again if part is not None]
+    assert len(runtime.registered) == 2
+
+
+def test_small_homes_are_pageable(locks):
+    pool = HomePool(locks)
+    for _ in range(3):
+        assert pool.take(N - 1) is None
+        assert locks.settle(10)
+
+
+def test_sizes_that_were_wanted_once_make_room_for_others(runtime):
+    locks = PageLocks(RegisteringLocker(runtime), 4 * N)
+    pool = HomePool(locks)
+    pool.take(3 * N)
+    assert locks.settle(10)
+    pool.take(2 * N)
+    assert locks.settle(10)
+    assert pool.take(2 * N) is not None
+    assert locks.locked_nbytes == 2 * N

@@ -1,0 +1,134 @@
+"""Flow on the seven traces of THEORY 1.5: misses, and what becomes of a wrong forecast."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from torchTensorRef.strategies.flow.flow import Flow
+from torchTensorRef.strategies.flow.history import NEVER, History
+from torchTensorRef.strategies.lru import LeastRecentlyUsed
+from torchTensorRef.strategy import Strategy
+
+from ...support.cache_model import CacheModel, Counts, least_misses, uses
+from ...support.traces import TRACES, blocks_of
+
+NBYTES, COMPUTE_NS = 1_000, 500
+
+
+def run(trace, room, strategy: Strategy, *, looks_ahead: bool = True) -> Counts:
+    model = CacheModel(strategy, room * NBYTES, looks_ahead=looks_ahead)
+    return model.run(uses(trace, NBYTES, COMPUTE_NS))
+
+
+def made(name: str, seed: int):
+    trace = TRACES[name][0](random.Random(seed))
+    return trace, len(set(blocks_of(trace)))
+
+
+#: Where nothing can be foreseen the excess is LRU's and varies with the seed: only the table's.
+TABLE_CASES = [
+    (name, seed)
+    for name in TRACES
+    for seed in (1, 2)
+    if seed == 1 or name not in ("experts", "random")
+]
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+@pytest.mark.parametrize(("name", "seed"), TABLE_CASES)
+def test_misses_are_those_of_the_table(name, share, seed):
+    trace, distinct = made(name, seed)
+    room = int(distinct * share)
+    excess = TRACES[name][1][share == 0.7]
+    oracle = least_misses(blocks_of(trace), room)
+    counts = run(trace, room, Flow(), looks_ahead=False)
+    assert counts.miss_count <= (excess + 0.02) * oracle
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("share", [0.25, 0.7])
+@pytest.mark.parametrize("name", ["experts", "random"])
+def test_what_cannot_be_foreseen_costs_no_more_than_lru(name, share, seed, looks_ahead):
+    trace, distinct = made(name, seed)
+    room = int(distinct * share)
+    least = run(trace, room, LeastRecentlyUsed()).moved_nbytes
+    assert run(trace, room, Flow(), looks_ahead=looks_ahead).moved_nbytes <= 1.03 * least
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+@pytest.mark.parametrize("name", ["decode", "diffusion", "training", "preference", "rollouts"])
+def test_looking_ahead_saves_time_and_moves_less_than_lru(name, share):
+    trace, distinct = made(name, seed=1)
+    trace = trace[:3000]
+    models = [
+        CacheModel(strategy, int(distinct * share) * NBYTES)
+        for strategy in (LeastRecentlyUsed(), Flow())
+    ]
+    lru, flow = (model.run(uses(trace, NBYTES, COMPUTE_NS)) for model in models)
+    assert flow.moved_nbytes < 0.9 * lru.moved_nbytes
+    assert models[1].now_ns < models[0].now_ns
+    assert flow.refused_count == 0
+
+
+class Reversed(History):
+    """Says that what comes next comes last."""
+
+    def next_use(self, block_id: int) -> float:
+        distance = super().next_use(block_id)
+        return distance if distance == NEVER else 10**6 - distance
+
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        blocks = [block_id for _, block_id in super().upcoming(min(limit, self.period))]
+        yield from list(enumerate(reversed(blocks)))[first:]
+
+
+class Shuffled(History):
+    """Says anything."""
+
+    def next_use(self, block_id: int) -> float:
+        return hash((block_id, self.end // 8)) % 1000
+
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        blocks = [block_id for _, block_id in super().upcoming(min(limit, self.period))]
+        random.Random(self.end).shuffle(blocks)
+        yield from list(enumerate(blocks))[first:]
+
+
+class Constant(History):
+    """Says the same of every block, and foresees only one."""
+
+    def next_use(self, block_id: int) -> float:
+        return 7
+
+    def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        block_id = min(self._nbytes, default=0)
+        yield from ((distance, block_id) for distance in range(first, limit))
+
+
+@pytest.mark.parametrize("forecaster", [Reversed, Shuffled, Constant])
+@pytest.mark.parametrize("name", ["decode", "training", "rollouts", "random"])
+def test_a_wrong_forecast_is_dropped(name, forecaster):
+    """Bytes of the second half, when the forecast has been weighed, are those of LRU."""
+    trace, distinct = made(name, seed=1)
+    trace = trace[:1200]
+    moved = []
+    for strategy in (LeastRecentlyUsed(), Flow(forecaster())):
+        model = CacheModel(strategy, int(distinct * 0.4) * NBYTES)
+        before = model.run(uses(trace, NBYTES, COMPUTE_NS)).moved_nbytes
+        moved.append(model.run(uses(trace, NBYTES, COMPUTE_NS)).moved_nbytes - before)
+    assert moved[1] <= 1.1 * moved[0]
+
+
+def test_a_forecast_that_becomes_good_is_followed_again():
+    trace, _ = made("decode", seed=1)
+    strategy = Flow()
+    model = CacheModel(strategy, 25 * NBYTES)
+    model.run(uses(trace[:640], NBYTES, COMPUTE_NS))
+    strategy.referee._weigh(10**9, 25 * NBYTES)
+    assert not strategy.referee.is_followed
+    model.run(uses(trace[640:6400], NBYTES, COMPUTE_NS))
+    assert strategy.referee.is_followed

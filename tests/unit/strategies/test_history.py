@@ -1,0 +1,247 @@
+"""The sticky cursor: what it foresees, what it survives, what it costs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchTensorRef.strategies.flow.history import NEVER, History
+
+from ...support.cache_model import least_misses
+from ...support.traces import TRACES, Trace, back, blocks_of, sweep
+
+
+def told(trace: Trace, history: History | None = None) -> History:
+    history = History() if history is None else history
+    for block_id, struct in trace:
+        history.access(block_id, 1, struct)
+    return history
+
+
+def foreseen(history: History, count: int) -> list[int]:
+    return [block_id for _, block_id in history.upcoming(count)]
+
+
+def misses(trace: Trace, room: int, *, follow: bool) -> int:
+    """Count the misses of a cache that evicts by the forecast, or by age."""
+    history, held, count = History(), dict[int, int](), 0
+    for position, (block_id, struct) in enumerate(trace):
+        history.access(block_id, 1, struct)
+        if block_id not in held:
+            count += 1
+            if len(held) >= room:
+                distance = history.next_use if follow else lambda _: 0.0
+                del held[max(held, key=lambda other: (distance(other), -held[other]))]
+        held[block_id] = position
+    return count
+
+
+def test_nothing_is_foreseen_of_what_was_not_seen():
+    history = told(sweep(0, 5, 0))
+    assert (history.cursor, history.next_use(3), foreseen(history, 9)) == (-1, NEVER, [])
+
+
+def test_a_second_round_is_foreseen_from_its_first_access():
+    history = told([*sweep(0, 5, 0), (0, 0)])
+    assert [history.next_use(block_id) for block_id in range(5)] == [4, 0, 1, 2, 3]
+    assert foreseen(history, 12) == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_upcoming_may_begin_later():
+    history = told([*sweep(0, 5, 0), (0, 0)])
+    assert list(history.upcoming(12, 7)) == list(history.upcoming(12))[7:]
+
+
+def test_other_lengths_do_not_disturb_the_order():
+    """A prefill and a decode step use the same blocks by operators of other sizes."""
+    history = told([*sweep(0, 5, struct=1), (0, 2)])
+    assert foreseen(history, 4) == [1, 2, 3, 4]
+
+
+def test_a_longer_period_is_foreseen_in_its_place():
+    micro = sweep(0, 6, 0) + back(0, 6, 1)
+    step = micro * 4 + sweep(100, 6, 2)
+    history = told(step * 3 + micro * 4)
+    assert foreseen(history, 8) == [*range(100, 106), 0, 1]
+    assert history.next_use(100) == 0
+
+
+def test_substitution_by_an_equal_operator_keeps_the_place():
+    layers = [(block, 9 if block == 2 else 0) for block in range(5)]
+    changed = [(77, 9) if block == 2 else (block, struct) for block, struct in layers]
+    history = told(layers * 2 + changed[:3])
+    assert (history.leap_count, foreseen(history, 3)) == (told(layers).leap_count + 1, [3, 4, 0])
+
+
+def test_an_exception_in_the_middle_of_a_step_is_one_wrong_access():
+    history = told(sweep(0, 20, 0) * 3 + sweep(0, 7, 0))
+    leaps = history.leap_count
+    told(sweep(0, 4, 5), history)
+    assert history.leap_count - leaps <= 1
+    assert foreseen(history, 5) == [4, 5, 6, 7, 8]
+
+
+def test_training_and_evaluation_in_turns():
+    train, evaluate = sweep(0, 9, 0) + back(0, 9, 1), sweep(0, 9, 2) + sweep(50, 2, 3)
+    history = told((train + evaluate) * 3)
+    before = history.confidence
+    told((train + evaluate) * 2, history)
+    assert history.confidence >= before > 0.5
+
+
+def test_the_dead_are_not_foreseen():
+    history = told(sweep(0, 4, 0) * 2)
+    history.death(2)
+    assert 2 not in foreseen(history, 8)
+    assert history.nbytes(2) == 0
+
+
+def test_bytes_of_the_living():
+    history = History()
+    history.access(1, 10, 0)
+    history.birth(2, 5)
+    history.access(2, 7, 0, is_persistent=False)
+    history.death(1)
+    assert (history.living_nbytes, history.nbytes(2)) == (7, 7)
+
+
+def decode_with_states(history: History, tokens: range, layers: int = 3) -> list[int]:
+    """Run a program that makes each layer's state anew at each token; return the last states."""
+    states: dict[int, int] = {}
+    for token in tokens:
+        for layer in range(layers):
+            history.access(layer, 100, 1)
+            if layer in states:
+                history.access(states[layer], 10 + token, 2, is_persistent=False)
+            made = 1000 + token * layers + layer
+            history.birth(made, 11 + token)
+            if layer in states:
+                history.death(states[layer])
+            states[layer] = made
+    return [states[layer] for layer in range(layers)]
+
+
+def test_temporaries_are_known_by_their_birth_place():
+    """Each token makes new states under new numbers; when they are used is known all the same."""
+    history = History()
+    last = decode_with_states(history, range(4))
+    # After layer 2's access, in the slot in which its state was used each time.
+    assert [history.next_use(block_id) for block_id in last] == [1, 2, 0]
+    assert history.period == 3
+
+
+def test_what_outlives_its_birth_place_gets_an_identity_of_its_own():
+    """Optimizer state is born once, where a step makes something short-lived each time."""
+    history = told(sweep(0, 4, 0) * 2)
+    for number in range(3):
+        history.access(0, 1, 0)
+        history.birth(500 + number, 1)
+        told(sweep(1, 3, 0), history)
+    history.access(500, 1, 7)
+    history.access(502, 1, 7)
+    told(sweep(0, 4, 0), history)
+    history.access(500, 1, 7)
+    assert foreseen(history, 2) == [502, 0]
+
+
+@pytest.mark.parametrize("is_persistent", [True, False])
+def test_memory_is_bounded(is_persistent):
+    history, rng = History(capacity=2_000), random.Random(0)
+    for number in range(20_000):
+        history.access(rng.randrange(50), 1, 0, is_persistent=is_persistent)
+        history.birth(1_000 + number, 1)
+        history.access(1_000 + number, 1, 0, is_persistent=number % 7 == 0)
+        history.death(1_000 + number)
+    assert history.end - history.start <= 2_000
+    assert sum(map(len, history._uses.values())) <= 4_000
+    assert history._names.birth_count <= 2_000
+    assert max(len(grams) for grams in (*history._grams, *history._older_grams)) <= 4_000
+    assert len(history._nbytes) <= 51
+    assert not history._symbol_of
+    assert not history._bearer_of
+
+
+def test_a_trim_does_not_lose_the_place():
+    round_ = [(block_id, block_id) for block_id in range(30)]
+    history = told(round_ * 500, History(capacity=1_000))
+    leaps = history.leap_count
+    assert foreseen(history, 30) == list(range(30))
+    told(round_[:10] + round_[:10], history)
+    assert history.leap_count == leaps + 1
+    assert foreseen(history, 3) == [10, 11, 12]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_an_access_costs_a_handful_of_calls(name):
+    """Some microseconds, counted in what no other process of the machine can change."""
+    trace = TRACES[name][0](random.Random(1))
+    assert calls_of(lambda: told(trace)) / len(trace) < 60
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Count the functions, of Python and of C, that some work calls."""
+    count = 0
+
+    def see(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+edits = st.lists(
+    st.tuples(st.integers(0, 10**6), st.sampled_from("ids"), st.integers(0, 45)), max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 40), st.integers(3, 12), edits)
+def test_insertions_deletions_and_substitutions_never_make_it_worse_than_lru(
+    count, rounds, changes
+):
+    trace = sweep(0, count, 0) * rounds
+    for place, kind, block_id in changes:
+        index = place % len(trace)
+        if kind == "i":
+            trace.insert(index, (block_id, 1))
+        elif kind == "d":
+            del trace[index]
+        else:
+            trace[index] = (block_id, trace[index][1])
+    room = count // 2
+    followed = misses(trace, room, follow=True)
+    oracle = least_misses(blocks_of(trace), room)
+    assert oracle <= followed <= 1.03 * misses(trace, room, follow=False) + 2 * len(changes) + 2
+    assert followed <= 1.1 * oracle + (room + 2) * (len(changes) + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("apbd"), st.integers(0, 15), st.integers(0, 3)), max_size=300
+    )
+)
+def test_any_order_of_calls_is_borne(calls):
+    history = History(capacity=64)
+    for kind, block_id, struct in calls:
+        if kind in "ap":
+            history.access(block_id, 8, struct, is_persistent=kind == "p")
+        elif kind == "b":
+            history.birth(block_id, 8)
+        else:
+            history.death(block_id)
+        assert history.start <= history.end
+        assert history.cursor == -1 or history.start <= history.cursor < history.end
+        assert history.living_nbytes == 8 * len(history._nbytes)
+        assert all(block in history._nbytes for block in foreseen(history, 40))
+        assert all(history.next_use(block) >= 0 for block in range(16))

@@ -1,0 +1,232 @@
+"""Strategies told with integers: THEORY 1.3's formulas, and single decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchTensorRef.strategies import AVAILABLE
+from torchTensorRef.strategies.flow.flow import Flow
+from torchTensorRef.strategies.genoa import Genoa
+from torchTensorRef.strategies.lru import LeastRecentlyUsed
+from torchTensorRef.strategy import Access, BlockSnapshot, DeviceSnapshot, Strategy
+
+from ...support.cache_model import CacheModel, Operand, Step, least_misses, uses
+from ...support.traces import Trace, back, blocks_of, sweep
+
+NBYTES = 1_000
+ROOMS = [(10, 6), (32, 8), (32, 12), (32, 16), (32, 24), (48, 20)]
+
+
+def steady_blocks(
+    strategy: Strategy, sweep_: Trace, room: int, count: int, compute_ns: int = 1, **options: bool
+) -> float:
+    """Return the blocks moved in `count` sweeps, once the first four are over."""
+    model = CacheModel(strategy, room * NBYTES, **options)
+    before = model.run(uses(sweep_ * 4, NBYTES, compute_ns)).moved_nbytes
+    return (model.run(uses(sweep_ * count, NBYTES, compute_ns)).moved_nbytes - before) / NBYTES
+
+
+@pytest.mark.parametrize(("blocks", "room"), ROOMS)
+class TestCyclicSweep:
+    """N blocks in turn with room for k; N - 1 sweeps are a whole number of MIN's rounds."""
+
+    def test_lru_moves_everything(self, blocks, room):
+        moved = steady_blocks(LeastRecentlyUsed(), sweep(0, blocks, 0), room, blocks - 1)
+        assert moved == blocks * (blocks - 1)
+
+    def test_min_is_what_the_formula_says(self, blocks, room):
+        rounds = 20 * (blocks - 1)
+        numbers = blocks_of(sweep(0, blocks, 0) * rounds)
+        first = blocks_of(sweep(0, blocks, 0) * (blocks - 1))
+        steady = least_misses(numbers[: 3 * len(first)], room) - least_misses(
+            numbers[: 2 * len(first)], room
+        )
+        assert steady == blocks * (blocks - room)
+
+    def test_flow_on_demand_moves_what_min_moves(self, blocks, room):
+        moved = steady_blocks(Flow(), sweep(0, blocks, 0), room, blocks - 1, looks_ahead=False)
+        assert moved == blocks * (blocks - room)
+
+    def test_flow_ahead_loses_the_slot_of_the_copy_in_flight(self, blocks, room):
+        """W(W-B+s)/(W-s), in the regime in which sparing the block in use pays."""
+        moved = steady_blocks(Flow(), sweep(0, blocks, 0), room, blocks - 1, compute_ns=250)
+        assert moved == blocks * (blocks - room + 1)
+
+    def test_flow_ahead_loses_less_where_operators_are_short(self, blocks, room):
+        moved = steady_blocks(Flow(), sweep(0, blocks, 0), room, blocks - 1, compute_ns=1)
+        assert blocks * (blocks - room) < moved < blocks * (blocks - room + 1)
+
+    def test_everything_that_fits_is_fetched_once(self, blocks, room):
+        model = CacheModel(Flow(), blocks * NBYTES)
+        model.run(uses(sweep(0, blocks, 0) * 5, NBYTES))
+        assert model.counts.moved_nbytes == blocks * NBYTES
+
+
+@pytest.mark.parametrize("strategy", [LeastRecentlyUsed, Flow])
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("room", [8, 12, 24])
+def test_palindrome_sweep_moves_what_does_not_fit(strategy, looks_ahead, room):
+    """W - B per direction; LRU is as good as can be."""
+    there_and_back = sweep(0, 32, 0) + back(0, 32, 1)
+    moved = steady_blocks(strategy(), there_and_back, room, 10, looks_ahead=looks_ahead)
+    assert moved == 20 * (32 - room)
+
+
+@pytest.mark.parametrize("compute_ns", [1, 500, 1000, 4000])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_time_is_near_the_floor(share, compute_ns):
+    """The floor is the larger of all compute and all bytes that do not fit (THEORY 3.1)."""
+    blocks, room = 128, int(128 * share)
+    model = CacheModel(Flow(), room * NBYTES)
+    model.run(uses(sweep(0, blocks, 0) * 4, NBYTES, compute_ns))
+    start_ns = model.now_ns
+    model.run(uses(sweep(0, blocks, 0) * 8, NBYTES, compute_ns))
+    floor_ns = max(blocks * compute_ns, (blocks - room) * NBYTES)
+    assert (model.now_ns - start_ns) / 8 <= 1.08 * floor_ns
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_where_compute_is_the_bottleneck_copies_start_late(share):
+    """Without times every link cycle is used, and twice the bytes are moved for nothing."""
+    room = int(64 * share)
+    late = steady_blocks(Flow(), sweep(0, 64, 0), room, 63, compute_ns=2000)
+    early = steady_blocks(Flow(), sweep(0, 64, 0), room, 63, compute_ns=2000, tells_times=False)
+    assert 64 * (64 - room) <= late <= 1.2 * 64 * (64 - room) <= early
+
+
+def device(limit_nbytes: int = 10_000, **facts: float) -> DeviceSnapshot:
+    known = {
+        "name": "model",
+        "limit_nbytes": limit_nbytes,
+        "resident_nbytes": limit_nbytes,
+        "in_flight_nbytes": 0,
+        "in_flight_count": 0,
+        "now_ns": 0,
+        "link_free_ns": 0,
+        "h2d_bytes_per_s": 1e9,
+        "d2h_bytes_per_s": 1e9,
+    }
+    return DeviceSnapshot(**known | facts)
+
+
+def block(
+    block_id: int,
+    nbytes: int = 1_000,
+    last_use: int = 0,
+    *,
+    dirty: bool = False,
+    lasts: bool = True,
+) -> BlockSnapshot:
+    return BlockSnapshot(block_id, nbytes, last_use, dirty, lasts)
+
+
+def learned(trace: Trace, **options: int) -> Flow:
+    strategy = Flow(**options)
+    for block_id, struct in trace:
+        strategy.on_access(Access(block_id, 1_000, struct, True, True, True))
+    return strategy
+
+
+def test_each_strategy_is_found_by_its_name():
+    assert {name: strategy.name for name, strategy in AVAILABLE.items()} == {
+        name: name for name in ("genoa", "lru", "flow")
+    }
+
+
+def test_lru_takes_the_oldest_then_the_largest():
+    blocks = [block(1, 10, 30), block(2, 10, 10), block(3, 20, 10)]
+    strategy = LeastRecentlyUsed()
+    assert list(strategy.victims(device(), blocks, 5)) == [3]
+    assert list(strategy.victims(device(), blocks, 31)) == [3, 2, 1]
+    assert list(strategy.victims(device(), blocks, 0)) == []
+
+
+def test_genoa_keeps_nothing():
+    used = [block(1), block(2, dirty=True, lasts=False)]
+    assert list(Genoa().after_operator(device(), used)) == [1, 2]
+
+
+def test_flow_evicts_the_farthest_and_dirty_ones_later():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    blocks = [block(5), block(6), block(7, dirty=True)]
+    assert list(strategy.victims(device(), blocks, 1)) == [6]
+    assert list(strategy.victims(device(), blocks, 3_000)) == [6, 7, 5]
+    blocks = [block(5), block(6), block(7)]
+    assert list(strategy.victims(device(), blocks, 3_000)) == [7, 6, 5]
+
+
+def test_flow_evicts_what_it_does_not_foresee_first():
+    strategy = learned([*sweep(50, 3, 1), *sweep(0, 8, 0) * 2])
+    blocks = [block(7, last_use=1), block(51, last_use=9), block(50, last_use=8)]
+    assert list(strategy.victims(device(), blocks, 3_000)) == [50, 51, 7]
+
+
+def test_flow_without_a_forecast_is_lru():
+    blocks = [block(1, 10, 30), block(2, 10, 10, lasts=False), block(3, 20, 10)]
+    assert list(Flow().victims(device(), blocks, 31)) == [3, 2, 1]
+
+
+def test_flow_keeps_small_blocks_that_recur():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    blocks = [block(7, 10), block(6), block(5)]
+    assert list(strategy.victims(device(), blocks, 2_005)) == [6, 5, 7]
+
+
+def test_flow_fetches_in_the_order_of_use_and_does_no_harm():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    held = [block(0, last_use=9), block(6, last_use=7), block(7, last_use=8)]
+    asked = list(strategy.prefetch(device(3_000, resident_nbytes=3_000), held))
+    assert [(fetch.block_id, fetch.victims) for fetch in asked] == [(1, (7,))]
+    held = [block(0, last_use=9), block(1, last_use=7), block(2, last_use=8)]
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    assert list(strategy.prefetch(device(3_000, resident_nbytes=3_000), held)) == []
+
+
+def test_flow_does_not_queue_a_second_large_copy():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    busy = device(9_000, resident_nbytes=2_000, in_flight_nbytes=1_000, in_flight_count=1)
+    assert list(strategy.prefetch(busy, [block(0), block(1)])) == []
+    large = device(1_000_000, resident_nbytes=2_000)
+    asked = list(strategy.prefetch(large, [block(0), block(1)]))
+    assert [fetch.block_id for fetch in asked] == [2, 3, 4, 5]
+
+
+def test_flow_leaves_room_for_what_operators_make():
+    """Two of five blocks' room is needed by a result that comes before the missing block."""
+    flow = Flow()
+    model = CacheModel(flow, 6 * NBYTES)
+    program = []
+    for token in range(30):
+        for number in range(8):
+            made = 1_000 + token * 8 + number
+            large = Operand(made, 2 * NBYTES, is_persistent=False)
+            program.append(Step((Operand(number, NBYTES),), 0, 400, (large,), (made,)))
+    counts = model.run(program)
+    assert counts.peak_nbytes <= 6 * NBYTES
+    assert counts.written_back_nbytes == 0
+    assert counts.refused_count == 0
+    # MIN with room for four: N(N-k)/(N-1) a sweep; one more for the copy in flight.
+    assert counts.moved_nbytes / NBYTES <= 30 * 8 * (8 - 4 + 1) / 7 + 8
+
+
+def test_flow_copies_the_next_victims_home_early():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    full = device(8_000)
+    blocks = [block(number, dirty=number in (1, 2)) for number in range(8)]
+    assert list(strategy.write_back(full, blocks)) == []
+    blocks = [block(number, dirty=True) for number in range(8)]
+    assert list(strategy.write_back(full, blocks)) == [0, 7]
+    assert list(strategy.write_back(device(80_000, resident_nbytes=8_000), blocks)) == []
+
+
+@pytest.mark.parametrize("strategy", [LeastRecentlyUsed, Genoa, Flow])
+def test_training_with_writes_stays_under_the_budget(strategy):
+    """Weights are written by an optimizer: the model itself asserts the budget at every step."""
+    model = CacheModel(strategy(), 12 * NBYTES)
+    for _ in range(6):
+        model.run(uses(sweep(0, 16, 0) + back(0, 16, 1), NBYTES, 100))
+        model.run(
+            Step((Operand(n, NBYTES, is_write=True), Operand(100 + n, NBYTES, is_write=True)), 2)
+            for n in range(16)
+        )
+    assert model.counts.peak_nbytes <= 12 * NBYTES

@@ -1,0 +1,276 @@
+"""Operators that torch's C++ treats otherwise for a wrapper, caught above autograd: a table.
+
+Dispatch sees an operator below autograd, so it cannot change which formula autograd takes for the
+gradient, nor an operator that C++ takes apart before it arrives. Autograd's C++ asks whether a
+tensor is a subclass, and if it is, takes another formula: as good, but other bits. A TensorRef
+therefore carries one dispatch key more than other tensors have, above autograd. For the operators
+in the table it leads here; for all others it falls through inside torch and costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from ..interception.entry import dispatch
+from ..interception.guards import is_watched, somebody_looks, would_be_noted
+from ..interception.ready_path import SLOW, attach_plan
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import KEY_NAME, KEYS
+from ..operators.composites import TABLE as COMPOSITES
+from .formulas import (
+    Treatment,
+    gradient_of_plain,
+    masked_fill,
+    masked_fill_in_place,
+    product,
+    several_of,
+    then_copied,
+)
+
+aten = torch.ops.aten
+
+# -- operators that C++ takes apart -------------------------------------------------------------
+
+
+def plain_argument(op: OpOverload, position: int) -> Treatment:
+    """Treat an operator so that one argument, which C++ reads by its address, is a plain tensor."""
+    name = op._schema.arguments[position].name
+
+    def treat(*args: Any, **kwargs: Any) -> Any:
+        if position < len(args):
+            return op(*args[:position], _readable(args[position]), *args[position + 1 :], **kwargs)
+        return op(*args, **{**kwargs, name: _readable(kwargs[name])})
+
+    return treat
+
+
+def _readable(value: Any) -> Any:
+    return tensorsManager.peek(value) if type(value) is tensorsManager.ref_type else value
+
+
+def whole(name: str) -> Treatment:
+    """Treat a composite operator as one: what it writes it may resize and fill behind dispatch."""
+
+    def treat(*args: Any, **kwargs: Any) -> Any:
+        op = _overload(name)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if would_be_noted(tensors) or is_watched(tensors):
+            return op(*args, **kwargs)
+        result = dispatch(tensorsManager.ref_type, op, (), args, kwargs)
+        torch.autograd.graph.increment_version(several_of(result))
+        return result
+
+    return treat
+
+
+def _as_one(op: OpOverload) -> Treatment:
+    """Call a composite operator as one, so that its formula is that for plain tensors.
+
+    Where autograd notes the call it has to see the parts.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        are_plain = all(type(t) is not tensorsManager.ref_type for t in tensors)
+        if are_plain or would_be_noted(tensors) or is_watched(tensors):
+            return op(*args, **kwargs)
+        return dispatch(tensorsManager.ref_type, op, (), args, kwargs)
+
+    return call
+
+
+def _values_alone(op: OpOverload) -> Treatment:
+    """Treat an operator that finds the vectors, too, for a subclass: by another algorithm."""
+    one = _as_one(op)
+
+    def treat(*args: Any, **kwargs: Any) -> Any:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        return (op if would_be_noted(tensors) else one)(*args, **kwargs)
+
+    return treat
+
+
+#: What torch names the last node of a loss with smoothed labels.
+_smoothed_loss = gradient_of_plain(_as_one(aten.cross_entropy_loss.default), "AddBackward0")
+
+
+def _cross_entropy(
+    tensor: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Sum the weights of smoothed labels as for plain tensors: without those that are ignored."""
+    is_other = weight is not None and label_smoothing > 0
+    loss = _smoothed_loss if is_other else aten.cross_entropy_loss.default
+    return loss(tensor, target, weight, reduction, ignore_index, label_smoothing)
+
+
+@functools.cache
+def _overload(name: str) -> OpOverload:
+    base, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(aten, base), overload)
+    return found
+
+
+def composites_with_out() -> list[str]:
+    """Return the names of the operators with `out=` that torch composes of others in C++."""
+    found = []
+    for full in torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"):
+        library, _, name = full.partition("::")
+        base, _, overload = name.partition(".")
+        if library == "aten" and overload:
+            schema = torch._C._get_schema(f"aten::{base}", overload)
+            if any(argument.is_out for argument in schema.arguments):
+                found.append(name)
+    return found
+
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
+    """Make the kernel of an operator that runs here already where autograd has nothing to note.
+
+    A composite operator runs as one then, and nobody has to see its parts.
+    """
+    plan = attach_plan(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not (_is_grad_enabled() and _any_wants_gradients(tensors_of(args))):
+            way = plan.way
+            if way is not None and not somebody_looks():
+                result = way(tensorsManager.ref_type, plan, args, kwargs)
+                if result is not SLOW:
+                    return result
+        with torch._C._ExcludeDispatchKeyGuard(KEYS):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _whole_batches(multiply: Treatment) -> Treatment:
+    """Treat `matmul`: a batch of one on the right is repeated, as for plain tensors.
+
+    For a subclass torch makes one matrix of it and folds the batches of the left: another kernel,
+    other last bits. Where the batch wants gradients, it does so for plain tensors, too.
+    """
+
+    def treat(tensor: Any, other: Any) -> Any:
+        are_batches = tensor.dim() == 3 == other.dim()
+        is_single = are_batches and other.size(0) == 1 != tensor.size(0)
+        if is_single and not other.requires_grad and not is_watched((tensor, other)):
+            other = other.expand(tensor.size(0), -1, -1)
+        return multiply(tensor, other)
+
+    return treat
+
+
+def _any_wants_gradients(values: Any) -> bool:
+    return any(getattr(value, "requires_grad", False) for value in values)
+
+
+def _arguments(args: Any) -> Any:
+    return args
+
+
+def _in_first(args: Any) -> Any:
+    first = args[0]
+    return first if type(first) in (list, tuple) else (first,)
+
+
+#: What programs call most by name, with tensors in the first argument only: where no gradient is
+#: noted, to run here saves a third of the way.
+AHEAD = (aten.cat.default, aten.rsqrt.default, aten.silu.default, aten.gelu.default)
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+_SUBCLASS = "takes another formula for the gradient of a subclass"
+_POINTER = "reads the numbers from memory in C++"
+_cumprod = gradient_of_plain(aten.cumprod.default, "CumprodBackward0")
+
+
+def _by_plain(
+    op: OpOverload, node_name: str, *, picks: bool = False
+) -> tuple[OpOverload, Treatment, str]:
+    return op, gradient_of_plain(op, node_name, picks=picks), _SUBCLASS
+
+
+#: Operator, treatment, reason. Beside these, every composite operator with `out=` runs whole.
+TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
+    (aten.prod.default, product(aten.prod.default, "ProdBackward0"), _SUBCLASS),
+    (aten.prod.dim_int, product(aten.prod.dim_int, "ProdBackward1"), _SUBCLASS),
+    _by_plain(aten.median.default, "MedianBackward0", picks=True),
+    _by_plain(aten.nanmedian.default, "NanmedianBackward0", picks=True),
+    _by_plain(aten.min.default, "MinBackward1", picks=True),
+    _by_plain(aten.max.default, "MaxBackward1", picks=True),
+    _by_plain(aten.linalg_det.default, "LinalgDetBackward0"),
+    (aten.cumprod.default, _cumprod, _SUBCLASS),
+    (aten.cumprod_.default, then_copied(aten.cumprod_.default, _cumprod), _SUBCLASS),
+    *(
+        (op, _values_alone(op), "finds the vectors, too, for a subclass: other last bits")
+        for op in (
+            aten.linalg_svdvals.default,
+            aten.linalg_eigvals.default,
+            aten.linalg_eigvalsh.default,
+        )
+    ),
+    (aten.cross_entropy_loss.default, _cross_entropy, "takes another formula for a subclass"),
+    (aten.masked_fill.Tensor, masked_fill, _SUBCLASS),
+    (aten.masked_fill_.Tensor, masked_fill_in_place, _SUBCLASS),
+    (
+        aten.tensor_split.tensor_indices_or_sections,
+        plain_argument(aten.tensor_split.tensor_indices_or_sections, 1),
+        _POINTER,
+    ),
+    # Packed sequences: how many rows are left at each step.
+    *(
+        (op, plain_argument(op, place), _POINTER)
+        for op, place in (
+            (aten.lstm.data, 1),
+            (aten.gru.data, 1),
+            (aten.rnn_tanh.data, 1),
+            (aten.rnn_relu.data, 1),
+            (aten._pad_packed_sequence.default, 1),
+            (aten._pack_padded_sequence_backward.default, 2),
+        )
+    ),
+)
+
+#: Composite operator, and what is done to its arguments before it runs here.
+FIRST: dict[OpOverload, Callable[[Treatment], Treatment]] = {aten.matmul.default: _whole_batches}
+
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Register the table with torch, for tensors that carry our key."""
+    if _libraries:
+        return
+    everything = torch.library.Library("_", "IMPL", KEY_NAME)
+    everything.fallback(torch.library.fallthrough_kernel)
+    ours = torch.library.Library("aten", "IMPL", KEY_NAME)
+    for op, treatment, _ in TABLE:
+        ours.impl(op, functools.partial(_below_our_key, treatment))
+    for name in composites_with_out():
+        ours.impl(name, functools.partial(_below_our_key, whole(name)))
+    for op in COMPOSITES:
+        kernel = ahead(op, _arguments)
+        ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
+    for op in AHEAD:
+        ours.impl(op, ahead(op, _in_first))
+    _libraries.extend((everything, ours))
+
+
+def _below_our_key(treatment: Treatment, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(KEYS):
+        return treatment(*args, **kwargs)

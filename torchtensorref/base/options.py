@@ -1,0 +1,290 @@
+"""Every option of the library, in one table, with the variable that sets it.
+
+The table is the class `Settings`: one field, one row. `docs/environment.md` is made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from . import option_parsers as texts
+from .activation import watch
+from .errors import ConfigError, did_you_mean, nearest
+from .option_parsers import FAULT_KINDS, parse_budget, parse_faults
+
+__all__ = [
+    "FAULT_KINDS",
+    "OPTIONS",
+    "Option",
+    "Settings",
+    "did_you_mean",
+    "nearest",
+    "options",
+    "parse_budget",
+    "parse_faults",
+    "read",
+    "settings",
+]
+
+PREFIX = "TTR_"
+
+
+def _row(default: object, parse: Callable[[str], Any], values: str, effect: str, cost: str) -> Any:
+    """One row of the table, as the field of a dataclass."""
+    metadata = {"parse": parse, "values": values, "effect": effect, "cost": cost}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(slots=True)
+class Settings:
+    """What every option is set to; the hot path reads these attributes and nothing else."""
+
+    disable: bool = _row(False, texts.switch, "0, 1", "no hook, no patch: is it us at all?", "none")
+    trace: int = _row(
+        0,
+        texts.level(3),
+        "0 to 3",
+        "0 off; 1 totals at exit; 2 each fetch, eviction, write-back; 3 each operator",
+        "none; low; medium; high",
+    )
+    trace_file: str | None = _row(
+        None, texts.name, "path", "write the trace there, as JSON lines", "a write per event"
+    )
+    check: int = _row(
+        0,
+        texts.level(2),
+        "0 to 2",
+        "`tensorsManager.check()` never; at exit; after each operator",
+        "none; low; very high",
+    )
+    sync: bool = _row(
+        False, texts.switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
+    )
+    poison: bool = _row(
+        False,
+        texts.switch,
+        "0, 1",
+        "fill freed and stale replicas with a pattern: is it a stale read?",
+        "a fill per drop",
+    )
+    shadow: bool = _row(
+        False,
+        texts.switch,
+        "0, 1",
+        "run each operator also on plain CPU tensors and compare",
+        "very slow",
+    )
+    regions: str = _row(
+        "on",
+        texts.region_mode,
+        "on, off, forced",
+        "run modules natively where nothing speaks against it; never; as soon as that is legal, "
+        "also where it takes longer",
+        "forced: slow while memory is short",
+    )
+    strategy: str | None = _row(None, texts.name, "name", "choose the strategy", "none")
+    device: str | None = _row(
+        None, texts.name, "`cuda:0`, `mps`, `sim`, ...", "choose the accelerator", "none"
+    )
+    budget: str | dict[str, str] | None = _row(  # noqa: RUF009 (it makes a field)
+        None,
+        parse_budget,
+        "`6GiB`, `25%`, `cuda:0=6GiB,cpu=24GiB`",
+        "the most bytes that may be used on a device",
+        "none",
+    )
+    page_lock: str = _row(
+        "50%",
+        texts.size_or_share,
+        "`8GiB`, `25%`, `0`",
+        "the most host memory to page-lock",
+        "not swappable",
+    )
+    faults: str | None = _row(
+        None,
+        texts.faults,
+        "`copy:17,alloc:3`",
+        "fail the 17th copy and the 3rd allocation (simulated devices only)",
+        "none",
+    )
+    inject_to: tuple[str, ...] = _row(
+        (),
+        texts.prefixes,
+        "`transformers,diffusers`",
+        "packages whose names taken from torch are rebound, as `injectTo.append` does",
+        "none",
+    )
+    exclude: tuple[str, ...] = _row(
+        (),
+        texts.prefixes,
+        "`package.module`",
+        "modules that keep plain tensors, as `injectTo.exclude` does",
+        "none",
+    )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table, for those who read it: parsers, documents, `env`."""
+
+    name: str  # as in `options(trace=2)`
+    variable: str  # as in the environment
+    values: str
+    default: object
+    effect: str
+    cost: str
+    _parse: Callable[[str], Any]
+
+    def parse(self, text: str) -> Any:
+        """Read a value from text.
+
+        Parameters
+        ----------
+        text : str
+            As it stands in the environment.
+
+        Returns
+        -------
+        Any
+            The value, of the type that the field of `Settings` has.
+
+        Raises
+        ------
+        ConfigError
+            If it is no such value; the message names the variable and what it takes.
+        """
+        try:
+            return self._parse(text)
+        except texts.BadValueError as why:
+            raise ConfigError(
+                f"{self.variable}={text!r} is not understood: {why}.", name=self.variable
+            ) from None
+        except ConfigError as error:
+            message = f"{self.variable}={text!r} is not understood: {error}"
+            raise ConfigError(message, **error.__dict__) from None
+
+
+#: Every option by its name, in the order of the documents.
+OPTIONS: dict[str, Option] = {
+    field.name: Option(
+        name=field.name,
+        variable=PREFIX + field.name.upper(),
+        values=field.metadata["values"],
+        default=field.default,
+        effect=field.metadata["effect"],
+        cost=field.metadata["cost"],
+        _parse=field.metadata["parse"],
+    )
+    for field in dataclasses.fields(Settings)
+}
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Read the settings from environment variables.
+
+    Parameters
+    ----------
+    environ : Mapping of str to str
+        All variables; those that do not begin with ``TTR_`` are not looked at, and an
+        empty one counts as not set.
+
+    Returns
+    -------
+    Settings
+        A new object; what is not set has its default.
+
+    Raises
+    ------
+    ConfigError
+        For a ``TTR_`` variable that does not exist, naming the nearest one that does, and
+        for a value that is not understood. A mistyped switch that does nothing costs a day.
+    """
+    by_variable = {option.variable: option for option in OPTIONS.values()}
+    values = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        option = by_variable.get(variable)
+        if option is None:
+            raise ConfigError(
+                f"The environment variable {variable} is not one of ours. "
+                + did_you_mean(variable, by_variable),
+                name=variable,
+                known=tuple(by_variable),
+                nearest=nearest(variable, by_variable),
+            )
+        if text.strip():
+            values[option.name] = option.parse(text)
+    return Settings(**values)
+
+
+#: What holds now, in the whole process. Always this object: its attributes change.
+settings = read(os.environ)
+
+
+def _apply(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(settings, name, value)
+    watch.on = settings.check >= 2 or settings.shadow or settings.trace >= 3
+
+
+_apply({})
+
+
+def _checked(changes: Mapping[str, object]) -> dict[str, object]:
+    """`changes` with every value read, if it was text; ConfigError before any is applied."""
+    checked = {}
+    for name, value in changes.items():
+        option = OPTIONS.get(name)
+        if option is None:
+            raise ConfigError(
+                f"There is no option {name!r}. " + did_you_mean(name, OPTIONS),
+                name=name,
+                known=tuple(OPTIONS),
+                nearest=nearest(name, OPTIONS),
+            )
+        if isinstance(value, (bool, int)):
+            value = option.parse(str(int(value)))
+        elif isinstance(value, str):
+            value = option.parse(value)
+        checked[name] = value
+    return checked
+
+
+@contextmanager
+def options(**changes: object) -> Iterator[Settings]:
+    """Set options for a scope, and set them back at its end.
+
+    Parameters
+    ----------
+    **changes : object
+        Options by name, as values or as the text that the environment would hold.
+
+    Yields
+    ------
+    Settings
+        What holds inside.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown option, naming the nearest, or a value that is not understood.
+        Nothing is changed then.
+
+    Notes
+    -----
+    Holds for the whole process, in all threads: a switch is read by whichever thread runs
+    an operator. Scopes nest; they must end in the reverse order.
+    """
+    checked = _checked(changes)
+    before = {name: getattr(settings, name) for name in checked}
+    _apply(checked)
+    try:
+        yield settings
+    finally:
+        _apply(before)

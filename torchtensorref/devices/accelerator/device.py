@@ -1,0 +1,302 @@
+"""Real accelerators, through torch's device-generic interface: cuda, hip, xpu, mps."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..base import DONE, Event, empty_bytes
+from ..residents import Residents
+from .copies import AcceleratorCopies
+from .events import AcceleratorEvent, AllOf
+from .freed_room import FreedRoom, UseMarks
+from .vendor import Vendor
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["AcceleratorDevice", "AcceleratorEvent"]
+
+#: Freed ranges that are kept before those that wait for nothing are joined.
+SETTLE_ROOM_FROM = 256
+
+
+class _Room(weakref.ref[Any]):
+    """The room of one fetched replica. It is the weak reference itself: death names it."""
+
+    __slots__ = ("after", "is_known", "key", "mark", "nbytes", "start")
+
+    key: int  # id(base)
+    start: int
+    nbytes: int
+    after: list[Any]  # events before which it must not be written,
+    is_known: bool  # and whether they are all: else operators of no known replica may have used it
+    mark: int  # `UseMarks.mark` after the last use; -1: operators may have used it unseen
+
+
+class AcceleratorDevice(AcceleratorCopies):
+    """One accelerator that torch can use.
+
+    Parameters
+    ----------
+    kind : str
+        ``"cuda"`` (also hip), ``"xpu"`` or ``"mps"``.
+    index : int, optional
+        Which one.
+    module : module, optional
+        What to use instead of ``torch.get_device_module(kind)`` (for tests).
+
+    Raises
+    ------
+    ConfigError
+        If this torch, or this machine, has no such accelerator.
+
+    Notes
+    -----
+    Copies run on one side stream per direction where the module has streams and events, and in the
+    order of compute where not (mps). Three rules keep them apart from compute, and none makes the
+    host wait:
+
+    * *Room.* What is fetched is allocated on the copy stream. Torch's allocator has a pool of room
+      per stream, so that room is only ever used by other fetched replicas, and who used it last is
+      known (`FreedRoom`): a copy waits for the last reader of the replica that was evicted from
+      its room, and for no operator that came later. Results of kernels are allocated by them, on
+      the compute stream, as without us.
+    * *Arrival.* Compute waits for the copy's event before the first operator that reads it.
+    * *Retirement.* Room that is still being copied home is freed at once where only copies take it
+      (the next one waits for the event); in compute's pool, compute waits for it.
+
+    Operators are expected on one stream per device, the current one of the thread that runs them.
+    """
+
+    #: Room is given to copies only after the last reader: the manager says who that was.
+    notes_uses = True
+    #: Room that a copy home still reads is given to copies that wait for it, or compute waits.
+    keeps_leaving_bytes = True
+
+    def __init__(self, kind: str, index: int = 0, *, module: ModuleType | None = None) -> None:
+        self.kind = kind
+        self.index = index
+        self.name = f"{kind}:{index}"
+        self.stall_ns = 0
+        if module is None:
+            self.vendor = Vendor.open(self.torch_device, kind, index)
+        else:
+            self.vendor = Vendor(module, self.torch_device, kind, index)
+        self._lock = threading.RLock()
+        self._alloc_count = 0
+        self._residents = Residents()
+        self._seen_peak_nbytes = 0
+        self._marks = UseMarks(self._record_compute)
+        self._freed = FreedRoom()
+        self._settle_freed_at = SETTLE_ROOM_FROM
+        self._rooms: dict[int, _Room] = {}
+        self._dead_rooms: deque[_Room] = deque()
+        self.capacity_nbytes = self.vendor.total_nbytes()
+        self._copies_own_their_room = self.vendor.has_pool_per_stream
+        self._open_copies()
+
+    @functools.cached_property
+    def torch_device(self) -> torch.device:
+        """The device, as torch names it."""
+        import torch
+
+        return torch.device(self.kind, self.index)
+
+    # memory -------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Tensor:  # noqa: D102
+        try:
+            base = empty_bytes(nbytes, self.torch_device)
+        except RuntimeError as error:
+            self._raise_out_of_memory(error)
+        with self._lock:
+            self._residents.settle()
+            self._alloc_count += 1
+            self._residents.enter(base, nbytes, self._alloc_count)
+        return base
+
+    def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
+        storage = base.untyped_storage()
+        with self._lock:
+            self._settle_rooms()
+            try:
+                if self._copies_own_their_room:
+                    with self.vendor.on(self.in_lane.stream):
+                        storage.resize_(nbytes)
+                else:
+                    storage.resize_(nbytes)
+            except RuntimeError as error:
+                self._raise_out_of_memory(error)
+            if self._copies_own_their_room and nbytes:
+                self._take_room(base, storage.data_ptr(), nbytes)
+            self._residents.settle()
+            resident = self._residents.emptied.get(id(base))
+            if resident is not None:
+                self._residents.enter_again(resident, nbytes)
+
+    def _take_room(self, base: Tensor, start: int, nbytes: int) -> None:
+        room = _Room(base, self._dead_rooms.append)
+        room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, -1
+        room.after, room.is_known = self._freed.take(start, nbytes)
+        self._rooms[room.key] = room
+
+    def empty(self, base: Tensor) -> None:  # noqa: D102
+        storage = base.untyped_storage()
+        with self._lock:
+            self._settle_rooms()
+            resident = self._residents.present.get(id(base))
+            if resident is not None:
+                self._residents.leave(resident)
+            self._retire()
+            leaving = [event for key, event in self._in_flight if key == id(base)]
+            room = self._room_of(base)
+            if room is not None:
+                del self._rooms[room.key]
+                if room.nbytes == storage.nbytes() and room.start == storage.data_ptr():
+                    self._free_room(room, leaving)
+                    leaving = []
+            for event in leaving:
+                # The allocator gives this room out again in the order of the compute stream.
+                event.wait()
+            storage.resize_(0)
+
+    def _free_room(self, room: _Room, leaving: list[Event]) -> None:
+        """Note what the next copy into this room has to wait for."""
+        last_use = self._marks.now() if room.mark < 0 else self._marks.after(room.mark)
+        events = () if last_use is None else (last_use,)
+        for event in leaving:
+            events += self._events_of(event)
+        self._freed.free(room.start, room.nbytes, events)
+        if len(self._freed) > self._settle_freed_at:
+            self._freed.settle()
+            self._settle_freed_at = max(SETTLE_ROOM_FROM, 2 * len(self._freed))
+
+    def _room_of(self, base: Tensor) -> _Room | None:
+        room = self._rooms.get(id(base))
+        return room if room is not None and room() is base else None
+
+    def _settle_rooms(self) -> None:
+        """Forget the rooms of replicas that died: their last readers are not known."""
+        self._residents.settle()
+        while self._dead_rooms:
+            room = self._dead_rooms.popleft()
+            if self._rooms.get(room.key) is room:
+                del self._rooms[room.key]
+
+    def note_use(self, base: Tensor) -> None:
+        """Operators on this base were issued, and no more will be without another note."""
+        room = self._rooms.get(id(base))
+        if room is not None and room() is base:
+            room.mark = self._marks.mark
+
+    def forget_use(self, base: Tensor) -> None:
+        """Operators may use this base from now on without a note."""
+        room = self._rooms.get(id(base))
+        if room is not None and room() is base:
+            room.mark = -1
+
+    def about_to_change(self, base: Tensor) -> None:
+        """Operators that nobody sees may use this base from now on."""
+        self.forget_use(base)
+
+    def available(self, base: Tensor) -> Event | None:
+        """The last readers of what was in this room before; all of compute if they are unknown."""
+        if not self.vendor.has_streams:
+            return None
+        with self._lock:
+            room = self._room_of(base)
+            if room is None:
+                return AcceleratorEvent(self._marks.now(), self)
+            waits = [event for event in room.after if not event.query()]
+            if not room.is_known:
+                waits.append(self._marks.now())
+        return AllOf(waits, self) if waits else None
+
+    def account(self, base: Tensor) -> None:
+        """Count nothing: torch's allocator counts what kernels make (`resident_nbytes`)."""
+
+    @staticmethod
+    def _raise_out_of_memory(error: RuntimeError) -> NoReturn:
+        """Say it as cuda does where a backend (mps) has no class of its own for it."""
+        import torch
+
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
+            raise error
+        raise torch.OutOfMemoryError(str(error)) from error
+
+    # what it holds ------------------------------------------------------------------------
+
+    @property
+    def resident_nbytes(self) -> int:
+        """What torch's allocator has given out, to kernels and to anybody; else the replicas'."""
+        allocated = self.vendor.allocated_nbytes()
+        if allocated is None:
+            with self._lock:
+                self._residents.settle()
+                allocated = self._residents.nbytes
+        self._seen_peak_nbytes = max(self._seen_peak_nbytes, allocated)
+        return allocated
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most of it since `reset_peak`, by the allocator's own counter where it has one."""
+        peak = self.vendor.peak_allocated_nbytes()
+        if peak is not None:
+            return peak
+        return max(self._seen_peak_nbytes, self.resident_nbytes, self._residents.peak_nbytes)
+
+    def reset_peak(self) -> None:  # noqa: D102
+        self.vendor.reset_peak()
+        with self._lock:
+            self._residents.settle()
+            self._residents.peak_nbytes = self._residents.nbytes
+        self._seen_peak_nbytes = 0
+
+    def free_nbytes(self) -> int:
+        """What the driver says is free, and what torch's allocator keeps unused."""
+        free = self.vendor.driver_free_nbytes()
+        if free is None:
+            return max(0, self.capacity_nbytes - self.resident_nbytes)
+        reserved, allocated = self.vendor.reserved_nbytes(), self.vendor.allocated_nbytes()
+        return free + (reserved or 0) - (allocated or 0)
+
+    def limit(self, nbytes: int) -> bool:
+        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot."""
+        return self.vendor.cap(nbytes, self.capacity_nbytes)
+
+    def give_up_caches(self) -> None:
+        """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
+        self.vendor.empty_cache()
+
+    # compute ------------------------------------------------------------------------------
+
+    def _record_compute(self) -> Any:
+        return self.vendor.record(self.vendor.current_stream())
+
+    def record(self) -> Event:  # noqa: D102
+        if not self.vendor.has_streams:
+            return DONE
+        return AcceleratorEvent(self._record_compute(), self)
+
+    def synchronize(self) -> None:  # noqa: D102
+        self.vendor.synchronize()
+
+    def random_state(self) -> Tensor | None:
+        """The state of the device's generator, to be set again before a second try."""
+        return self.vendor.random_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the generator back to a state asked for before."""
+        self.vendor.set_random_state(state)
+
+    def now_ns(self) -> int:
+        """The clock on the wall."""
+        return time.perf_counter_ns()

@@ -1,0 +1,210 @@
+"""Torch's module of one kind of accelerator, and what to do where it lacks something."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from ...base.errors import ConfigError
+from ..base import empty_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Vendor", "can_refill"]
+
+
+class Vendor:
+    """What an accelerator of one kind can do, asked by one set of names.
+
+    Parameters
+    ----------
+    module : module
+        ``torch.cuda`` (also hip), ``torch.xpu``, ``torch.mps``, or whatever has their names.
+    device : torch.device
+        Which one of its kind.
+
+    Attributes
+    ----------
+    has_streams : bool
+        Whether copies can run aside of compute. Without streams everything happens in one order.
+    """
+
+    def __init__(self, module: Any, device: torch.device, kind: str, index: int) -> None:
+        self._module = module
+        self._device = device
+        self._kind = kind
+        self._index = index
+        self.has_streams = all(
+            hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")
+        )
+
+    # streams and events -------------------------------------------------------------------
+
+    def new_stream(self) -> Any:
+        """Make a stream beside the one that operators go to."""
+        try:
+            return self._module.Stream(device=self._device)
+        except TypeError:  # modules of one device (`torch.cpu`) take no device for it
+            return self._module.Stream()
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Let this thread issue its work on a stream."""
+        context: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def current_stream(self) -> Any:
+        """The stream that operators of this thread go to."""
+        return self._module.current_stream(self._device)
+
+    def record(self, stream: Any) -> Any:
+        """Make an event at the end of what a stream was given so far."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def synchronize(self) -> None:
+        """Make the host wait for everything."""
+        if self._kind == "mps":
+            self._module.synchronize()
+        else:
+            self._module.synchronize(self._device)
+
+    # memory -------------------------------------------------------------------------------
+
+    @property
+    def has_pool_per_stream(self) -> bool:
+        """Whether room freed on one stream is never given out on another."""
+        backend = getattr(self._module, "get_allocator_backend", None)
+        return self.has_streams and (backend is None or backend() == "native")
+
+    def total_nbytes(self) -> int:
+        """What the device has."""
+        info = getattr(self._module, "mem_get_info", None)
+        if info is not None:
+            return int(info(self._index)[1])
+        recommended = getattr(self._module, "recommended_max_memory", None)
+        return int(recommended()) if recommended is not None else 0  # mps shares the host's
+
+    def driver_free_nbytes(self) -> int | None:
+        """What the driver could give to anybody; None where nobody knows."""
+        info = getattr(self._module, "mem_get_info", None)
+        return None if info is None else int(info(self._index)[0])
+
+    def allocated_nbytes(self) -> int | None:
+        """What torch's allocator has given out in this process; None where it does not say."""
+        return self._figure("memory_allocated", "current_allocated_memory")
+
+    def peak_allocated_nbytes(self) -> int | None:
+        """The most of it since `reset_peak`."""
+        return self._figure("max_memory_allocated", None)
+
+    def reserved_nbytes(self) -> int | None:
+        """What torch's allocator holds of the driver, given out or not."""
+        return self._figure("memory_reserved", "driver_allocated_memory")
+
+    def reset_peak(self) -> None:
+        """Start `peak_allocated_nbytes` again."""
+        reset = getattr(self._module, "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset(self._index)
+
+    def _figure(self, name: str, name_on_mps: str | None) -> int | None:
+        by_index = getattr(self._module, name, None)
+        if by_index is not None:
+            return int(by_index(self._index))
+        alone = getattr(self._module, name_on_mps, None) if name_on_mps else None
+        return None if alone is None else int(alone())
+
+    def cap(self, nbytes: int, total_nbytes: int) -> bool:
+        """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
+        cap = getattr(self._module, "set_per_process_memory_fraction", None)
+        if cap is None or not total_nbytes:
+            return False
+        fraction = min(1.0, nbytes / total_nbytes)
+        if self._kind == "mps":
+            cap(fraction)  # takes no device: there is one
+        else:
+            cap(fraction, self._index)
+        return True
+
+    def empty_cache(self) -> None:
+        """Give back to the driver what the allocator keeps for later."""
+        empty = getattr(self._module, "empty_cache", None)
+        if empty is not None:
+            empty()
+
+    # random numbers -----------------------------------------------------------------------
+
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's generator; None where it cannot be asked for."""
+        get = getattr(self._module, "get_rng_state", None)
+        if get is None:
+            return None
+        state: torch.Tensor = get() if self._kind == "mps" else get(self._device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Set the generator back to a state asked for before."""
+        if self._kind == "mps":
+            self._module.set_rng_state(state)
+        else:
+            self._module.set_rng_state(state, self._device)
+
+    # host memory --------------------------------------------------------------------------
+
+    def host_runtime(self) -> Any | None:
+        """The runtime that can page-lock memory where it lies (cuda, hip); None elsewhere."""
+        runtime = getattr(self._module, "cudart", None)
+        if runtime is None:
+            return None
+        found = runtime()
+        return found if hasattr(found, "cudaHostRegister") else None
+
+    @classmethod
+    def open(cls, device: torch.device, kind: str, index: int) -> Vendor:
+        """Find the module of an accelerator that is there.
+
+        Raises
+        ------
+        ConfigError
+            This torch, or this machine, has no such accelerator.
+        """
+        import torch
+
+        try:
+            module = torch.get_device_module(kind)
+        except RuntimeError:
+            module = None
+        if module is None or not module.is_available():
+            raise ConfigError(
+                f"This torch ({torch.__version__}) finds no usable {kind!r} device. Install a "
+                "build of torch and a driver for it, or use 'sim', which simulates one.",
+                name=kind,
+            )
+        count = int(module.device_count())
+        if index >= count:
+            raise ConfigError(
+                f"There is no device '{kind}:{index}': torch finds {count}, numbered from 0.",
+                name=f"{kind}:{index}",
+            )
+        if not can_refill(device):
+            raise ConfigError(
+                f"This torch ({torch.__version__}) cannot empty the storage of a tensor on "
+                f"'{kind}' and fill it again, which is how replicas are evicted. Use 'sim', or "
+                "a newer torch.",
+                name=f"{kind}:{index}",
+            )
+        return cls(module, device, kind, index)
+
+
+def can_refill(device: torch.device) -> bool:
+    """Whether a storage on a device can give its bytes back and get others; on mps it cannot."""
+    try:
+        storage = empty_bytes(8, device).untyped_storage()
+        storage.resize_(0)
+        is_empty = storage.nbytes() == 0
+        storage.resize_(8)
+    except RuntimeError:
+        return False
+    return is_empty and storage.nbytes() == 8

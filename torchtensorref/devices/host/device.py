@@ -1,0 +1,173 @@
+"""The host: where blocks are at home."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
+from ..residents import CountsResidents, Residents
+from .readers import home_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..sim.machine import Machine
+
+__all__ = ["HostDevice"]
+
+
+class HostDevice(CountsResidents, Device):
+    """The host's memory and processor.
+
+    Parameters
+    ----------
+    capacity_nbytes : int, optional
+        What it is said to hold; by default what the system says is installed. It is not enforced.
+
+    Notes
+    -----
+    Its copies are finished when they are issued. `resident_nbytes` counts what was allocated here
+    and not the results of kernels. Where simulated devices exist, `machines` are their virtual
+    hosts, and what runs here is charged to their clocks.
+    """
+
+    kind = "cpu"
+    name = "cpu"
+    index = 0
+    is_host = True
+
+    def __init__(self, capacity_nbytes: int | None = None) -> None:
+        self.capacity_nbytes = _installed_nbytes() if capacity_nbytes is None else capacity_nbytes
+        self.machines: list[Machine] = []
+        self.stall_ns = 0
+        self._lock = threading.RLock()
+        self._residents = Residents()
+        self._alloc_count = 0
+
+    # memory -------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Tensor:  # noqa: D102
+        try:
+            base = empty_bytes(nbytes)
+        except RuntimeError as error:
+            self._raise_out_of_memory(nbytes, error)
+        with self._lock:
+            self._residents.settle()
+            self._alloc_count += 1
+            self._residents.enter(base, nbytes, self._alloc_count)
+        return base
+
+    def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
+        try:
+            base.untyped_storage().resize_(nbytes)
+        except RuntimeError as error:
+            self._raise_out_of_memory(nbytes, error)
+        with self._lock:
+            self._residents.settle()
+            resident = self._residents.emptied.get(id(base))
+            if resident is not None:
+                self._residents.enter_again(resident, nbytes)
+
+    def empty(self, base: Tensor) -> None:  # noqa: D102
+        with self._lock:
+            self._residents.settle()
+            resident = self._residents.present.get(id(base))
+            if resident is not None:
+                self._residents.leave(resident)
+        base.untyped_storage().resize_(0)
+
+    def account(self, base: Tensor) -> None:
+        """Count nothing: the host's memory is not rationed here."""
+
+    def free_nbytes(self) -> int:
+        """What the system says could be given to programs without swapping."""
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+
+    @staticmethod
+    def _raise_out_of_memory(nbytes: int, cause: RuntimeError) -> None:
+        import torch
+
+        raise torch.OutOfMemoryError(
+            f"cpu out of memory. Tried to allocate {nbytes:,} bytes of host memory."
+        ) from cause
+
+    # copies -------------------------------------------------------------------------------
+
+    def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        return self._copy(source, bytes_of(base), after)
+
+    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        return self._copy(bytes_of(base), destination, after)
+
+    def _copy(self, source: Tensor, destination: Tensor, after: Event | None) -> Event:
+        if after is not None:
+            after.synchronize()
+        move_bytes(source, destination)
+        self.charge(0, 2 * source.numel() * source.element_size(), "uint8")
+        return DONE
+
+    def available(self, base: Tensor) -> Event | None:
+        """Nothing to wait for: the host works in order."""
+        return None
+
+    # operators ----------------------------------------------------------------------------
+
+    def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Wait for copies that read what the operator writes.
+
+        Refuse an operator on bytes that a simulated device has not finished copying here.
+        """
+        if home_bytes.are_watched:
+            for base in writes:
+                home_bytes.about_to_change(base)
+        for machine in self.machines:
+            if machine.landing:
+                machine.check_landed(reads, "reads")
+                machine.check_landed(writes, "writes")
+
+    def about_to_change(self, base: Tensor) -> None:
+        """Wait until no copy reads these bytes any more: somebody may write them unseen."""
+        home_bytes.about_to_change(base)
+
+    def about_to_move(self, base: Tensor) -> None:
+        """`about_to_change`, and undo page-locking: the memory is about to be exchanged."""
+        home_bytes.about_to_move(base)
+
+    def after_operator(  # noqa: D102
+        self,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        *,
+        flops: int,
+        nbytes: int,
+        dtype_name: str,
+    ) -> None:
+        if writes and home_bytes.watchers:
+            home_bytes.were_written(writes)
+        self.charge(flops, nbytes, dtype_name)
+
+    def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:
+        """Advance the clocks of the virtual hosts, where there are any."""
+        for machine in self.machines:
+            machine.compute(flops, nbytes)
+
+    def record(self) -> Event:  # noqa: D102
+        return DONE
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def now_ns(self) -> int:
+        """The clock on the wall, or the virtual host's where there is one."""
+        return self.machines[-1].now_ns if self.machines else time.perf_counter_ns()
+
+
+def _installed_nbytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)

@@ -1,0 +1,68 @@
+"""Faults on request: which allocation and which copy of a simulated device is to fail."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from ...base.errors import ConfigError, did_you_mean, nearest
+from ...base.options import FAULT_KINDS, parse_faults
+
+__all__ = ["NEVER", "FaultPlan"]
+
+#: A number no counter reaches.
+NEVER = sys.maxsize
+
+
+class FaultPlan:
+    """The numbers of the allocations and copies that fail. Each fault fires once.
+
+    Parameters
+    ----------
+    faults : iterable of (str, int)
+        Kinds (``"alloc"``, ``"copy"``) and numbers counted from 1.
+
+    Examples
+    --------
+    >>> plan = FaultPlan.parse("copy:17,alloc:3")
+    >>> plan.next_of("copy"), plan.next_of("alloc")
+    (17, 3)
+    """
+
+    def __init__(self, faults: Iterable[tuple[str, int]] = ()) -> None:
+        self._numbers: dict[str, set[int]] = {kind: set() for kind in FAULT_KINDS}
+        for kind, number in faults:
+            self.add(kind, number)
+
+    @classmethod
+    def parse(cls, text: str | None) -> FaultPlan:
+        """Read a plan as `TTR_FAULTS` holds it; an empty one plans nothing."""
+        return cls(parse_faults(text)) if text else cls()
+
+    def add(self, kind: str, number: int) -> None:
+        """Plan that the `number`-th `kind`, counted from 1, fails."""
+        if kind not in FAULT_KINDS:
+            raise ConfigError(
+                f"{kind!r} is no kind of fault. {did_you_mean(kind, FAULT_KINDS)}",
+                name=kind,
+                known=FAULT_KINDS,
+                nearest=nearest(kind, FAULT_KINDS),
+            )
+        if number < 1:
+            raise ConfigError(f"{kind}:{number} cannot fail: the first {kind} has number 1.")
+        self._numbers[kind].add(number)
+
+    def next_of(self, kind: str) -> int:
+        """The smallest number planned for `kind`; a number never reached if there is none."""
+        return min(self._numbers[kind], default=NEVER)
+
+    def fire(self, kind: str, number: int) -> bool:
+        """Whether the `number`-th `kind` fails; a planned fault is used up."""
+        if number not in self._numbers[kind]:
+            return False
+        self._numbers[kind].remove(number)
+        return True
+
+    def __repr__(self) -> str:
+        parts = [f"{kind}:{n}" for kind in FAULT_KINDS for n in sorted(self._numbers[kind])]
+        return f"FaultPlan({','.join(parts)!r})"

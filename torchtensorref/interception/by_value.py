@@ -1,0 +1,99 @@
+"""Single numbers at home that an operator on the accelerator reads: they travel as arguments do.
+
+A position, a count, a flag: made by the host, 4 or 8 bytes, and used by an operator or two. To
+fetch it means a replica, room, a copy and its event, all of it for one number. A real device is
+given it by value instead, as kernels are given their arguments: a fresh tensor there is filled
+with it, in the order of compute, and dies after the operator. A number that goes on being used is
+fetched in the end. Simulated devices count every byte that crosses the link, so there it is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..devices.base import Device
+from ..memory.budget import SHORTAGES
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import make_ref, plain_on
+from ..operators.schema import OpPlan
+from .ready_path import SLOW, flattened, folded
+
+#: So many operators are given a number by value; for the next one it is fetched.
+CARRIED_AT_MOST = 16
+
+#: What every device can fill a tensor with, exactly.
+_FILLABLE = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+# Not `torch.full`: injection replaces that name.
+_full = torch._C._VariableFunctions.full
+_empty = torch._C._VariableFunctions.empty
+
+
+def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
+    residency: Any = tensorsManager._residency
+    device, host = residency.main, residency.fast_host
+    if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
+        return SLOW
+    if residency.fast_device is not device:
+        return SLOW  # somebody wants to see every operator
+    flat = list(flattened(plan, args))
+    is_there = False
+    numbers = []
+    for position, arg in enumerate(flat):
+        if type(arg) is ref_type:
+            ready = arg._b.ready
+            if ready is device:
+                is_there = True
+            elif ready is host and _is_number(arg):
+                numbers.append(position)
+            else:
+                return SLOW
+    if not is_there or not numbers:
+        return SLOW
+    for position in numbers:
+        carried = _by_value(flat[position], residency, device)
+        if carried is None:
+            return SLOW
+        flat[position] = carried
+    return plan.way(ref_type, plan, tuple(folded(plan, args, flat)), kwargs)
+
+
+def _is_number(ref: Any) -> bool:
+    return (
+        ref.numel() <= 1
+        and ref.dtype in _FILLABLE
+        and ref._b.carried_count < CARRIED_AT_MOST
+        and not ref.is_neg()
+    )
+
+
+def _by_value(ref: Any, residency: Any, device: Device) -> Any:
+    """Make a TensorRef with the number of another, counted as results are; None without room."""
+    host = residency.host
+    home = ref._t if ref._d is host else plain_on(ref, host)
+    size, options = ref.size(), {"dtype": ref.dtype, "device": device.torch_device}
+    try:
+        plain = _full(size, home.item(), **options) if home.numel() else _empty(size, **options)
+    except SHORTAGES:
+        return None
+    block = residency.ledgers[device].bear_if_room(plain, plain.nbytes, residency.tick)
+    if block is None:
+        return None  # the long way makes room
+    ref._b.carried_count += 1
+    return make_ref(type(ref), plain, block, device, ref.device)

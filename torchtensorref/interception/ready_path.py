@@ -1,0 +1,397 @@
+"""The fast path: operators whose operands are all ready, so that nothing has to be decided.
+
+Each function takes the operator's plan and the call, and returns the result, or `SLOW` for the
+long way. `plan.way` holds the one that fits the operator.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ..devices.base import Device
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
+from ..operators.composites import TABLE as COMPOSITES
+from ..operators.costs import operator_cost
+from ..operators.schema import OpPlan, plan_of
+
+#: Returned where the operator has to take the long way. Nothing has happened then.
+SLOW = object()
+
+#: What most arguments beside operands are. To ask an instance whether it is a tensor takes longer.
+_NO_TENSORS = frozenset({int, float, bool, type(None)})
+_NO_KWARGS: dict[str, Any] = {}
+_Tensor = torch.Tensor
+_strided = torch.strided
+_is_inference_mode = torch.is_inference_mode_enabled
+_function_modes = torch._C._len_torch_function_stack
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def attach_plan(op: OpOverload) -> OpPlan:
+    """Hang the plan on the operator itself: a dictionary would hash it, in Python, at each call."""
+    plan = plan_of(op)
+    if plan.binding is op:
+        # What stands for it, where devices have kernels of their own; else what it calls itself.
+        plan.binding = plan.op._op if type(plan.op) is OpOverload else plan.op
+    plan.passing = COMPOSITES.get(op)
+    if plan.passing is not None:
+        plan.way = _whole
+    elif plan.is_fast:
+        plan.way = _way_of(plan)
+    op._ref_plan = plan  # type: ignore[attr-defined]
+    return plan
+
+
+def _way_of(plan: OpPlan) -> Any:
+    if plan.is_true_view:
+        return _view
+    if plan.is_simple:
+        return run_one
+    return _listed if plan.is_listed else _any
+
+
+def run_one(
+    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0
+) -> Any:
+    """Run an operator with one result, whose operands are all ready; `SLOW` if one is not.
+
+    The operator takes the first `listed_count` of them as a list. Written out flat: this is what
+    most operators cost.
+    """
+    first = args[0]
+    if type(first) is not ref_type or (kwargs and not plan.allows(kwargs)):
+        return SLOW
+    device = first._b.ready
+    residency: Any = tensorsManager._residency  # open: there is a TensorRef
+    if device is not residency.fast_device and device is not residency.fast_host:
+        return SLOW
+    ident = get_ident()
+    hazards = residency.hazards
+    outer = hazards.get(ident)
+    # Announce first, look second: an evictor closes first and looks second (Movement._seize), so
+    # that one of the two sees the other.
+    hazards[ident] = args if outer is None else outer + args
+    try:
+        plain_args = []
+        tick = residency.tick
+        for arg in args:
+            kind = type(arg)
+            if kind is ref_type:
+                block = arg._b
+                if block.ready is not device or (
+                    arg._d is not device and not can_look(arg, device)
+                ):
+                    return SLOW
+                block.last_use = tick
+                plain_args.append(arg._t)
+            elif (
+                kind not in _NO_TENSORS
+                and isinstance(arg, _Tensor)
+                and (arg.dim() or kind is not _Tensor)
+            ):
+                return SLOW
+            else:
+                plain_args.append(arg)
+        if plan.may_conjugate and plain_args[0].is_complex():
+            return SLOW
+        writes = plan.writes
+        if writes and not first._b.owned:
+            return SLOW
+        residency.tick = tick + 1
+        run = plan.op if _function_modes() else plan.binding
+        if listed_count:
+            out = run(
+                plain_args[:listed_count], *plain_args[listed_count:], **(kwargs or _NO_KWARGS)
+            )
+        else:
+            out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
+        if device.is_simulated:
+            charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
+        if writes:
+            return first
+        return fresh(ref_type, plan, out, residency, device, first)
+    except SHORTAGES:
+        return SLOW
+    except (RuntimeError, IndexError, ValueError):
+        if device.torch_device.type == "cpu":
+            raise  # the host has the same kernels: it is the program's own mistake
+        return SLOW  # the host may have a kernel for it
+    finally:
+        if outer is None:
+            del hazards[ident]
+        else:
+            hazards[ident] = outer
+
+
+def _listed(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run an operator on a list of operands, with one result."""
+    operands = args[0]
+    return (
+        run_one(ref_type, plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
+    )
+
+
+def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run a composite operator as one, where what it takes in passing fits the budget."""
+    kwargs = kwargs or _NO_KWARGS
+    for arg in args:
+        kind = type(arg)
+        if kind is not ref_type and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
+            return SLOW  # nested, sparse, another class: the table knows nothing of those
+    taken_nbytes = plan.passing(*args, **kwargs)
+    if taken_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
+        return SLOW
+    if not taken_nbytes:
+        return run_one(ref_type, plan, args, kwargs)
+    device, residency = args[0]._b.ready, tensorsManager._residency
+    ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
+    if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
+        return SLOW
+    try:
+        if device.is_witness:
+            device.allocate(taken_nbytes)  # let go at once: its peak has seen what the kernel takes
+    except SHORTAGES:
+        return SLOW
+    return run_one(ref_type, plan, args, kwargs)
+
+
+def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run what `run_one` cannot: lists of operands, several results or none, conditions."""
+    flat = flattened(plan, args)
+    first: Any = flat[0] if flat else None
+    if (
+        type(first) is not ref_type
+        or (kwargs and not plan.allows(kwargs))
+        or (plan.may_conjugate and first.is_complex())
+    ):
+        return SLOW
+    kwargs = kwargs or _NO_KWARGS
+    residency: Any = tensorsManager._residency
+    device = first._b.ready
+    if (
+        (device is not residency.fast_device and device is not residency.fast_host)
+        or (first._b.nbytes >= plan.fast_below_nbytes and not plan.fast_above(args, kwargs))
+        or plan.draws_random(args, kwargs)
+    ):
+        return SLOW
+    ident = get_ident()
+    hazards = residency.hazards
+    outer = hazards.get(ident)
+    hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
+    try:
+        plain = []
+        for arg in flat:
+            if type(arg) is ref_type:
+                if arg._b.ready is not device or (
+                    arg._d is not device and not can_look(arg, device)
+                ):
+                    return SLOW
+                arg._b.last_use = residency.tick
+                plain.append(arg._t)
+            elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
+                return SLOW
+            else:
+                plain.append(arg)
+        if plan.writes and not _all_owned(ref_type, plan, args):
+            return SLOW
+        residency.tick += 1
+        run = plan.op if _function_modes() else plan.binding
+        out = run(*folded(plan, args, plain), **kwargs)
+        if plan.counts_lists:
+            plan.count_writes(args, kwargs)
+        if device.is_simulated:
+            charge(ref_type, plan, flat, plain, kwargs, out, device)
+        if plan.writes:
+            return _written(plan, args)
+        if plan.is_number:
+            device.record().synchronize()  # the host waits for what it reads
+            return out
+        if type(out) is not _Tensor:
+            return type(out)(_wrap_several(ref_type, out, flat, residency, device, first))
+        return fresh(ref_type, plan, out, residency, device, first)
+    except SHORTAGES:
+        return SLOW
+    except (RuntimeError, IndexError, ValueError):
+        if device.torch_device.type == "cpu":
+            raise  # the host has the same kernels: it is the program's own mistake
+        return SLOW  # the host may have a kernel for it
+    finally:
+        if outer is None:
+            del hazards[ident]
+        else:
+            hazards[ident] = outer
+
+
+def flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments, those of lists of tensors one by one."""
+    if not plan.list_positions:
+        return args
+    flat: list[Any] = []
+    for position, arg in enumerate(args):
+        if position in plan.list_positions and arg is not None:
+            flat.extend(arg)
+        else:
+            flat.append(arg)
+    return tuple(flat)
+
+
+def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
+    """Return flat arguments in lists again, as they were in `args`."""
+    if not plan.list_positions:
+        return flat
+    folded: list[Any] = []
+    start = 0
+    for position, arg in enumerate(args):
+        if position in plan.list_positions and arg is not None:
+            folded.append(flat[start : start + len(arg)])
+            start += len(arg)
+        else:
+            folded.append(flat[start])
+            start += 1
+    return folded
+
+
+def _all_owned(ref_type: Any, plan: OpPlan, args: tuple[Any, ...]) -> bool:
+    """Whether nothing has to be decided about what an operator writes; all of it is ready."""
+    for position in plan.writes:
+        value: Any = args[position] if position < len(args) else ()
+        for part in value if type(value) in (list, tuple) else (value,):
+            if type(part) is not ref_type or not part._b.owned:
+                return False
+    return True
+
+
+def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:
+    """Return what an operator hands back that only writes."""
+    twins = [args[position] for position in plan.result_of_write]  # type: ignore[index]
+    return None if not twins else twins[0] if len(twins) == 1 else tuple(twins)
+
+
+def can_look(ref: Any, device: Device) -> bool:
+    """Make the plain view over bytes that are announced and there; False where none is kept."""
+    plain_on(ref, device)
+    return ref._d is device
+
+
+def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
+    """Whether a result cannot be moved: it stays plain."""
+    return out.layout is not _strided or out.is_quantized or out.is_nested
+
+
+def fresh(
+    ref_type: Any, plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any
+) -> Any:
+    """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
+    is_dense = plan.makes_dense
+    if not is_dense and _has_no_bytes_of_its_own(out):
+        return out
+    block: Block | None = None
+    # Under pressure the strategy may want to hear of it.
+    ledger = None if residency.is_pressed else residency.ledgers.get(device)
+    if ledger is not None:
+        nbytes = out.nbytes if is_dense else out.untyped_storage().nbytes()
+        block = ledger.bear_if_room(out, nbytes, residency.tick)
+    if block is None:
+        block = residency.born(out, device)
+    if not is_dense or labelled.otherwise:
+        return _wrap(ref_type, out, block, device, like)
+    # It fills its storage from the start. All is told by position: torch takes half as long to read
+    # that.
+    ref = _make_wrapper(
+        ref_type, out.size(), out.stride(), None, None, out.dtype,
+        _strided, None, False, False, None, False, False, KEYS,
+    )  # fmt: skip
+    ref._b = block
+    ref._t = out
+    ref._d = device
+    return ref
+
+
+def _wrap_several(
+    ref_type: Any, out: Any, operands: Any, residency: Any, device: Device, like: Any
+) -> list[Any]:
+    """Make the TensorRefs of several results; what shares memory, shares the block."""
+    blocks = {arg._t.untyped_storage()._cdata: arg._b for arg in operands if type(arg) is ref_type}
+    wrapped = []
+    for part in out:
+        if type(part) is not _Tensor or _has_no_bytes_of_its_own(part):
+            wrapped.append(part)  # None where it was not asked for
+            continue
+        key = part.untyped_storage()._cdata
+        if key not in blocks:
+            blocks[key] = residency.born(part, device)
+        wrapped.append(_wrap(ref_type, part, blocks[key], device, like))
+    return wrapped
+
+
+def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Address arithmetic on a ready operand. No announcement: no kernel reads its bytes.
+
+    An evictor may empty the storage meanwhile; then torch refuses the view, or the view is of a
+    storage that is filled again before anybody reads it.
+    """
+    first = args[0]
+    if type(first) is not ref_type:
+        return SLOW
+    block, device = first._b, first._d
+    residency: Any = tensorsManager._residency
+    if block.ready is not device or (
+        device is not residency.fast_device and device is not residency.fast_host
+    ):
+        return SLOW
+    if _is_inference_mode() and not first.is_inference():
+        return SLOW
+    try:
+        if _function_modes():
+            out = plan.op(first._t, *args[1:], **(kwargs or _NO_KWARGS))
+        elif plan.spreads_sizes and args[1]:
+            out = plan.binding(first._t, *args[1])
+        else:
+            out = plan.binding(first._t, *args[1:], **(kwargs or _NO_KWARGS))
+    except RuntimeError:
+        return SLOW  # the program's own mistake is raised again on the long way
+    if type(out) is _Tensor:
+        return _wrap(ref_type, out, block, device, first)
+    if type(out) is not list and type(out) is not tuple:
+        return SLOW  # a view that is another subclass
+    return type(out)([_wrap(ref_type, part, block, device, first) for part in out])
+
+
+def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
+    """Make the TensorRef of any result."""
+    dtype = out.dtype
+    # Some solvers give results that are still to be conjugated.
+    if labelled.otherwise or (dtype.is_complex and out.is_conj()):
+        return make_ref(ref_type, out, block, device, like.device)
+    # Torch reads an offset, 0 where none is told, as slowly as all sizes.
+    ref = _make_wrapper(
+        ref_type, out.size(), out.stride(), out.storage_offset() or None, None, dtype,
+        _strided, None, False, False, None, False, False, KEYS,
+    )  # fmt: skip
+    ref._b = block
+    ref._t = out
+    ref._d = device
+    return ref
+
+
+def charge(
+    ref_type: Any,
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    plain_args: list[Any],
+    kwargs: Any,
+    out: Any,
+    device: Device,
+) -> None:
+    """Let a simulated device spend the time that the operator takes."""
+    flops, nbytes, dtype_name = operator_cost(plan, plain_args, kwargs, out)
+    bases = [arg._b.base_on(device) for arg in args if type(arg) is ref_type]
+    writes = bases[:1] if plan.writes else ()
+    device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)

@@ -1,0 +1,257 @@
+"""Block and Replica: one logical storage, and its copies on devices."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+import torch
+
+from ..base.errors import InvariantError
+from .states import LEGAL_TRANSITIONS, READABLE, ReplicaState
+
+if TYPE_CHECKING:
+    from ..devices.base import Device, Event
+
+_block_numbers = itertools.count(1)
+
+
+class Death(NamedTuple):
+    """What a replica leaves behind when the program has let go of its block."""
+
+    device: Device
+    key: int
+    block_id: int
+
+
+#: Filled by finalizers, which run in any thread at any moment and therefore only append here; the
+#: ledger drains it before it counts.
+graveyard: deque[Death] = deque()
+
+
+class Replica:
+    """The bytes of one block on one device.
+
+    One storage object serves a replica for its whole life. Giving the bytes back empties that
+    storage and fetching fills it again, so views made of it stay usable objects.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "base",
+        "block_id",
+        "device",
+        "holders",
+        "nbytes",
+        "pins",
+        "state",
+    )
+
+    def __init__(
+        self, block: Block, device: Device, base: torch.Tensor, state: ReplicaState
+    ) -> None:
+        self.device = device
+        #: A plain tensor that owns the storage: what a kernel returned, or 1-D bytes. It is empty
+        #: (a storage of 0 bytes) while the device holds nothing.
+        self.base = base
+        self.state = state
+        self.nbytes = block.nbytes
+        self.block_id = block.block_id
+        #: The blocks it belongs to, oldest first: one, or all that share it.
+        self.holders = block.sharers if block.sharers is not None else [weakref.ref(block)]
+        #: Operators that hold the replica where it is.
+        self.pins = 0
+        #: The event of the copy that fills it, until an operator has waited for it.
+        self.arrival: Event | None = None
+
+    @property
+    def readable(self) -> bool:
+        """Whether an operator may read it now."""
+        return self.state in READABLE
+
+    def become(self, state: ReplicaState, why: str) -> None:
+        """Change the state along a legal transition; anything else is our own fault."""
+        if (self.state, state) not in LEGAL_TRANSITIONS:
+            raise InvariantError(
+                f"b{self.block_id} on {self.device.name}: {self.state.value} -> {state.value} "
+                f"({why}) is not a legal transition"
+            )
+        self.state = state
+
+    def __del__(self) -> None:
+        graveyard.append(Death(self.device, id(self), self.block_id))
+
+    def __repr__(self) -> str:
+        pins = f", pinned {self.pins}" if self.pins else ""
+        return f"<Replica b{self.block_id} {self.device.name} {self.state.value}{pins}>"
+
+
+class Exposure:
+    """Bytes of a block that also live outside: in an array, a plain tensor, a raw pointer.
+
+    What is outside holds a storage object of its own (a twin: another object, the same memory), so
+    the number of users of that object tells whether anyone outside still holds it.
+    """
+
+    __slots__ = ("device", "forever", "own_count", "storage", "why")
+
+    def __init__(
+        self,
+        device: Device,
+        storage: torch.UntypedStorage | None,
+        why: str,
+        *,
+        own_count: int = 1,
+        forever: bool = False,
+    ) -> None:
+        #: Where the bytes are held; what other devices have is a copy for one operator.
+        self.device = device
+        self.storage = storage
+        #: Users of the storage object that are ours.
+        self.own_count = own_count
+        #: A raw pointer, or memory that came from outside: nobody can follow those.
+        self.forever = forever
+        self.why = why
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody outside may still read or write the bytes."""
+        if self.forever or self.storage is None:
+            return self.forever
+        users: int = torch._C._storage_Use_Count(self.storage._cdata)
+        # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
+        # among the users. Ours are this reference, that of the call, and one that torch itself
+        # holds as soon as there are users in C++.
+        return users > self.own_count or sys.getrefcount(self.storage) > 2 + (users > 1)
+
+
+class Births(Protocol):
+    """Who counts fresh results, and makes a replica of one that lives longer than an operator."""
+
+    def settle(self, block: Block) -> None:
+        """Give a fresh block its `replicas`."""
+
+
+class _SettledWhenAskedFor:
+    """`replicas` of a block that is a fresh result, until somebody asks for them."""
+
+    def __get__(self, block: Block, owner: type) -> dict[Device, Replica]:
+        births = block.births
+        if births is not None:  # else another thread has settled it meanwhile
+            births.settle(block)
+        return block.replicas
+
+
+class Block:
+    """One logical storage; keeps its identity wherever its bytes are.
+
+    All TensorRefs that alias one another hold the same block. Blocks that are copies of one
+    another and have not been written since share the dictionary `replicas` itself (copy on write).
+    """
+
+    use_count = 0
+    #: Operators that were given its number by value (`carried.py`).
+    carried_count = 0
+    is_persistent = False
+    exposure: Exposure | None = None
+    #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
+    sharers: list[weakref.ref[Block]] | None = None
+    #: Whether the bytes at home have changed their storage object: views kept of it are of no use.
+    is_rehoused = False
+    #: The copies, by device.
+    replicas: dict[Device, Replica] = cast("dict[Device, Replica]", _SettledWhenAskedFor())
+
+    def __init__(
+        self,
+        nbytes: int,
+        born: int = 0,
+        ready: Device | None = None,
+        result: torch.Tensor | None = None,
+        births: Births | None = None,
+    ) -> None:
+        # The fast path reads these of every operand. None has a default in the class: Python finds
+        # an attribute of an object several times as fast where the class has none of that name.
+        self.block_id = next(_block_numbers)
+        self.nbytes = nbytes
+        #: The device where operators may use the block without asking anybody; None: ask.
+        self.ready = ready
+        #: With `ready`: operators may also write it there, since no other replica is current.
+        self.owned = ready is not None
+        #: Number of the operator that made it, and of the one that used it last.
+        self.born = born
+        self.last_use = born
+        #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
+        self.result = result
+        self.births = births
+        if births is None:
+            self.replicas = {}
+
+    def base_on(self, device: Device) -> torch.Tensor:
+        """Return the tensor that owns the bytes on a device where the block is ready."""
+        result = self.result  # once: another thread may make a replica of it meanwhile
+        return self.replicas[device].base if result is None else result
+
+    @property
+    def name(self) -> str:
+        """Short and stable, for stories: b7."""
+        return f"b{self.block_id}"
+
+    def readable_on(self, device: Device) -> Replica | None:
+        """Return the replica on `device` if its bytes are current."""
+        replica = self.replicas.get(device)
+        return replica if replica is not None and replica.state in READABLE else None
+
+    def readable_replicas(self) -> list[Replica]:
+        """Return the replicas whose bytes are current."""
+        return [replica for replica in self.replicas.values() if replica.state in READABLE]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another living block shares the replicas; forgets the dead."""
+        if self.sharers is None:
+            return False
+        self.sharers[:] = [reference for reference in self.sharers if reference() is not None]
+        if len(self.sharers) > 1:
+            return True
+        self.sharers = None
+        for replica in self.replicas.values():
+            replica.holders = [weakref.ref(self)]
+            replica.block_id = self.block_id
+        return False
+
+    @property
+    def owner(self) -> Block:
+        """The oldest living block that shares the replicas: the only one whose views are kept."""
+        if self.sharers is not None:
+            for reference in self.sharers:
+                block = reference()
+                if block is not None:
+                    return block
+        return self
+
+    def share_with(self, other: Block) -> None:
+        """Make `other` a copy of this block that costs nothing until one of them is written."""
+        if self.sharers is None:
+            self.sharers = [weakref.ref(self)]
+            for replica in self.replicas.values():
+                replica.holders = self.sharers
+        self.sharers.append(weakref.ref(other))
+        other.sharers = self.sharers
+        other.replicas = self.replicas
+        self.ready = other.ready = None
+        self.owned = other.owned = False
+
+    def stop_sharing(self) -> None:
+        """Leave the sharers without replicas; the caller gives the block bytes of its own."""
+        if self.sharers is not None:
+            self.sharers[:] = [reference for reference in self.sharers if reference() is not self]
+        self.sharers = None
+        self.replicas = {}
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{d.name} {r.state.value}" for d, r in self.replicas.items())
+        return f"<Block {self.name} {self.nbytes} bytes: {where or 'no replica'}>"

@@ -1,0 +1,111 @@
+"""Room that is not ours to fill: what other programs take, and what kernels need in passing.
+
+Only real accelerators have either. The budget stays what the user said; what it leaves out here is
+in the ledger's `scratch_nbytes`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Any
+
+from ..devices.base import Device
+from .budget import SHORTAGES, Budget, BudgetSetting, Ledger, resolve_budget, setting_for
+
+#: How often the driver is asked what is free, in seconds.
+PERIOD_S = 0.25
+#: Differences up to this share of what the device can hold are nobody's concern.
+SMALL_SHARE = 0.02
+#: Of the budget, kept free for kernels after each operator that found no memory inside a kernel,
+STEP_SHARE = 1 / 32
+#: and the most of it.
+SCRATCH_SHARE = 1 / 4
+
+
+def cap_allocator(device: Device, setting: BudgetSetting, limit_nbytes: int) -> None:
+    """Let torch's own allocator refuse what is beyond a budget that the user has set.
+
+    Without one, only the ledger keeps to what was free: other programs may leave more.
+    """
+    wanted = setting_for(setting, device)
+    device.limit(device.capacity_nbytes if wanted is None else limit_nbytes)
+
+
+def note_shortage(ledger: Ledger) -> None:
+    """Keep more room for what kernels allocate in passing: one has just found none."""
+    whole_nbytes = ledger.limit_nbytes
+    scratch_nbytes = ledger.scratch_nbytes + int(whole_nbytes * STEP_SHARE)
+    if scratch_nbytes <= whole_nbytes * SCRATCH_SHARE:
+        ledger.scratch_nbytes = scratch_nbytes
+        ledger.budget = Budget(whole_nbytes - scratch_nbytes)
+
+
+class OthersWatch:
+    """Follows what other programs take of a device and give back, where no budget is set.
+
+    What torch's allocator holds and the driver has free, less the share that is left to others,
+    is ours: as they take of that share, we give back as much. A thread asks the driver, since
+    operators on the fast path ask nobody anything. It is waited for before the interpreter ends,
+    which would abort the process if the thread were in the driver then.
+    """
+
+    def __init__(self) -> None:
+        self._watched: tuple[Any, Device] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+
+    def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
+        """Follow a real device without a budget; leave alone what was followed before."""
+        is_followed = not device.is_simulated and setting_for(setting, device) is None
+        with self._lock:
+            self._watched = (residency, device) if is_followed else None
+            if is_followed and self._thread is None:
+                thread = threading.Thread(
+                    target=self._serve, name="torchTensorRef-others", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._is_over.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _serve(self) -> None:
+        while not self._is_over.wait(PERIOD_S):
+            with self._lock:
+                watched = self._watched
+                if watched is None:
+                    self._thread = None
+                    return
+            residency, device = watched
+            try:
+                self.look(residency, device)
+            except SHORTAGES as error:
+                residency.log.note("-", f"others {device.name}", str(error)[:80])
+            del watched, residency, device
+
+    def look(self, residency: Any, device: Device) -> None:
+        """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
+        ledger = residency.ledgers.get(device)
+        if ledger is None:
+            return
+        limit_nbytes = resolve_budget(None, device).limit_nbytes - ledger.scratch_nbytes
+        before_nbytes = ledger.budget.limit_nbytes
+        if abs(limit_nbytes - before_nbytes) <= SMALL_SHARE * device.capacity_nbytes:
+            return
+        residency.log.note("-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}")
+        with residency.lock:
+            if self._watched != (residency, device):
+                return  # meanwhile the user has said what the budget is
+            ledger.budget = Budget(max(limit_nbytes, 0))
+            residency.bury()
+            excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
+        if excess_nbytes > 0:
+            residency.evict_some(device, excess_nbytes)
+            device.give_up_caches()  # what is only cached is still missing to the others

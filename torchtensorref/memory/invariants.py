@@ -1,0 +1,70 @@
+"""The invariants of the books, written once, as sentences."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..devices.base import Device
+from .block import Block, Replica
+from .states import CLEAN, DIRTY, FILLING, INVALID
+
+#: How often two sums are compared before they count as different: other threads let tensors die.
+READINGS = 50
+#: Between two readings, in seconds: a thread in the middle of letting one die must get on.
+READING_PAUSE_S = 0.001
+
+
+def ledger_violations(device: Device, ledger: Any, held_nbytes: int) -> list[str]:
+    """Say what is wrong with one device's books (lock held).
+
+    What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile.
+    """
+    found = []
+    counted, recount = ledger.resident_nbytes, ledger.recount_nbytes()
+    if counted != recount:
+        found.append(f"{device.name}: the ledger says {counted} bytes, its entries {recount}")
+    if device.is_simulated:
+        counted, allocated = _both_sums(device, ledger)
+        if counted != allocated:
+            found.append(
+                f"{device.name}: the ledger says {counted} bytes, its allocator {allocated}"
+            )
+    if counted > ledger.budget.limit_nbytes + held_nbytes:
+        found.append(
+            f"{device.name}: {counted} bytes are resident, {ledger.budget.limit_nbytes} budgeted, "
+            f"and only {held_nbytes} are held"
+        )
+    for replica in ledger.replicas():
+        if replica.state is INVALID:
+            found.append(f"b{replica.block_id}: counted on {device.name} although it is invalid")
+    return found
+
+
+def _both_sums(device: Device, ledger: Any) -> tuple[int, int]:
+    """The bytes by the ledger and by the allocator, read again where a tensor died in between."""
+    for _ in range(READINGS):
+        ledger.bury_all()
+        counted, allocated = ledger.resident_nbytes, device.resident_nbytes
+        if counted == allocated:
+            break
+        time.sleep(READING_PAUSE_S)
+    return counted, allocated
+
+
+def block_violations(block: Block, issuing: set[Replica]) -> list[str]:
+    """Say what is wrong with one block; `issuing` are filled by copies about to be issued."""
+    found = []
+    states = [replica.state for replica in block.replicas.values()]
+    if CLEAN not in states and DIRTY not in states and FILLING not in states:
+        found.append(f"{block.name}: no readable replica; its bytes are lost")
+    if states.count(DIRTY) > 1:
+        found.append(f"{block.name}: more than one dirty replica")
+    if DIRTY in states and CLEAN in states:
+        found.append(f"{block.name}: clean and dirty replicas at once; one of them is stale")
+    for replica in block.replicas.values():
+        if replica.state is FILLING and replica.arrival is None and replica not in issuing:
+            found.append(f"{block.name}: filling on {replica.device.name} and no copy in flight")
+    if block.ready is not None and block.readable_on(block.ready) is None:
+        found.append(f"{block.name}: ready on {block.ready.name} but not readable there")
+    return found

@@ -1,0 +1,354 @@
+"""TensorsManager: what a user sets and asks. The only one who changes blocks, through Residency."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..base import event_sinks as tracing
+from ..base.errors import InvariantError
+from ..base.event_log import EventLog
+from ..base.options import settings
+from ..base.units import format_nbytes
+from ..devices import registry
+from ..devices.base import Device
+from ..devices.host.readers import home_bytes
+from ..operators.schema import mind_labels
+from ..strategy import Strategy
+from ..strategy.choice import make_strategy
+from .block import Block
+from .bookkeeping import Counts
+from .budget import Budget, BudgetSetting, resolve_budget
+from .external_pressure import OthersWatch, cap_allocator
+from .invariants import block_violations, ledger_violations
+from .ownership import Custody
+from .report import report_text
+from .residency import Residency
+from .states import CLEAN, DIRTY, FILLING
+from .storage_index import Table
+from .transfer import TransferCounts
+
+
+class TensorsManager(Custody):
+    """Tracks every TensorRef across devices, under budgets, by the decisions of a strategy.
+
+    Everything has a default that works: the accelerator torch finds (the simulated one where there
+    is none), its free memory less 10 percent, and the strategy of `TTR_STRATEGY` or the default.
+    Nothing is opened before the first tensor needs it. Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._residency: Residency | None = None
+        self._device_setting: Any = None
+        self._budget_setting: BudgetSetting = None
+        self._strategy_setting: Any = None
+        self.log = EventLog()
+        self.table = Table()
+        #: The class of the refs; `tensor.py` names it, so that nothing here imports upward.
+        self.ref_type: Any = None
+        #: (operator, dtype) pairs without a kernel on the accelerator.
+        self.unsupported: set[tuple[int, torch.dtype]] = set()
+        #: Bytes that the results of an operator on operands of such sizes took the last time.
+        self.expected_results: dict[Any, int] = {}
+        self._devices_by_name: dict[str, Device] = {}
+        self._others = OthersWatch()
+        self.native = None
+        #: The operators before the counts were started anew, and the clocks then.
+        self._first_tick = self._first_ns = self._first_stall_ns = 0
+
+    # -- settings -------------------------------------------------------------------------------
+
+    @property
+    def residency(self) -> Residency:
+        """The acting half; opened by the first use."""
+        return self._residency or self._open()
+
+    def _open(self) -> Residency:
+        with self._lock:
+            if self._residency is None:
+                host = registry.resolve("cpu")
+                device = self._resolve_devices(self._device_setting)
+                strategy = make_strategy(self._strategy_setting or settings.strategy)
+                budgets = self._budgets_for(device, self._budget_setting)
+                residency = Residency(host, device, strategy, self.log)
+                for accelerator, budget in budgets:
+                    self._open_ledger(residency, accelerator, budget)
+                self._devices_by_name = {d.name: d for d in (host, *device)}
+                self._residency = residency
+                self._start_clocks()
+                tracing.begin(self.log, self.report)
+                if settings.check >= 1:
+                    atexit.register(self.check)
+            return self._residency
+
+    def _resolve_devices(self, setting: Any) -> list[Device]:
+        if setting is None:
+            setting = settings.device or registry.default_name()
+        if not isinstance(setting, (list, tuple)):
+            setting = [setting]
+        devices = [registry.resolve(one) for one in setting]
+        return [device for device in devices if not device.is_host]
+
+    def _budgets_for(self, devices: Iterable[Device], setting: BudgetSetting) -> list[Any]:
+        setting = settings.budget if setting is None else setting
+        return [(device, resolve_budget(setting, device)) for device in devices]
+
+    def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
+        setting = settings.budget if self._budget_setting is None else self._budget_setting
+        # First: a look that has begun must not undo what the user says now.
+        self._others.watch(residency, device, setting)
+        residency.open_ledger(device, budget)
+        residency.ledgers[device].scratch_nbytes = 0
+        if device.torch_device.type != "cpu":
+            mind_labels()
+        cap_allocator(device, setting, budget.limit_nbytes)
+
+    @property
+    def device(self) -> Any:
+        """The accelerator (its name), or a list of them where several are used."""
+        names = [device.name for device in self.residency.accelerators]
+        if not names:
+            return "cpu"
+        return names[0] if len(names) == 1 else names
+
+    @device.setter
+    def device(self, setting: Any) -> None:
+        devices = self._resolve_devices(setting)
+        budgets = self._budgets_for(devices, self._budget_setting)
+        with self._lock:
+            self._device_setting = setting
+            if self._residency is not None:
+                self.bring_all_home()
+                home_bytes.forget_finished()
+                self._residency.ledgers.clear()
+                self._residency.accelerators[:] = devices
+                self._residency.fast_device = self._residency.main
+                self._residency.is_pressed = False
+                self.native.start_again()
+                for device, budget in budgets:
+                    self._open_ledger(self._residency, device, budget)
+                self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}
+                self.unsupported.clear()
+                self._start_clocks()
+
+    def _start_clocks(self) -> None:
+        """Let the time of the statistics begin now, at the end of what was given to the device."""
+        self._first_ns, self._first_stall_ns = self._reached_ns(), self.residency.main.stall_ns
+
+    def _reached_ns(self) -> int:
+        main = self.residency.main
+        return max(main.now_ns(), main.record().end_ns)
+
+    @property
+    def budget(self) -> Any:
+        """The most bytes the accelerator may hold; by device name where there are several."""
+        limits = {
+            device.name: ledger.limit_nbytes for device, ledger in self.residency.ledgers.items()
+        }
+        return next(iter(limits.values())) if len(limits) == 1 else limits
+
+    @budget.setter
+    def budget(self, setting: BudgetSetting) -> None:
+        if self._residency is None:
+            devices = [registry.resolve("cpu")] if setting is not None else []
+            self._budgets_for(devices, setting)  # bad text is refused now, not at the first tensor
+            self._budget_setting = setting
+            return
+        budgets = self._budgets_for(self._residency.accelerators, setting)
+        self._budget_setting = setting
+        for device, budget in budgets:
+            self._open_ledger(self._residency, device, budget)
+            self._residency.fit_budget(device)
+        self.native.start_again()  # which modules fit is another question now
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy in use, an object; set it by name, class or object, at any time."""
+        return self.residency.strategy
+
+    @strategy.setter
+    def strategy(self, setting: Any) -> None:
+        strategy = make_strategy(setting)
+        self._strategy_setting = strategy
+        if self._residency is not None:
+            # In this order: what a strategy is told can need the lock (a result's first look).
+            with self._residency.strategy_lock, self._residency.lock:
+                self._residency.strategy = strategy
+                for ledger in self._residency.ledgers.values():
+                    for replica in ledger.replicas():
+                        block = self._residency.block_of(replica)
+                        if block is not None:
+                            block.ready = None
+
+    @property
+    def regions(self) -> bool:
+        """Whether modules whose operators need no interception run natively."""
+        return self.native is not None and self.native.enabled
+
+    @regions.setter
+    def regions(self, wanted: bool) -> None:
+        self.native.enabled = bool(wanted)
+
+    def device_named(self, name: str) -> Device:
+        """Return one of the devices in use by its name."""
+        return self._devices_by_name[name]
+
+    # -- during operators -----------------------------------------------------------------------
+
+    def after_operator(self, device: Device, blocks: Sequence[Block]) -> None:
+        """Carry out what the strategy wants given back, written back and fetched ahead."""
+        residency = self.residency
+        strategy = residency.strategy
+        kind = type(strategy)
+        if kind.after_operator is not Strategy.after_operator:
+            with residency.lock:
+                used = [
+                    replica
+                    for block in blocks
+                    if (replica := block.readable_on(device)) is not None and not replica.pins
+                ]
+                snapshots = [s for r in used if (s := residency.snapshot_of(r)) is not None]
+                seen = residency.device_snapshot(device)
+            with residency.strategy_lock:
+                given_back = set(strategy.after_operator(seen, snapshots))
+            for replica in used:
+                block = residency.block_of(replica)
+                if block is not None and block.block_id in given_back:
+                    residency.give_back(replica, f"{strategy.name}: given back")
+        looks_ahead = (
+            kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
+        )
+        if looks_ahead and residency.is_pressed:
+            residency.look_ahead(device)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return what has happened since the start or the last `reset_stats`, as plain numbers."""
+        residency = self.residency
+        with residency.lock:
+            residency.bury()
+            main = residency.main
+            ledger = residency.ledgers.get(main)
+            counts, copies = residency.counts, residency.transfer.counts
+            return {
+                "strategy": residency.strategy.name,
+                "device": main.name,
+                "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
+                "resident_nbytes": main.resident_nbytes if ledger else 0,
+                "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
+                "page_locked_nbytes": main.page_locked_nbytes,
+                "fetched_nbytes": copies.fetched_nbytes,
+                "prefetched_nbytes": copies.prefetched_nbytes,
+                "written_back_nbytes": copies.written_back_nbytes,
+                "dropped_nbytes": counts.dropped_nbytes,
+                "fetch_count": copies.fetch_count + copies.prefetch_count,
+                "evict_count": counts.evict_count,
+                "hit_count": counts.hit_count,
+                "miss_count": counts.miss_count,
+                "op_count": counts.op_count,
+                "native_op_region_count": self.native.native_count,
+                "native_op_count": self.native.native_op_count,
+                "native_share": self.native.share_of(residency.tick - self._first_tick),
+                "host_op_count": counts.host_op_count,
+                "host_fallback_count": sum(counts.host_fallbacks.values()),
+                "host_fallback_reasons": dict(counts.host_fallbacks),
+                "stall_ns": main.stall_ns - self._first_stall_ns,
+                "time_ns": self._reached_ns() - self._first_ns,
+            }
+
+    def reset_stats(self) -> None:
+        """Start the counts and the peak again."""
+        residency = self.residency
+        with residency.lock:
+            residency.counts = Counts()
+            residency.transfer.counts = TransferCounts()
+            self.native.native_count = self.native.native_op_count = 0
+            self._first_tick = residency.tick
+            self._start_clocks()
+            for device in residency.ledgers:
+                device.reset_peak()
+
+    def story(self, ref: Any) -> list[str]:
+        """Return what happened to the block of a TensorRef, oldest first."""
+        return self.log.story(ref._b.name)
+
+    def describe(self, ref: Any) -> str:
+        """Return the side of a TensorRef that `print` does not show; moves nothing."""
+        block: Block = ref._b
+        shape = ", ".join(map(str, ref.size()))
+        kind = str(ref.dtype).removeprefix("torch.")
+        lines = [f"{kind}[{shape}] -> {block.name} {format_nbytes(block.nbytes)}  home cpu"]
+        for replica in block.replicas.values():
+            pins = f", pinned {replica.pins}" if replica.pins else ""
+            used = self.residency.tick - block.last_use
+            last = f", last used {used} operators ago" if replica.state in (CLEAN, DIRTY) else ""
+            lines.append(f"  {replica.device.name:8} {replica.state.value}{pins}{last}")
+        if block.exposure is not None and block.exposure.alive:
+            exposure = block.exposure
+            lines.append(f"  exposed on {exposure.device.name}: {exposure.why}")
+        return "\n".join(lines)
+
+    def report(self) -> str:
+        """Return what is held and what it has cost, as text that fits a screen; moves nothing."""
+        return report_text(self)
+
+    def bring_all_home(self) -> None:
+        """Give back every replica on every accelerator, dirty ones written back first."""
+        residency = self.residency
+        for ledger in list(residency.ledgers.values()):
+            for replica in ledger.replicas():
+                with residency.lock:
+                    if replica.state is FILLING:
+                        residency._arrive(replica)
+                residency.evict(replica, "everything home")
+        residency.settle_home()
+
+    def check(self) -> None:
+        """Verify the books.
+
+        Raises
+        ------
+        InvariantError
+            Something is wrong in torchTensorRef itself; the message holds every violation, each
+            with the story of its block.
+        """
+        found = self.violations()
+        if found:
+            raise InvariantError("\n".join(found), violations=tuple(found))
+
+    def violations(self) -> list[str]:
+        """Return every broken invariant in words."""
+        residency = self.residency
+        found: list[str] = []
+        with residency.lock:
+            residency.bury()
+            for device, ledger in residency.ledgers.items():
+                found += ledger_violations(device, ledger, residency.held_nbytes(device))
+                for replica in ledger.replicas():
+                    block = residency.block_of(replica)
+                    if block is not None:
+                        found += [
+                            f"{text}; story: {'; '.join(self.log.story(block.name)) or 'none'}"
+                            for text in block_violations(block, residency.issuing)
+                        ]
+        return found
+
+    def __repr__(self) -> str:
+        if self._residency is None:
+            return "<TensorsManager: nothing opened yet>"
+        where = ", ".join(
+            f"{device.name} {format_nbytes(ledger.resident_nbytes)} of "
+            f"{format_nbytes(ledger.budget.limit_nbytes)}"
+            for device, ledger in self._residency.ledgers.items()
+        )
+        return f"<TensorsManager {self._residency.strategy.name}: {where or 'host only'}>"
+
+
+#: The one of this process.
+tensorsManager = TensorsManager()

@@ -1,0 +1,279 @@
+"""Custody: tensors come under management, are looked at, handed out, and given back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..devices.base import Device
+from .adoption import block_for, is_adoptable, replace_in_place
+from .block import Block
+from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
+from .residency import Residency
+from .storage_index import Table
+
+
+class Custody:
+    """What the manager does with single tensors and modules. `TensorsManager` has the settings."""
+
+    table: Table
+    #: The class of the refs; `tensor.py` names it, so that nothing here imports upward.
+    ref_type: Any
+    #: The native regions (`regions.py`); they look at module calls once there is a parameter.
+    native: Any
+
+    @property
+    def residency(self) -> Residency:
+        """The acting half; opened by the first use."""
+        raise NotImplementedError
+
+    # -- adopt, release -------------------------------------------------------------------------
+
+    def adopt(self, x: Any, *, sole: bool = False) -> Any:
+        """Bring tensors under management without a copy.
+
+        Parameters
+        ----------
+        x : torch.Tensor, torch.nn.Module or a container of them
+            A tensor gives a TensorRef that shares its memory. A module is changed in place and
+            returned; so are the tensors inside lists, tuples and dictionaries, which come back as
+            a container of the same kind.
+        sole : bool, optional
+            Nobody else writes memory that came from outside torch, such as a mapped file. Without
+            it every operator reads such memory anew.
+
+        Returns
+        -------
+        TensorRef, torch.nn.Module or container
+            What cannot be managed (other subclasses, sparse layouts, tensors on other devices, meta
+            tensors, results of a plain autograd graph) comes back as it is.
+        """
+        if isinstance(x, torch.Tensor):
+            return self.adopt_tensor(x, sole=sole)
+        if isinstance(x, torch.nn.Module):
+            return self._adopt_module(x)
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(torch.Tensor, lambda t: self.adopt_tensor(t, sole=sole), x)
+
+    def adopt_tensor(self, tensor: torch.Tensor, *, sole: bool = False) -> Any:
+        """Return a TensorRef that shares the memory of a tensor; see `adopt`."""
+        if type(tensor) is self.ref_type or not is_adoptable(tensor) or tensor.grad_fn is not None:
+            return tensor
+        known = tensor.__dict__.get("_ref")
+        if known is not None:
+            return known
+        ref = self._ref_over(tensor, sole=sole)
+        if ref is None:
+            return tensor
+        if isinstance(tensor, torch.nn.Parameter):
+            ref._is_param = True
+        return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
+
+    def adopt_operand(self, tensor: torch.Tensor, ref_type: Any) -> Any:
+        """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
+        known = tensor.__dict__.get("_ref")
+        if known is not None and type(known) is ref_type:
+            return known
+        entries = self.residency.native_entries
+        entry = entries.get(threading.get_ident()) if entries else None
+        if entry is not None and (inside := entry.operand(tensor)) is not None:
+            return inside
+        return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
+
+    def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
+        residency = self.residency
+        with residency.lock:
+            found = block_for(tensor, self.table, residency, sole=sole)
+        if found is None:
+            return None
+        return self.ref_over(found[0], tensor, found[1])
+
+    def ref_over(self, block: Block, tensor: torch.Tensor, start: int) -> Any:
+        """Make the TensorRef with a plain tensor's metadata over a block that begins at `start`."""
+        host = self.residency.host
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        base = block.replicas[host].base
+        plain = view_with(tensor, base.untyped_storage(), offset)
+        return make_ref(self.ref_type, plain, block, host, tensor.device)
+
+    def adopt_in_place(self, tensor: torch.Tensor) -> Any:
+        """Make the object `tensor` itself a TensorRef, where possible: see `replace_in_place`."""
+        ref = self.adopt_tensor(tensor, sole=True)
+        if ref is tensor or tensor.__dict__.get("_ref") is ref:
+            return ref
+        ref = replace_in_place(tensor, ref)
+        ref._b.is_persistent = True
+        self.native.watch()
+        return ref
+
+    def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        for part in module.modules():
+            for registry_ in (part._parameters, part._buffers):
+                for name, tensor in list(registry_.items()):
+                    if tensor is not None and type(tensor) is not self.ref_type:
+                        registry_[name] = self.adopt_in_place(tensor)
+        return module
+
+    def release(self, x: Any) -> Any:
+        """Give plain tensors back: the way opposite to `adopt`.
+
+        Parameters
+        ----------
+        x : TensorRef, torch.nn.Module or a container of them
+
+        Returns
+        -------
+        torch.Tensor, torch.nn.Module or container
+            Plain host tensors with the current bytes; a module is changed in place. They share the
+            memory of the TensorRefs, which stay usable and see what is written to them.
+        """
+        if type(x) is self.ref_type:
+            return self._release_tensor(x)
+        if isinstance(x, torch.nn.Module):
+            for part in x.modules():
+                for registry_ in (part._parameters, part._buffers):
+                    for name, tensor in list(registry_.items()):
+                        if type(tensor) is self.ref_type:
+                            registry_[name] = self._release_tensor(tensor)  # type: ignore[assignment]
+            return x
+        from torch.utils._pytree import tree_map_only
+
+        return x if isinstance(x, torch.Tensor) else tree_map_only(torch.Tensor, self.release, x)
+
+    def _release_tensor(self, ref: Any) -> torch.Tensor:
+        plain: torch.Tensor = ref.exposed_plain("released")
+        if getattr(ref, "_is_param", False):
+            return torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
+        return plain.requires_grad_(ref.requires_grad) if ref.requires_grad else plain
+
+    # -- one tensor -----------------------------------------------------------------------------
+
+    def where(self, block: Block) -> Device:
+        """Return the device where operators find a block's bytes now."""
+        residency = self.residency
+        for device in residency.accelerators:
+            if block.readable_on(device) is not None:
+                return device
+        return residency.host
+
+    def to_accelerator(self, ref: Any) -> None:
+        """Fetch a block now; OutOfBudgetError if it does not fit."""
+        residency = self.residency
+        device = residency.main
+        residency.release(residency.acquire(device, [ref._b], [], 0))
+        with residency.lock:
+            residency.set_ready(ref._b, device)
+
+    def to_host(self, ref: Any) -> None:
+        """Bring a block home and give the accelerators' replicas back."""
+        residency = self.residency
+        residency.bring_home(ref._b)
+        for device in residency.accelerators:
+            replica = ref._b.replicas.get(device)
+            if replica is not None and replica.readable:
+                residency.evict(replica, "toCPU")
+
+    def plain_at_home(self, value: Any) -> Any:
+        """Return a plain view at home for a TensorRef, with current bytes; others as they are."""
+        if type(value) is not self.ref_type:
+            return value
+        self.residency.bring_home(value._b)
+        return plain_on(value, self.residency.host)
+
+    def peek(self, ref: Any) -> torch.Tensor:
+        """Return a plain look at the values that changes no residency and no recency."""
+        return view_over(ref, self.residency.peek(ref._b).untyped_storage())
+
+    def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
+        """Bring a block home, hold it there, and return a storage that may be given away."""
+        residency = self.residency
+        with _disable_current_modes():  # what the runtime does to storages is not for them
+            residency.unshare(ref._b)
+            residency.bring_home(ref._b)
+            storage: torch.UntypedStorage = residency.expose(
+                ref._b, residency.host, why, forever=forever
+            )
+        return storage
+
+    def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
+        """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
+        storage = self.expose(ref, why)
+        with _disable_current_modes():
+            return view_over(ref, storage)
+
+    def plain_to_serialise(self, ref: Any) -> torch.Tensor:
+        """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""
+        exposure = ref._b.exposure
+        if exposure is not None and not exposure.device.is_host and exposure.alive:
+            return self.peek(ref)
+        return self.exposed_plain(ref, "serialised")
+
+    def target(self, ref: Any) -> torch.Tensor:
+        """Return a plain tensor where the bytes are now, and hold them there while it lives."""
+        residency = self.residency
+        residency.unshare(ref._b)
+        exposure = ref._b.exposure
+        # What is held already stays there: at home, where an array is.
+        is_held = exposure is not None and exposure.alive
+        device = exposure.device if is_held else self.where(ref._b)
+        if device.is_host:
+            residency.bring_home(ref._b)
+        return view_over(ref, residency.expose(ref._b, device, "target"))
+
+    def copy_of(self, ref: Any, block: Block | None, *, label: Any = None) -> Any:
+        """Return a copy of a TensorRef whose bytes are shared until one of the two is written."""
+        if block is None:
+            block = self.residency.copy_on_write(ref._b)
+        twin = alias_of(ref, block)
+        return twin if label is None or label == ref.device else twin.to(label)
+
+    def labelled_copy(self, ref: Any, wished: str) -> Any:
+        """Return what `.to(device)` gives where torch cannot carry that label."""
+        if getattr(ref, "_asked", None) == wished:
+            return ref
+        twin = ref.clone()
+        twin._asked = wished
+        return twin
+
+    def forget_accelerators(self, block: Block) -> None:
+        """Drop every replica but the one at home, which is current, and about to change storage."""
+        residency = self.residency
+        for device in residency.accelerators:
+            replica = block.replicas.get(device)
+            if replica is not None:
+                # It stays, empty: aliases keep views over its storage.
+                with residency.lock:
+                    residency._arrive(replica)
+                residency.evict(replica, "its storage changes")
+        home = block.replicas.get(residency.host)
+        if home is not None:
+            residency.host.about_to_move(home.base)
+
+    def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
+        """Return the TensorRef for a plain tensor that was set to another storage."""
+        for source in sources:
+            if type(source) is not self.ref_type:
+                continue
+            storage = self.plain_at_home(source).untyped_storage()
+            if storage._cdata == plain.untyped_storage()._cdata:
+                host = self.residency.host
+                return make_ref(self.ref_type, plain, source._b, host, torch.device("cpu"))
+        return self.adopt_tensor(plain)
+
+    def share_memory(self, ref: Any) -> None:
+        """Move a block's bytes at home into shared memory."""
+        block: Block = ref._b
+        self.residency.unshare(block)
+        home = self.residency.bring_home(block)
+        self.forget_accelerators(block)
+        home.base.untyped_storage().share_memory_()
+        self.residency.expose(block, self.residency.host, "share_memory_", forever=True)
+
+    def is_shared_memory(self, ref: Any) -> bool:
+        """Whether a block's bytes at home are in shared memory."""
+        home = ref._b.replicas.get(self.residency.host)
+        return home is not None and home.base.untyped_storage().is_shared()

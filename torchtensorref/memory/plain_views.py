@@ -1,0 +1,160 @@
+"""Between a TensorRef and the plain tensors it stands for: views over replicas, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..devices.base import Device
+from .block import Block
+
+#: A dispatch key above autograd that torch itself leaves alone. Every TensorRef carries it, so that
+#: `above_autograd` can treat a few operators there; elsewhere it falls through inside torch.
+KEY_NAME = "DeferredInit"
+KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
+
+
+class Labelled:
+    """Whether a TensorRef has ever been labelled other than cpu (a default device, cuda)."""
+
+    def __init__(self) -> None:
+        self.otherwise = False
+
+
+labelled = Labelled()
+
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+# Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
+_empty = torch._C._VariableFunctions.empty
+
+
+def make_ref(
+    ref_type: type, plain: torch.Tensor, block: Block, device: Device, label: torch.device
+) -> Any:
+    """Make the TensorRef that stands for a plain tensor over a replica of `block`.
+
+    Torch's lazy conjugate and negative bits are on both, so that its own fallbacks see them on the
+    TensorRef and resolve them there, and kernels that handle them see them on the plain tensor.
+    """
+    ref: Any = _make_wrapper(
+        ref_type,
+        plain.size(),
+        strides=plain.stride(),
+        storage_offset=plain.storage_offset(),
+        dtype=plain.dtype,
+        device=label,
+        _extra_dispatch_keys=KEYS,
+    )
+    if label.type != "cpu":
+        labelled.otherwise = True
+    ref._b = block
+    if block.sharers is not None and block.owner is not block:
+        # The block may leave these replicas, and a view that was kept would stay behind.
+        ref._t = ref._d = None
+    else:
+        if device.is_host:
+            ref._h = plain
+        ref._t = plain
+        ref._d = device
+    if plain.is_conj() or plain.is_neg():
+        _set_lazy_bits(ref, plain)
+    return ref
+
+
+def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
+    torch._C._set_conj(ref, like.is_conj())
+    torch._C._set_neg(ref, like.is_neg())
+    # Never on the fast path, which hands plain results on without a look at such bits.
+    ref._d = None
+
+
+def alias_of(ref: Any, block: Block | None = None) -> Any:
+    """Make another TensorRef with the same metadata, over the same or another block."""
+    twin = _make_wrapper(
+        type(ref),
+        ref.size(),
+        strides=ref.stride(),
+        storage_offset=ref.storage_offset(),
+        dtype=ref.dtype,
+        device=ref.device,
+        _extra_dispatch_keys=KEYS,
+    )
+    if block is None or block is ref._b:
+        twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
+    else:
+        twin._b = block
+        twin._t = twin._d = None
+    if ref.is_conj() or ref.is_neg():
+        _set_lazy_bits(twin, ref)
+    return twin
+
+
+def replace_metadata(ref: Any, other: Any) -> None:
+    """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
+    with torch.no_grad():
+        torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
+    ref._b, ref._t, ref._d, ref._h = other._b, other._t, other._d, other._h
+
+
+def plain_on(ref: Any, device: Device) -> torch.Tensor:
+    """Return the plain view that a TensorRef stands for, over the replica on `device`.
+
+    The replica must have its bytes there. The view is kept for the next time, unless the block
+    shares its replicas and may leave them.
+    """
+    block: Block = ref._b
+    keeps = block.sharers is None or block.owner is block
+    if keeps:
+        if device.is_host:
+            # A block at home can change its storage object (`resize_` of borrowed memory).
+            home = block.replicas[device].base.untyped_storage()
+            if ref._h is not None and ref._h.untyped_storage()._cdata == home._cdata:
+                return ref._h  # type: ignore[no-any-return]
+        elif ref._d is device:
+            return ref._t  # type: ignore[no-any-return]
+    view = view_of(ref, block.replicas[device].base)
+    if keeps:
+        if device.is_host:
+            ref._h = view
+        elif not (view.is_conj() or view.is_neg()):
+            ref._t, ref._d = view, device
+    return view
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors that a plain tensor of another layout is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_quantized and tensor.qscheme() not in _SCALED_AS_A_WHOLE:
+        return [tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    return [] if tensor.is_mkldnn else [tensor]
+
+
+_SCALED_AS_A_WHOLE = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+
+
+def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
+    """Make the plain view with a TensorRef's metadata over the storage of `base`."""
+    return view_over(ref, base.untyped_storage())
+
+
+def view_over(ref: Any, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Make the plain view with a TensorRef's metadata over a storage."""
+    return view_with(ref, storage, ref.storage_offset())
+
+
+def view_with(
+    like: torch.Tensor, storage: torch.UntypedStorage, offset: int | torch.SymInt
+) -> torch.Tensor:
+    """Make a plain view with the metadata of `like` over a storage, `offset` elements in."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        view: torch.Tensor = _empty((0,), dtype=like.dtype, device=storage.device)
+        view.set_(storage, offset, like.size(), like.stride())
+        view = view.conj() if like.is_conj() else view
+        return view._neg_view() if like.is_neg() else view

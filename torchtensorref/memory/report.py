@@ -1,0 +1,133 @@
+"""What `tensorsManager.report()` says: one screen of what is held and what it has cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..base.units import format_nbytes, format_ns
+from .block import Block
+
+#: Rows of each list; what is left out is counted, so that a report fits a screen.
+BLOCK_ROWS = 5
+HELD_ROWS = 5
+REASON_ROWS = 4
+
+
+def report_text(manager: Any) -> str:
+    """Describe what is resident, what is held by whom, and what has been moved and why.
+
+    Parameters
+    ----------
+    manager : TensorsManager
+        Whose books are read.
+
+    Returns
+    -------
+    str
+        At most about 30 lines of at most 100 characters.
+
+    Notes
+    -----
+    Looking moves nothing and counts as no use.
+    """
+    stats = manager.stats()
+    residency = manager.residency
+    with residency.lock:
+        ours = {residency.host, *residency.accelerators}
+        blocks = [block for block in living_blocks(manager) if ours.issuperset(block.replicas)]
+        lines = [*_totals(stats), *_fallbacks(stats), *_held(blocks)]
+        lines += _largest(blocks, residency.tick)
+    return "\n".join(lines)
+
+
+def living_blocks(manager: Any) -> list[Block]:
+    """Find the blocks that operators have used, that were adopted, or that are on an accelerator.
+
+    Notes
+    -----
+    Not by asking the garbage collector for everything: it also gives what other threads are just
+    making, which such a look can spoil (CPython then raises in that thread).
+    """
+    residency = manager.residency
+    found = [reference() for reference in residency.known.valuerefs()]
+    found += manager.table.blocks()
+    for ledger in residency.ledgers.values():
+        found += [residency.block_of(replica) for replica in ledger.replicas()]
+    return [block for block in dict.fromkeys(found) if block is not None]
+
+
+def _totals(stats: dict[str, Any]) -> list[str]:
+    size = {name: format_nbytes(n) for name, n in stats.items() if name.endswith("_nbytes")}
+    uses = stats["hit_count"] + stats["miss_count"]
+    share = f" ({stats['hit_count'] / uses:.0%} hits)" if uses else ""
+    return [
+        f"torchTensorRef: {stats['strategy']} on {stats['device']}",
+        f"  resident   {size['resident_nbytes']} of {size['budget_nbytes']}, "
+        f"peak {size['peak_resident_nbytes']}",
+        f"  operators  {stats['op_count']}, of which on the host "
+        f"{stats['host_op_count'] + stats['host_fallback_count']}",
+        f"  operands   hits {stats['hit_count']}, misses {stats['miss_count']}{share}",
+        f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
+        f"in {stats['fetch_count']} copies",
+        f"  native     {stats['native_op_count']} operators in {stats['native_op_region_count']} "
+        f"calls of regions",
+        f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
+        f"{size['written_back_nbytes']} written back",
+        f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}",
+    ]
+
+
+def _fallbacks(stats: dict[str, Any]) -> list[str]:
+    reasons = sorted(stats["host_fallback_reasons"].items(), key=lambda row: -row[1])
+    lines = [f"host fallbacks: {stats['host_fallback_count'] or 'none'}"]
+    return lines + _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
+
+
+def _held(blocks: Iterable[Block]) -> list[str]:
+    """The blocks that strategies cannot move, with who holds them."""
+    held = [(block, why) for block in blocks if (why := _holder(block))]
+    held.sort(key=lambda row: -row[0].nbytes)
+    total = format_nbytes(sum(block.nbytes for block, _ in held))
+    lines = [f"held: {len(held)} blocks, {total}" if held else "held: none"]
+    return lines + _rows(
+        held,
+        HELD_ROWS,
+        lambda row: f"  {row[0].name:>6} {format_nbytes(row[0].nbytes):>12}  {row[1]}",
+    )
+
+
+def _holder(block: Block) -> str:
+    """Who holds a block where it is; empty if nobody does."""
+    reasons = []
+    exposure = block.exposure
+    if exposure is not None and exposure.alive:
+        length = "for good" if exposure.forever else "while that lives"
+        reasons.append(f"exposed on {exposure.device.name} by {exposure.why}, {length}")
+    pinned_on = [replica.device.name for replica in block.replicas.values() if replica.pins]
+    if pinned_on:
+        reasons.append(f"pinned on {', '.join(pinned_on)} by an operator that runs")
+    return "; ".join(reasons)
+
+
+def _largest(blocks: Iterable[Block], tick: int) -> list[str]:
+    ordered = sorted(blocks, key=lambda block: -block.nbytes)
+    total = format_nbytes(sum(block.nbytes for block in ordered))
+    lines = [f"blocks: {len(ordered)}, {total}; the largest:" if ordered else "blocks: none"]
+    return lines + _rows(ordered, BLOCK_ROWS, lambda block: _block_row(block, tick))
+
+
+def _block_row(block: Block, tick: int) -> str:
+    where = ", ".join(
+        f"{replica.device.name} {replica.state.value}" for replica in block.readable_replicas()
+    )
+    used = f"last used by operator {block.last_use} of {tick}" if block.last_use else "not used yet"
+    return f"  {block.name:>6} {format_nbytes(block.nbytes):>12}  {where:26} {used}"
+
+
+def _rows(items: list[Any], count: int, row: Callable[[Any], str]) -> list[str]:
+    """One line each for the first `count` items, and one that counts the others."""
+    lines = [row(item) for item in items[:count]]
+    if len(items) > count:
+        lines.append(f"  ... and {len(items) - count} more")
+    return lines

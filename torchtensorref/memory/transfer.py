@@ -1,0 +1,117 @@
+"""Copies between devices: the only place where bytes of blocks are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..base.errors import TransferError
+from ..base.options import settings
+from ..devices.base import Device, Event, bytes_of, empty_bytes
+from .block import Replica
+
+#: A copy that fails is tried again so often; links hiccup, and the source is untouched.
+ATTEMPTS = 3
+
+
+@dataclass
+class TransferCounts:
+    """What has been copied since the counts were last reset."""
+
+    fetched_nbytes: int = 0
+    prefetched_nbytes: int = 0
+    written_back_nbytes: int = 0
+    fetch_count: int = 0
+    prefetch_count: int = 0
+    write_back_count: int = 0
+    retry_count: int = 0
+
+
+class Transfer:
+    """Issues copies, tries failed ones again, and counts them. It changes no state of a replica."""
+
+    def __init__(self) -> None:
+        self.counts = TransferCounts()
+
+    def fetch(self, home: Replica, replica: Replica, *, ahead: bool = False) -> Event:
+        """Issue the copy of a block's bytes from home to an accelerator.
+
+        Raises
+        ------
+        TransferError
+            The copy failed `ATTEMPTS` times; the replica's bytes are undefined, home is untouched.
+        """
+        device = replica.device
+        source = bytes_of(home.base)
+        event = self._retry(
+            lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
+        )
+        if not device.is_simulated:
+            self._mind_source(home, device, event)
+        if settings.sync:
+            event.synchronize()
+        if ahead:
+            self.counts.prefetched_nbytes += replica.nbytes
+            self.counts.prefetch_count += 1
+        else:
+            self.counts.fetched_nbytes += replica.nbytes
+            self.counts.fetch_count += 1
+        return event
+
+    @staticmethod
+    def _mind_source(home: Replica, device: Device, event: Event) -> None:
+        """Let a copy finish reading bytes that others may write unseen; page-lock what recurs."""
+        holders = (reference() for reference in home.holders)
+        is_exposed = any(block is not None and block.exposure is not None for block in holders)
+        finish = getattr(event, "finish_reading", None)
+        if is_exposed and finish is not None:
+            finish()
+        device.wish_page_locked(home.base, may_mirror=not is_exposed)
+
+    def write_back(self, replica: Replica, home: Replica) -> Event:
+        """Issue the copy of a block's bytes from an accelerator to home.
+
+        Raises
+        ------
+        TransferError
+            The copy failed `ATTEMPTS` times; home's bytes are undefined, the replica is untouched.
+        """
+        device = replica.device
+        destination = bytes_of(home.base)
+        event = self._retry(
+            lambda: device.copy_out(replica.base, destination, after=device.record())
+        )
+        if settings.sync:
+            event.synchronize()
+        self.counts.written_back_nbytes += replica.nbytes
+        self.counts.write_back_count += 1
+        return event
+
+    def peek(self, replica: Replica) -> torch.Tensor:
+        """Return a host copy of a replica's bytes; counted nowhere, since nothing becomes of it."""
+        device = replica.device
+        copied = empty_bytes(replica.nbytes)
+        self._retry(
+            lambda: device.copy_out(replica.base, copied, after=device.record())
+        ).synchronize()
+        return copied
+
+    def _retry(self, issue: Callable[[], Event]) -> Event:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return issue()
+            except TransferError:
+                if attempt == ATTEMPTS:
+                    raise
+                self.counts.retry_count += 1
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def copy_of(base: torch.Tensor) -> torch.Tensor:
+    """Return new bytes with the content of a host base (copy on write splits that way)."""
+    source = bytes_of(base)
+    copied = empty_bytes(source.numel())
+    copied.untyped_storage().copy_(source.untyped_storage())
+    return copied

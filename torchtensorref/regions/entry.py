@@ -1,0 +1,267 @@
+"""Entering and leaving a native region: everything that one native run of a module holds."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..base.activation import disabled
+from ..base.errors import TransferError
+from ..devices.base import Device, bytes_of
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.manager import TensorsManager
+from ..memory.plain_views import make_ref, plain_on, view_of, view_over
+from .hold import Hold
+from .region import Region, Slot, Structure, attributes_of, same_state, state_of
+from .tensor_tree import Exchange
+
+_CPU = torch.device("cpu")
+
+
+class Entry(Hold):
+    """One native run of a region: everything held from `acquire` to the end of `run`."""
+
+    def __init__(
+        self,
+        manager: TensorsManager,
+        unwatched: AbstractContextManager[None],
+        region: Region,
+        module: nn.Module,
+        structure: Structure,
+        exchange: Exchange,
+        inputs: list[Any],
+    ) -> None:
+        super().__init__(manager, region, structure, inputs)
+        self.unwatched = unwatched
+        self.module = module
+        self.exchange = exchange
+        #: What hangs in the place of parameters and buffers, with its slot, its TensorRef, and its
+        #: version before the call.
+        self.hung: list[tuple[Slot, Any, torch.Tensor, int]] = []
+        #: Whether it has changed something that running it again would change again.
+        self.has_changed = False
+        self.made: dict[int, Block] = {}
+        #: Plain inputs by the ids of their TensorRefs; with these, and their versions before the
+        #: call.
+        self.inside: dict[int, torch.Tensor] = {}
+        self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
+
+    # -- running ----------------------------------------------------------------------------
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run the module on plain tensors; put everything back, whatever happens."""
+        exchange, device = self.exchange, self.device
+        try:
+            out, args, kwargs = self._run_plain(args, kwargs)
+            device.charge_time(self.structure.compute_ns, self.structure.op_count)
+            # Still held: what is wrapped now can make others go, not what it shares memory with.
+            out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
+        finally:
+            try:
+                self._gather_what_stays()
+                self._note_writes()
+            finally:
+                self._withdraw()
+                self._release()
+        self.manager.after_operator(device, self.blocks)
+        return out
+
+    def _run_plain(self, args: Any, kwargs: Any) -> Any:
+        entries, ident = self.residency.native_entries, threading.get_ident()
+        outer = entries.get(ident)
+        entries[ident] = self
+        try:
+            args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
+            self._exchange_parameters()
+            with disabled(), self.unwatched:
+                return self.module._call_impl(*args, **kwargs), args, kwargs
+        except BaseException:
+            self.exchange.restore()
+            raise
+        finally:
+            if outer is None:
+                del entries[ident]
+            else:
+                entries[ident] = outer
+            self.reserve = None
+            self._put_back()
+
+    def _plain_input(self, ref: Any) -> torch.Tensor:
+        known = self.inside.get(id(ref))
+        if known is not None:
+            return known  # modules ask whether they are given the same tensor twice
+        plain = plain_on(ref, self.device)
+        self.inside[id(ref)] = plain
+        self.unwrapped.append((plain, ref, _version(plain)))
+        return plain
+
+    def _exchange_parameters(self) -> None:
+        slots = self.slots
+        stand_ins: dict[int, torch.Tensor] = {}
+        for i, slot in enumerate(slots):
+            ref: Any = slot.ref()
+            slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
+            plain = cast("torch.Tensor", slot.plain)
+            self.hung.append((slot, ref, plain, _version(plain)))
+            slot.registry[slot.name] = plain
+
+    def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
+        """Return a slot with what takes its tensor's place, kept for the next time."""
+        view, device = slot.view, self.device
+        if view is not None and ref._t is view and ref._d is device:
+            assert slot.plain is not None
+            if slot.plain.requires_grad != ref.requires_grad:
+                slot.plain.requires_grad_(ref.requires_grad)
+            return slot
+        plain = made.get(id(ref))
+        if plain is None:
+            plain = made[id(ref)] = _stand_in(ref, slot.block.base_on(device))
+        return slot._replace(view=plain_on(ref, device), plain=plain)
+
+    def _put_back(self) -> None:
+        """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
+        known = self.exchange.known
+        for slot, ref, plain, version in self.hung:
+            registry, name = slot.registry, slot.name
+            now = registry.get(name)
+            if now is plain:
+                registry[name] = ref
+            elif now is not None and type(now) is not self.manager.ref_type:
+                self._doubt(f"it exchanges {name}")
+                registry[name] = self._parameter_for(now)
+            known[id(plain)] = (plain, ref)
+            if _version(plain) != version:
+                self._doubt(f"it writes {name}")
+                self._note_write(ref, slot.block)
+                self.region.slots = []
+
+    def _parameter_for(self, plain: torch.Tensor) -> Any:
+        ref = self.ref_for(plain)
+        if isinstance(plain, nn.Parameter) and type(ref) is self.manager.ref_type:
+            ref._is_param = True
+            ref.requires_grad_(plain.requires_grad)
+        return ref
+
+    def _doubt(self, why: str) -> None:
+        self.structure.doubt = self.structure.doubt or why
+
+    def _note_write(self, ref: Any, block: Block) -> None:
+        self.has_changed = True
+        self.residency.written(block, self.device)
+        if not ref.is_inference():
+            torch.autograd.graph.increment_version(ref)
+
+    def _gather_what_stays(self) -> None:
+        """Wrap what an unforeseen branch has left in the attributes of modules."""
+        region = self.region
+        changed = [part.module for part in region.parts if not part.is_as_before()]
+        if not same_state(state_of(self.module), region.state):
+            changed.append(self.module)
+        for module in changed:
+            self.has_changed = True
+            for name in attributes_of(module):
+                value = module.__dict__[name]
+                module.__dict__[name] = self.exchange.wrap(value, self._left_behind)
+        if changed:
+            region.forget()
+
+    def _left_behind(self, plain: torch.Tensor) -> Any:
+        self._doubt("it leaves tensors behind in its attributes")
+        key = plain.untyped_storage()._cdata
+        if key in self.region.foreign:
+            return plain
+        # Over the memory of a result it is an alias. Else nobody knows who holds it besides.
+        return self.ref_for(plain if self._block_over(key) is not None else plain.clone())
+
+    # -- leaving ----------------------------------------------------------------------------
+
+    def _note_writes(self) -> None:
+        for plain, ref, version in self.unwrapped:
+            if plain.is_inference():
+                if not ref._b.owned:
+                    self.residency.written(ref._b, self.device)
+            elif plain._version != version:
+                self._note_write(ref, ref._b)
+        if self.structure.writes_inputs:
+            for block in self.given:
+                if not block.owned:
+                    self.residency.written(block, self.device)
+
+    def operand(self, plain: torch.Tensor) -> Any:
+        """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
+        block = self._block_over(plain.untyped_storage()._cdata)
+        if block is None:
+            return None
+        self._doubt("it uses a tensor from outside")
+        return make_ref(self.manager.ref_type, plain, block, self.device, _CPU)
+
+    def ref_for(self, plain: torch.Tensor) -> Any:
+        """Make the TensorRef of a tensor that the module has made or handed on."""
+        if type(plain) not in (torch.Tensor, nn.Parameter):
+            # A quantized cache's tensors: their own class holds the bytes. From now on intercepted.
+            self._doubt(f"it makes a {type(plain).__name__}")
+            return plain
+        if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
+            return plain
+        if torch.is_inference_mode_enabled() and not plain.is_inference():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._ref_over(plain)
+        return self._ref_over(plain)
+
+    def _ref_over(self, plain: torch.Tensor) -> Any:
+        storage = plain.untyped_storage()
+        if storage._cdata in self.region.foreign:
+            return plain
+        block, device = self._block_over(storage._cdata), self.device
+        if block is None:
+            plain, block, device = self._settled(plain)
+        return make_ref(self.manager.ref_type, plain, block, device, _CPU)
+
+    def _settled(self, plain: torch.Tensor) -> tuple[torch.Tensor, Block, Device]:
+        """Make the block of what the module has made; it goes home where it does not fit."""
+        residency, device = self.residency, self.device
+        if not plain.untyped_storage().resizable():
+            plain = _copied(plain)
+        try:
+            if device not in residency.ledgers:
+                raise TransferError(f"{device.name} is not in use any more")
+            block = residency.born(plain, device)
+        except SHORTAGES:
+            at_home = bytes_of(plain).to("cpu", copy=True)
+            plain = view_over(plain, at_home.untyped_storage())
+            return plain, residency.born(plain, residency.host), residency.host
+        self.made[plain.untyped_storage()._cdata] = block
+        return plain, block, device
+
+    def _block_over(self, key: int) -> Block | None:
+        if not self.made:
+            for block in self.blocks:
+                self.made[block.base_on(self.device).untyped_storage()._cdata] = block
+        return self.made.get(key)
+
+
+def _copied(plain: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is laid out alike: kernels take another way for another layout."""
+    with torch.no_grad():
+        copy = plain.clone()
+        if copy.stride() == plain.stride():
+            return copy
+        return view_over(plain, bytes_of(plain).clone().untyped_storage())
+
+
+def _version(plain: torch.Tensor) -> int:
+    return 0 if plain.is_inference() else plain._version
+
+
+def _stand_in(ref: Any, base: torch.Tensor) -> torch.Tensor:
+    """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
+    with torch.inference_mode(False), torch.no_grad():
+        view = view_of(ref, base).data  # with a count of versions of its own
+        if getattr(ref, "_is_param", False):
+            return nn.Parameter(view, requires_grad=ref.requires_grad)
+        return view

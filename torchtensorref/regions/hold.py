@@ -1,0 +1,149 @@
+"""Holding what a native region uses: all its blocks on the device, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from ..base.options import settings
+from ..memory.budget import SHORTAGES, Ledger
+from ..memory.manager import TensorsManager
+from ..strategy import Access
+from .recorder import Use
+from .region import Region, Structure
+
+
+class Hold:
+    """The blocks of one native run, held from `acquire` to `_withdraw` and `_release`."""
+
+    def __init__(
+        self,
+        manager: TensorsManager,
+        region: Region,
+        structure: Structure,
+        inputs: list[Any],
+    ) -> None:
+        self.manager = manager
+        self.region = region
+        self.structure = structure
+        self.residency = manager.residency
+        self.device = self.residency.main
+        self.slots = region.slots
+        self.own = region.own
+        self.given = tuple(b for b in dict.fromkeys(r._b for r in inputs) if b not in self.own)
+        self.blocks = (*self.own, *self.given)
+        self.held: list[Any] = []
+        self.reserve: Any = None
+
+    def acquire(self) -> bool:
+        """Hold all blocks on the device, with room for what passes; False if that cannot be."""
+        residency, passing = self.residency, self.structure.passing_nbytes
+        ledger = residency.ledgers[self.device]
+        if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
+            return False
+        for block in self.blocks:
+            if block.exposure is not None and block.exposure.alive:
+                return False
+        if any(block.is_shared for block in self.own):
+            return False
+        if not self._is_worth_it(ledger, passing):
+            return False
+        self._announce()
+        try:
+            if not self._are_ready():
+                # What is given may be written inside, unseen: a static cache.
+                self.held = residency.acquire(self.device, self.blocks, self.given, passing)
+            if self.device.is_witness:
+                residency.make_room_patiently(self.device, passing, "a native region")
+                self.reserve = self.device.allocate(passing)
+            self._tell_accesses()
+        except SHORTAGES:
+            self._withdraw()
+            self._release()
+            return False
+        except BaseException:
+            self._withdraw()
+            self._release()
+            raise
+        return True
+
+    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
+        """Whether entering now makes nobody wait who would not wait in between.
+
+        While memory is short, blocks that are fetched one by one, ahead or on demand, arrive while
+        operators run; of those fetched as one bundle, the first operator would wait for the last.
+        And room for all that passes at once would be taken from what was fetched ahead.
+        """
+        if settings.regions == "forced":
+            return True
+        if not self.residency.is_pressed:
+            return True
+        room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
+        return passing_nbytes <= room_nbytes and all(
+            block.readable_on(self.device) is not None for block in self.blocks
+        )
+
+    def _announce(self) -> None:
+        """From here on nobody evicts the blocks, this thread's own operators included."""
+        entries, key = self.residency.native_blocks, threading.get_ident()
+        self.outer = entries.get(key)
+        entries[key] = (*(self.outer or ()), *self.blocks)
+
+    def _withdraw(self) -> None:
+        entries, key = self.residency.native_blocks, threading.get_ident()
+        if self.outer is None:
+            del entries[key]
+        else:
+            entries[key] = self.outer
+
+    def _are_ready(self) -> bool:
+        """Whether nothing has to be decided about any of the blocks, which are announced."""
+        device = self.device
+        for block in self.own:
+            if block.ready is not device:
+                return False
+        return all(block.ready is device and block.owned for block in self.given)
+
+    def _tell_accesses(self) -> None:
+        """Tell what the recorded operators told: how they run makes no difference to forecasts."""
+        residency, structure = self.residency, self.structure
+        if residency.unheard or residency.young:
+            residency.tell_births()
+        tick = residency.tick
+        for block in self.blocks:
+            block.last_use = tick + 1
+            block.use_count += 1
+            if block.use_count == 1:
+                residency.known[block.block_id] = block
+        if residency.strategy.watches_accesses and residency.is_pressed:
+            with residency.strategy_lock:
+                for use in self._uses():
+                    self._tell_use(use, tick)
+        residency.tick = tick + max(structure.op_count, 1)
+
+    def _uses(self) -> Iterable[Use]:
+        """Return the recorded uses; each block once where the blocks are others now."""
+        if self.structure.block_count == len(self.blocks):
+            return self.structure.uses
+        kinds = (hash(("region", block.nbytes)) for block in self.blocks)
+        return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
+
+    def _tell_use(self, use: Use, tick: int) -> None:
+        block = self.blocks[use.place]
+        if block.is_persistent:
+            self.residency.told_tick = tick + use.number
+        there = block.readable_on(self.device) is not None
+        self.residency.strategy.on_access(
+            Access(block.block_id, block.nbytes, use.kind, block.is_persistent, use.writes, there)
+        )
+
+    def _release(self) -> None:
+        if not self.held:
+            return
+        residency = self.residency
+        residency.release(self.held)
+        self.held = []
+        with residency.lock:
+            for block in self.blocks:
+                residency.set_ready(block, self.device)

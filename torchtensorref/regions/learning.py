@@ -1,0 +1,94 @@
+"""Learning a region: an intercepted call of a module is written down, and judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory.manager import TensorsManager
+from .recorder import Recorder
+from .region import NOWHERE, Structure, attributes_of, tensors_of
+from .tensor_tree import Exchange
+
+
+def learn(
+    manager: TensorsManager,
+    module: nn.Module,
+    structure: Structure,
+    inputs: list[Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run a module intercepted, and write down what the call uses, makes and leaves behind."""
+    residency = manager.residency
+    refs = [ref for _, _, ref in tensors_of(module)]
+    if any(type(ref) is not manager.ref_type for ref in refs):
+        return module._call_impl(*args, **kwargs)  # another thread's region has a part of it
+    in_order = dict.fromkeys(ref._b for ref in refs)
+    own = set(in_order)
+    given = [block for block in dict.fromkeys(ref._b for ref in inputs) if block not in own]
+    recorder: Recorder | None = Recorder(tuple(in_order), given)
+    with residency.lock:
+        if residency.recorder is not None:
+            recorder = None
+        else:
+            residency.recorder = recorder
+            residency.fast_device = residency.fast_host = NOWHERE
+    if recorder is None:
+        return module._call_impl(*args, **kwargs)
+    before_ns = residency.main.clocks().compute_ns
+    before_ops = residency.counts.op_count
+    had_gradients = [ref.requires_grad for ref in inputs]
+    try:
+        out = module._call_impl(*args, **kwargs)
+    finally:
+        with residency.lock:
+            residency.recorder = None
+            residency.fast_device, residency.fast_host = residency.main, residency.host
+    if had_gradients != [ref.requires_grad for ref in inputs]:
+        recorder.mistrust("it decides whether what it is given has a gradient")
+    structure.call_count += 1
+    structure.input_nbytes = max(structure.input_nbytes, sum(ref._b.nbytes for ref in inputs))
+    structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
+    structure.compute_ns = residency.main.clocks().compute_ns - before_ns
+    structure.op_count = residency.counts.op_count - before_ops
+    structure.uses, structure.block_count = tuple(recorder.uses), len(own) + len(given)
+    structure.writes_inputs = structure.writes_inputs or recorder.writes_any(set(given))
+    structure.is_random = structure.is_random or recorder.is_random
+    structure.doubt = structure.doubt or _doubt_about(
+        manager, recorder, module, own, (args, kwargs), out
+    )
+    return out
+
+
+def kept_in(module: nn.Module, ref_type: type) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return the TensorRefs and the plain tensors in the attributes of modules."""
+    exchange = Exchange(ref_type)
+    refs = exchange.find(
+        [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
+    )
+    return refs, exchange.plain_tensors()
+
+
+def _doubt_about(
+    manager: TensorsManager,
+    recorder: Recorder,
+    module: nn.Module,
+    own: Any,
+    given: Any,
+    out: Any,
+) -> str:
+    """Say what speaks against running natively what has just been recorded."""
+    exchange = Exchange(manager.ref_type)
+    inputs = exchange.find(given)
+    own_plain = {id(plain) for plain in exchange.plain_tensors()}
+    results = exchange.find(out)
+    reachable = {ref._b for ref in (*inputs, *results)}
+    if any(id(plain) not in own_plain for plain in exchange.plain_tensors()):
+        return "its result holds a plain tensor"
+    if not exchange.is_open(out):
+        return "its result goes on by itself"
+    kept = {ref._b for ref in kept_in(module, manager.ref_type)[0]}
+    return recorder.doubt(own, reachable, kept)

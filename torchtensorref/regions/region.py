@@ -1,0 +1,182 @@
+"""What is known of a module that may run natively: its parts, its tensors, its structures."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..memory.block import Block
+from .recorder import Use
+
+
+@dataclass
+class Structure:
+    """What is known about calls of one module with arguments of one kind."""
+
+    call_count: int = 0
+    #: Why it may not run natively, in words; empty while nothing speaks against it.
+    doubt: str = ""
+    #: Bytes of its inputs when it was recorded, and the most its results took in passing.
+    input_nbytes: int = 0
+    passing_nbytes: int = 0
+    #: Time its operators take on the device, and how many there are.
+    compute_ns: int = 0
+    op_count: int = 0
+    #: Whether it writes what it is given: a static cache.
+    writes_inputs: bool = False
+    #: Whether it draws random numbers.
+    is_random: bool = False
+    #: Its operators' uses of the module's blocks and of those given, and how many blocks these are.
+    uses: tuple[Use, ...] = ()
+    block_count: int = 0
+
+
+class Slot(NamedTuple):
+    """Where a parameter or buffer hangs, and the plain tensor that stands in for it."""
+
+    registry: dict[str, Any]
+    name: str
+    ref: weakref.ref[Any]
+    block: Block
+    view: torch.Tensor | None = None
+    plain: torch.Tensor | None = None
+
+
+class Part:
+    """A module under a region as it was when it was learned; holds no module above it."""
+
+    __slots__ = ("listeners", "module", "state")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.listeners = listeners_of(module)
+        self.state = state_of(module)
+
+    def is_heard(self) -> bool:
+        """Whether somebody listens to its calls, or to its gradients."""
+        return any(self.listeners)
+
+    def is_as_before(self) -> bool:
+        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
+        return same_state(state_of(self.module), self.state)
+
+
+@dataclass
+class Region:
+    """One module that may run natively.
+
+    It holds neither the module, which owns it, nor the TensorRefs: a module that is let go of is
+    gone at once, and so is a parameter that is exchanged for another.
+    """
+
+    module: weakref.ref[nn.Module]
+    structures: dict[Any, Structure] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
+    #: The thread that runs it, natively or inside its own call; others wait.
+    runner: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    #: The modules under it, looked at before each run, and the distinct blocks.
+    parts: list[Part] = field(default_factory=list)
+    #: The module itself as it was when it was learned.
+    state: tuple[Any, ...] = ()
+    #: Storages of plain tensors that the modules have in their attributes: the program's own.
+    foreign: frozenset[int] = frozenset()
+    own: tuple[Block, ...] = ()
+
+    def forget(self) -> None:
+        """Let go of all that was noted about the module's parts and tensors."""
+        self.slots, self.parts, self.own, self.state = [], [], (), ()
+
+
+def same_state(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether attributes hold the same objects, or equal ones."""
+    try:
+        return now == before
+    except Exception:
+        return False  # what cannot be compared (tensors, arrays) is not the same object
+
+
+def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """Return the hooks of a module, which come and go in these dictionaries."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def stand_in_of(module: nn.Module) -> Any:
+    """Return what torch calls in place of a module: what it was compiled to, or our region."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def is_region(module: nn.Module) -> bool:
+    """Whether calls of a module come to us."""
+    standing_in = stand_in_of(module)
+    return (
+        standing_in is not None
+        and getattr(standing_in, "args", None) is not None
+        and (type(standing_in.args[0]) is Region)
+    )
+
+
+def state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's attributes and children, and which parameters and buffers it has."""
+    attributes = module.__dict__
+    values = (*attributes.values(), *module._modules.values())
+    if is_region(module):
+        # What makes it a region is no part of it; that must not hold itself.
+        ours = attributes["_compiled_call_impl"]
+        values = tuple(value for value in values if value is not ours)
+    registries = (module._parameters, module._buffers)
+    return *values, *(name for r in registries for name, x in r.items() if x is not None)
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+
+
+def attributes_of(module: nn.Module) -> list[str]:
+    """Return the names of the attributes that the program has given a module."""
+    return [name for name in module.__dict__ if name not in _OF_TORCH]
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield where each parameter and buffer under a module hangs, its name, and the tensor."""
+    for part in module.modules():
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    yield registry, name, tensor
+
+
+def forgetter(region: Region) -> Any:
+    """Return a callback that drops what a region holds; it does not hold the region."""
+    reference = weakref.ref(region)
+
+    def drop(_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.forget()
+
+    return drop
+
+
+class _Nowhere:
+    """A device on which no block is ever ready: recorded calls take the long way."""
+
+
+NOWHERE: Any = _Nowhere()
+
+
+def key_of(inputs: list[Any]) -> Any:
+    """Calls with equal keys are taken to be of one structure."""
+    size = sum(ref._b.nbytes for ref in inputs)
+    kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
+    return len(inputs), kinds, size.bit_length()

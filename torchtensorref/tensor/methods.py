@@ -1,0 +1,231 @@
+"""Arithmetic as methods of a TensorRef, which runs without going through torch: a table.
+
+On its way to `dispatch` an operator passes torch's argument parser, its dispatcher, autograd and
+the call back into Python. Where none of them has anything to do, because no gradient is noted and
+nobody looks on, a method that Python finds on the class takes the fast path at once, which saves
+as much as all that we do ourselves. What is not plain enough for that is torch's own method's.
+
+Only methods that make fresh results are here: views are torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ..interception.guards import is_method_seen
+from ..interception.ready_path import SLOW, attach_plan, can_look, charge, fresh
+from ..memory.budget import SHORTAGES
+from ..memory.manager import tensorsManager
+from ..operators.schema import OpPlan
+
+aten = torch.ops.aten
+
+Method = Callable[..., Any]
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast = torch._C._is_any_autocast_enabled
+
+#: Exactly these: what is derived from them may answer to an operator by itself.
+_NUMBERS = (int, float)
+
+
+def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
+    """Run an operator on a TensorRef and another, or a number; `SLOW` if one is not ready.
+
+    What `fast_path.run_one` does, without a list of operands: half of what programs write is this.
+    """
+    if type(first) is not ref_type:
+        return SLOW
+    block = first._b
+    device = block.ready
+    residency: Any = tensorsManager._residency
+    if device is not residency.fast_device and device is not residency.fast_host:
+        return SLOW
+    ident, operands = get_ident(), (first, second)
+    hazards = residency.hazards
+    outer = hazards.get(ident)
+    hazards[ident] = operands if outer is None else outer + operands  # first, as there
+    try:
+        # Again: it may have been seized before it was announced.
+        if block.ready is not device or (first._d is not device and not can_look(first, device)):
+            return SLOW
+        tick = residency.tick
+        block.last_use = tick
+        value = second
+        if type(second) is ref_type:
+            other = second._b
+            if other.ready is not device or (
+                second._d is not device and not can_look(second, device)
+            ):
+                return SLOW
+            other.last_use = tick
+            value = second._t
+        residency.tick = tick + 1
+        out = plan.binding(first._t, value)
+        if device.is_simulated:
+            charge(ref_type, plan, operands, [first._t, value], {}, out, device)
+        return fresh(ref_type, plan, out, residency, device, first)
+    except SHORTAGES:
+        return SLOW
+    except (RuntimeError, IndexError, ValueError):
+        if device.torch_device.type == "cpu":
+            raise  # as there: the program's own mistake
+        return SLOW
+    finally:
+        if outer is None:
+            del hazards[ident]
+        else:
+            hazards[ident] = outer
+
+
+def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with one more operand: a TensorRef or a number."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
+        kind = type(other)
+        if (kind is ref_type or kind in _NUMBERS) and not (
+            rest
+            or options
+            or is_method_seen()
+            or (
+                _is_grad_enabled()
+                and (self.requires_grad or (kind is ref_type and other.requires_grad))
+            )
+        ):
+            result = _run_two(ref_type, plan, self, other)
+            if result is not SLOW:
+                return result
+        return whole(self, other, *rest, **options)
+
+    return method
+
+
+def _reflected(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a number on the left."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
+        kind = type(other)
+        if kind is _Tensor:
+            # Python asks a derived class first, but the operands have an order.
+            return NotImplemented
+        if kind in _NUMBERS and not (
+            rest or options or is_method_seen() or (_is_grad_enabled() and self.requires_grad)
+        ):
+            result = _run_two(ref_type, plan, self, other)
+            if result is not SLOW:
+                return result
+        return whole(self, other, *rest, **options)
+
+    return method
+
+
+def _noted(ref: Any) -> bool:
+    """Whether anybody has to see what autocast may change, autograd included."""
+    return is_method_seen() or _is_autocast() or (_is_grad_enabled() and ref.requires_grad)
+
+
+def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a number."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
+            result = _run_two(ref_type, plan, self, args[0])
+            if result is not SLOW:
+                return result
+        return whole(self, *args, **options)
+
+    return method
+
+
+def _with_matrices(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method with a TensorRef, which has another operator for two matrices."""
+    plan, of_two, whole = attach_plan(op), attach_plan(aten.mm.default), getattr(_Tensor, name)
+
+    def method(self: Any, other: Any) -> Any:
+        if type(other) is ref_type and not (
+            _noted(self) or (_is_grad_enabled() and other.requires_grad)
+        ):
+            if self.dim() == 2 == other.dim():
+                result = _run_two(ref_type, of_two, self, other)
+            else:
+                result = plan.way(ref_type, plan, (self, other), None)
+            if result is not SLOW:
+                return result
+        return whole(self, other)
+
+    return method
+
+
+def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method without arguments."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any) -> Any:
+        if not _noted(self):
+            result = plan.way(ref_type, plan, (self,), None)
+            if result is not SLOW:
+                return result
+        return whole(self)
+
+    return method
+
+
+def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
+    """Make a method that reduces along a dimension."""
+    plan, whole = attach_plan(op), getattr(_Tensor, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if (
+            len(args) == 1
+            and type(args[0]) is int
+            and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
+            and not _noted(self)
+        ):
+            result = plan.way(ref_type, plan, (self, *args), options)
+            if result is not SLOW:
+                return result
+        return whole(self, *args, **options)
+
+    return method
+
+
+#: Method, operator, and how it is called. Autocast knows none of the first six.
+TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], ...] = (
+    ("__add__", aten.add.Tensor, _with_other),
+    ("__sub__", aten.sub.Tensor, _with_other),
+    ("__mul__", aten.mul.Tensor, _with_other),
+    ("__truediv__", aten.div.Tensor, _with_other),
+    ("__radd__", aten.add.Tensor, _reflected),
+    ("__rmul__", aten.mul.Tensor, _reflected),
+    ("pow", aten.pow.Tensor_Scalar, _with_number),
+    ("__pow__", aten.pow.Tensor_Scalar, _with_number),
+    ("__matmul__", aten.matmul.default, _with_matrices),
+    ("matmul", aten.matmul.default, _with_matrices),
+    ("__neg__", aten.neg.default, _alone),
+    ("cos", aten.cos.default, _alone),
+    ("sin", aten.sin.default, _alone),
+    ("exp", aten.exp.default, _alone),
+    ("sqrt", aten.sqrt.default, _alone),
+    ("rsqrt", aten.rsqrt.default, _alone),
+    ("tanh", aten.tanh.default, _alone),
+    ("sigmoid", aten.sigmoid.default, _alone),
+    ("mean", aten.mean.dim, _along),
+    ("sum", aten.sum.dim_IntList, _along),
+)
+
+
+def install(ref_type: Any) -> None:
+    """Put the methods of the table on the class of TensorRefs."""
+    for name, op, make in TABLE:
+        method = functools.wraps(getattr(_Tensor, name))(make(name, op, ref_type))
+        setattr(ref_type, name, method)

@@ -1,0 +1,323 @@
+"""The tensor's other faces: arrays, printing, pickles, storages, labels.
+
+What torch gives a tensor in Python or C++ beside operators, and what a wrapper has to give itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from ..interception.guards import is_method_seen
+from ..memory.manager import tensorsManager
+
+_str_intern = torch._tensor_str._str_intern
+_add_suffixes = torch._tensor_str._add_suffixes
+
+
+#: Who asks for addresses only to compare them (which tensors are tied?) or to read at once what
+#: is there (safetensors), and keeps none. A pointer given to anybody else holds the bytes at home.
+READ_AT_ONCE = frozenset(
+    {"torch", "safetensors", "transformers", "accelerate", "huggingface_hub", "diffusers", "peft"}
+)
+
+
+class Faces:
+    """Methods of a TensorRef that hand out, print or serialise its bytes, or change its label."""
+
+    __slots__ = ()
+
+    _b: Any
+    _t: Any
+    _d: Any
+    _h: Any
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def _peek(self) -> Tensor:
+        """A plain look at the current values; moves nothing, and may not be written or kept."""
+        return tensorsManager.peek(self)
+
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
+        """Print as a torch.Tensor prints."""
+        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            if tensor_contents is None and self.device.type == "meta":
+                plain = torch.empty_strided(self.size(), self.stride(), device="meta")
+            else:
+                plain = self._peek()
+            text: str = _str_intern(plain, tensor_contents=tensor_contents)
+        node = self.grad_fn
+        if node is not None:
+            name = node.name().rsplit("::", 1)[-1] if type(node).__name__ == "CppFunction" else ""
+            suffix = f"grad_fn=<{name or type(node).__name__}>"
+        elif self.requires_grad:
+            suffix = "requires_grad=True"
+        else:
+            suffix = ""
+        if suffix:
+            text = _add_suffixes(text[:-1], [suffix], len("tensor("), force_newline=False)
+        if getattr(self, "_is_param", False):
+            return "Parameter containing:\n" + text
+        return str(text)
+
+    def __format__(self: Any, spec: str) -> str:
+        """Format as a tensor: a number where it has no dimension."""
+        if self.dim() == 0 and self.device.type != "meta":
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def tolist(self: Any) -> Any:
+        """Return the values as nested lists of Python numbers, or one number."""
+        return self._peek().tolist()
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def register_hook(self: Any, hook: Any) -> Any:
+        """Call a function with the gradient, as torch does; inside a region that is learned, tell.
+
+        Natively it would be given a plain tensor.
+        """
+        recorder = tensorsManager.residency.recorder
+        if recorder is not None:
+            recorder.mistrust("it hooks a gradient")
+        return Tensor.register_hook(self, hook)
+
+    # -- giving bytes away ----------------------------------------------------------------------
+
+    def exposed_plain(self: Any, why: str) -> Tensor:
+        """Return a plain host tensor over the same bytes, which stay at home while it lives."""
+        return tensorsManager.exposed_plain(self, why)
+
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        """Return an array that shares the memory, as torch does and under its conditions."""
+        if force:
+            return self.detach().resolve_conj().resolve_neg()._numpy_shared()
+        if (self.requires_grad and torch.is_grad_enabled()) or self.requires_grad:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. "
+                "Use tensor.detach().numpy() instead."
+            )
+        return self._numpy_shared()
+
+    def _numpy_shared(self: Any) -> Any:
+        return self.exposed_plain("numpy").numpy()
+
+    def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Give numpy the values: its own copy if it asks for one, else the shared memory."""
+        if self.requires_grad:
+            return self.numpy()
+        plain = self._peek().clone() if copy else self.exposed_plain("__array__")
+        return plain.numpy() if dtype is None else plain.numpy().astype(dtype, copy=False)
+
+    def data_ptr(self: Any) -> int:
+        """Return the address of the first element, at home; the bytes stay there from now on.
+
+        Libraries that only compare addresses, or read the bytes at once (`READ_AT_ONCE`), get the
+        address without that: nothing is held for them.
+        """
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller in READ_AT_ONCE:
+            # Copies that still share their bytes must not look like one tensor.
+            tensorsManager.residency.unshare(self._b)
+            return tensorsManager.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
+        tensorsManager.expose(self, "data_ptr", forever=True)
+        return self.exposed_plain("data_ptr").data_ptr()  # type: ignore[no-any-return]
+
+    def as_subclass(self: Any, cls: Any) -> Any:
+        """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
+        if self.requires_grad:
+            return Tensor.as_subclass(self, cls)  # raises: no gradient would come back from there
+        return self.exposed_plain("as_subclass").as_subclass(cls)
+
+    def untyped_storage(self: Any) -> torch.UntypedStorage:
+        """Return the storage of the bytes at home, held there while somebody uses it."""
+        return tensorsManager.expose(self, "untyped_storage")
+
+    def storage(self: Any) -> Any:
+        """Return the typed storage; see `untyped_storage`."""
+        torch.storage._warn_typed_storage_removal(stacklevel=2)
+        return self._typed_storage()
+
+    def _typed_storage(self: Any) -> Any:
+        return torch.TypedStorage(
+            wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True
+        )
+
+    def __dlpack__(self: Any, **options: Any) -> Any:
+        """Export through DLPack, as torch does for the plain tensor at home."""
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.exposed_plain("DLPack").__dlpack__(**options)
+
+    def __dlpack_device__(self: Any) -> Any:
+        """Say where DLPack finds the bytes: at home."""
+        return (1, 0)
+
+    def share_memory_(self: Any) -> Any:
+        """Move the bytes at home into shared memory, where they stay."""
+        tensorsManager.share_memory(self)
+        return self
+
+    def is_shared(self: Any) -> bool:
+        """Whether the bytes at home are in shared memory."""
+        return tensorsManager.is_shared_memory(self)
+
+    def is_pinned(self: Any, device: Any = None) -> bool:
+        """Whether the bytes are page-locked: not as far as the program can tell."""
+        return False
+
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        """Return the tensor itself: staging is the runtime's business."""
+        return self
+
+    # -- others like it -------------------------------------------------------------------------
+
+    def new_tensor(self: Any, data: Any, **options: Any) -> Any:
+        """Return a tensor of these values, with this one's dtype and label unless told others."""
+        return _adopted(empty_like(self).new_tensor(_readable(data), **options))
+
+    def new(self: Any, *args: Any, **options: Any) -> Any:
+        """Return a tensor of a size or of values, with this one's dtype and label."""
+        return _adopted(empty_like(self).new(*map(_readable, args), **options))
+
+    # -- serialising ----------------------------------------------------------------------------
+
+    def __reduce_ex__(self: Any, proto: Any) -> Any:
+        """Serialise as the plain tensor it stands for, so that it loads without us."""
+        plain = tensorsManager.plain_to_serialise(self)
+        state = {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES}
+        if getattr(self, "_is_param", False):
+            plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+        else:
+            plain.requires_grad_(self.requires_grad)
+        plain.__dict__.update(state)
+        return plain.__reduce_ex__(proto)
+
+    def __copy__(self: Any) -> Any:
+        """Return another TensorRef on the same bytes, with the same attributes."""
+        twin = self.detach()
+        twin.__dict__.update(
+            {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES or k == "_is_param"}
+        )
+        return twin.requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        """Return a copy whose bytes are shared until one of the two is written."""
+        if not self.is_leaf:
+            return Tensor.__deepcopy__(self, memo)  # raises torch's own explanation
+        if id(self) in memo:
+            return memo[id(self)]
+        if getattr(self, "_is_param", False):
+            # A parameter is cloned: of all that shares its memory only itself comes along.
+            twin = self.detach().clone(memory_format=torch.preserve_format)
+        else:
+            # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
+            twin = tensorsManager.copy_of(self, memo.get(id(self._b)))
+            memo[id(self._b)] = twin._b
+        memo[id(self)] = twin
+        twin.requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            if name == "_is_param":
+                twin._is_param = value
+            elif name not in _OWN_ATTRIBUTES:
+                setattr(twin, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    # -- labels ---------------------------------------------------------------------------------
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Convert dtype, layout or label as torch does; a label moves no bytes."""
+        if len(args) == 1 and not kwargs and not is_method_seen() and args[0] is self.dtype:
+            return self  # as torch, which takes longer to find that out
+        args, kwargs, wished = _without_foreign_device(args, kwargs)
+        if wished and not args and not (set(kwargs) - {"non_blocking", "copy"}):
+            # The program asks for its own copy on an accelerator that this torch cannot name.
+            return tensorsManager.labelled_copy(self, wished)
+        return Tensor.to(self, *args, **kwargs)
+
+    def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Ask for the accelerator: changes the label where this torch can carry it."""
+        return self.to(
+            "cuda"
+            if device is None
+            else torch.device("cuda", device)
+            if isinstance(device, int)
+            else device
+        )
+
+    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ask for the host: changes the label and moves no bytes."""
+        return Tensor.cpu(self, *args, **kwargs)
+
+
+def empty_like(ref: Any) -> Tensor:
+    """Make a plain tensor to call what torch answers in C++ from a tensor's own memory."""
+    return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
+
+
+def _readable(values: Any) -> Any:
+    """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
+    if type(values) is tensorsManager.ref_type:
+        return tensorsManager.peek(values).clone()
+    if type(values) not in (list, tuple):
+        return values
+    return type(values)(map(_readable, values))
+
+
+def _adopted(plain: Tensor) -> Any:
+    return tensorsManager.adopt_tensor(plain, sole=True)
+
+
+def reduce_for_process(ref: Any) -> Any:
+    """Send a TensorRef to another process as torch sends a tensor: its memory becomes shared."""
+    if ref.requires_grad and not ref.is_leaf:
+        raise RuntimeError(
+            "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
+            "does not support crossing process boundaries. If you just want to transfer the data, "
+            "call detach() on the tensor before serializing (e.g., putting it on the queue)."
+        )
+    tensorsManager.share_memory(ref)
+    # Over the very storage at home, whose file the other process maps; a twin would be copied.
+    plain = tensorsManager.plain_at_home(ref).detach()
+    if getattr(ref, "_is_param", False):
+        plain = torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
+    return reduce_tensor(plain.requires_grad_(ref.requires_grad))
+
+
+#: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.
+_OWN_ATTRIBUTES = frozenset({"_b", "_t", "_d", "_h", "_is_param", "_asked", "_ref"})
+
+
+def can_carry(kind: str) -> bool:
+    """Whether this torch can make tensors that say they are on such a device."""
+    if kind in ("cpu", "meta"):
+        return True
+    module = getattr(torch, kind, None)
+    return bool(module is not None and hasattr(module, "is_available") and module.is_available())
+
+
+def _without_foreign_device(args: Any, kwargs: Any) -> tuple[Any, Any, str]:
+    """Take a device that this torch cannot carry out of the arguments of `to`; return it too."""
+    wished = ""
+    device = kwargs.get("device", args[0] if args else None)
+    if isinstance(device, (str, torch.device)):
+        try:
+            kind = torch.device(device).type
+        except RuntimeError:
+            kind = str(device).partition(":")[0]
+            if kind != "sim":
+                raise
+        if not can_carry(kind):
+            wished = str(device)
+            if "device" in kwargs:
+                kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            else:
+                args = args[1:]
+    return args, kwargs, wished
