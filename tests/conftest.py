@@ -23,10 +23,10 @@ def manage() -> Iterator[Callable[..., Any]]:
     """
     torch = pytest.importorskip("torch")
     import torchTensorRef
-    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
+    import torchTensorRef.tensor.install
+    from torchTensorRef import tensorsManager
     from torchTensorRef.devices.sim.device import SimDevice
     from torchTensorRef.devices.sim.spec import DeviceSpec
-    from torchTensorRef.memory.manager import tensorsManager
 
     torch.manual_seed(0)
 

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from .memory.budget import OutOfBudgetError as OutOfBudgetError
     from .memory.manager import TensorsManager as TensorsManager
     from .memory.manager import tensorsManager as tensorsManager
-    from .tensor.tensor_ref import TensorRef as TensorRef
+    from .tensor.tensor_ref import Surface as TensorRef  # noqa: F401 (what it names, see there)
 
 #: Public names that need torch: loaded by the first use, from these modules.
 _NEED_TORCH = {
     "OutOfBudgetError": ".memory.budget",
-    "TensorRef": ".tensor.tensor_ref",
+    "TensorRef": ".memory.ref",
     "TensorsManager": ".memory.manager",
     "tensorsManager": ".memory.manager",
 }
@@ -48,7 +48,7 @@ _NEED_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    hooks.load(".tensor.tensor_ref")  # it connects the parts: a manager alone knows no TensorRef
+    hooks.load(".tensor.install")  # it connects the parts: a manager alone knows no TensorRef
     value = globals()[name] = getattr(hooks.load(_NEED_TORCH[name]), name)
     return value
 

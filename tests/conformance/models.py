@@ -26,10 +26,10 @@ import torch
 import transformers
 
 import torchTensorRef
+from torchTensorRef import tensorsManager
 from torchTensorRef.base.options import settings
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
-from torchTensorRef.memory.manager import tensorsManager
 
 from ..support.differential import copied, differences
 from .zoo.cases import Case, observed, parts_of, seed, weights_nbytes

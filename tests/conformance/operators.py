@@ -42,10 +42,10 @@ class Bench:
     def __init__(self) -> None:
         import torch
 
-        import torchTensorRef.tensor.tensor_ref  # noqa: F401 (wires the manager)
+        import torchTensorRef.tensor.install  # noqa: F401 (connects the parts)
+        from torchTensorRef import tensorsManager
         from torchTensorRef.devices.sim.device import SimDevice
         from torchTensorRef.devices.sim.spec import DeviceSpec
-        from torchTensorRef.memory.manager import tensorsManager
         from torchTensorRef.strategy.choice import make_strategy
 
         from ..support.operator_cases import operators

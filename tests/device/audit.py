@@ -176,9 +176,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     import torchTensorRef
-    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
+    import torchTensorRef.tensor.install
+    from torchTensorRef import tensorsManager
     from torchTensorRef.devices import registry
-    from torchTensorRef.memory.manager import tensorsManager
 
     name = chosen.device or registry.default_name()
     names = set(filter(None, chosen.only.split(",")))

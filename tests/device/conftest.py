@@ -84,8 +84,8 @@ def managed_by(device: Any) -> Iterator[Callable[..., Any]]:
     import torch
 
     import torchTensorRef
-    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
-    from torchTensorRef.memory.manager import tensorsManager
+    import torchTensorRef.tensor.install
+    from torchTensorRef import tensorsManager
 
     torch.manual_seed(0)
 

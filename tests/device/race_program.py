@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchTensorRef
-import torchTensorRef.tensor.tensor_ref  # (wires the manager)
+import torchTensorRef.tensor.install
 from tests.support.device_double import LateDevice, LateLane
 from tests.support.programs import RandomEviction
+from torchTensorRef import tensorsManager
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.interception.slow_path import OpCall
-from torchTensorRef.memory.manager import tensorsManager
 
 MIB = 1 << 20
 

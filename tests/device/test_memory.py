@@ -124,7 +124,7 @@ def test_a_factory_that_finds_no_room_gets_what_can_be_evicted(manage, device):
 
     manager = manage("lru", 64 * MIB)
     x = manager.adopt(torch.ones(500_000))
-    assert (x + 1)._b.readable_on(device)
+    assert (x + 1)._ttr_block.readable_on(device)
     calls = []
 
     def factory(size: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef import TensorRef
 from torchTensorRef.inject import hooks
 from torchTensorRef.interception.by_value import CARRIED_AT_MOST
 
@@ -147,8 +148,8 @@ def test_steps_are_those_of_plain_torch(ample: Any, kind: Any, options: Any) -> 
     for held in optimizer.state.values():
         for value in held.values():
             if isinstance(value, torch.Tensor) and value.dim():
-                assert type(value) is ample.ref_type
-    assert all(type(p.grad) is ample.ref_type for p in ours.parameters())
+                assert type(value) is TensorRef
+    assert all(type(p.grad) is TensorRef for p in ours.parameters())
 
 
 def test_a_graph_from_before_a_step_is_refused(ample: Any) -> None:
@@ -197,7 +198,7 @@ def test_odd_parameters_are_stepped_as_by_plain_torch(ample: Any, make: Any) -> 
 
 
 def test_small_parameters_on_the_host_alone_are_stepped() -> None:
-    from torchTensorRef.memory.manager import tensorsManager
+    from torchTensorRef import tensorsManager
 
     tensorsManager.device = "cpu"
     hooks.install()

@@ -181,7 +181,7 @@ def test_an_array_shares_the_memory_both_ways(manager):
     del array
     gc.collect()
     assert same(view * 2, torch.tensor([2.0, 12.0, 2.0]), manager)
-    assert ref._b.exposure is None
+    assert ref._ttr_block.exposure is None
 
 
 def test_a_plain_tensor_that_shares_memory_is_heard(manager):

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.fixture
 def manager() -> Any:
     import torchTensorRef
-    import torchTensorRef.tensor.tensor_ref  # (wires the manager)
-    from torchTensorRef.memory.manager import tensorsManager
+    import torchTensorRef.tensor.install
+    from torchTensorRef import tensorsManager
 
     device = MetaDevice()
     tensorsManager.device = device
@@ -40,7 +40,7 @@ def manager() -> Any:
 
 
 def is_there(manager: Any, ref: Any) -> bool:
-    return ref._b.readable_on(manager.residency.main) is not None
+    return ref._ttr_block.readable_on(manager.residency.main) is not None
 
 
 def test_a_step_of_training_stays_there(manager):

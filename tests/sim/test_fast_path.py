@@ -54,8 +54,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     whole = fast_path.run_one
 
-    def run(ref_type: Any, plan: Any, args: Any, kwargs: Any) -> Any:
-        result = whole(ref_type, plan, args, kwargs)
+    def run(plan: Any, args: Any, kwargs: Any) -> Any:
+        result = whole(plan, args, kwargs)
         if plan.passing is not None and result is not fast_path.SLOW:
             names.append(plan.name)
         return result
@@ -341,7 +341,7 @@ def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
         results = [x + i for i in range(5)]
         results.append(results[0].t() @ x)
         assert ledger.resident_nbytes == before + 6 * x.nbytes
-        assert results[1]._b.replicas  # settled: counted once
+        assert results[1]._ttr_block.replicas  # settled: counted once
         ample.check()
         assert ledger.recount_nbytes() == ledger.resident_nbytes == before + 6 * x.nbytes
         del results
@@ -416,7 +416,7 @@ def test_a_table_is_fetched_when_it_is_read_again_and_there_is_room(
             for _ in range(6):
                 assert_equal(F.embedding(torch.tensor([[3, 5]]), table), F.embedding(ids, ours))
                 manager.check()
-        assert (manager.where(ours._b) is manager.residency.main) == comes
+        assert (manager.where(ours._ttr_block) is manager.residency.main) == comes
         del ours, ids
 
 

@@ -246,7 +246,7 @@ class TestTraining:
         model = manager.adopt(stack(layers))
 
         def note() -> None:
-            blocks = [layer.weight.grad._b.block_id for layer in model]
+            blocks = [layer.weight.grad._ttr_block.block_id for layer in model]
             assert all(block_id in strategy.born for block_id in blocks)
             symbol_of = strategy.history._names.symbol_of
             found.append(tuple(symbol_of.get(block_id, block_id) for block_id in blocks))

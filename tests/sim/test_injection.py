@@ -245,11 +245,11 @@ def test_parameters_and_buffers_are_refs(injected):
     kinds = {type(t) for t in (*model.parameters(), *model.buffers())}
     assert kinds == {TensorRef}
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    assert all(p._b.is_persistent for p in model.parameters())
+    assert all(p._ttr_block.is_persistent for p in model.parameters())
     own = nn.Module()
     own.register_buffer("kept", torch.zeros(2))
     own.register_parameter("absent", None)
-    assert own.kept._b.is_persistent
+    assert own.kept._ttr_block.is_persistent
 
 
 def test_the_object_that_was_registered_is_the_one_in_the_module(injected):

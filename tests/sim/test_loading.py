@@ -58,11 +58,11 @@ def assert_managed(model):
     gc.collect()
     kinds = collections.Counter(type(tensor) for _, tensor in tensors_of(model))
     assert set(kinds) == {TensorRef}
-    assert [name for name, tensor in tensors_of(model) if not tensor._b.is_persistent] == []
+    assert [name for name, tensor in tensors_of(model) if not tensor._ttr_block.is_persistent] == []
     held = {
-        name: tensor._b.exposure.why
+        name: tensor._ttr_block.exposure.why
         for name, tensor in tensors_of(model)
-        if tensor._b.exposure is not None and tensor._b.exposure.alive
+        if tensor._ttr_block.exposure is not None and tensor._ttr_block.exposure.alive
     }
     assert held == {}
 
@@ -179,7 +179,7 @@ def test_torch_load_gives_refs_that_nobody_else_holds(injected, tmp_path, mmap):
     whole[4] = 9
     assert (second + 0).tolist() == [3, 9, 5]
     gc.collect()
-    assert first._b.exposure is None or not first._b.exposure.alive
+    assert first._ttr_block.exposure is None or not first._ttr_block.exposure.alive
     assert nn.Linear(2, 3).load_state_dict(loaded["state"]).missing_keys == []
 
 
@@ -224,9 +224,9 @@ def test_a_storage_that_somebody_holds_is_exposed(injected):
     """Torch keeps one Python object per storage, which its count of users does not see."""
     tensor = torch.arange(4.0)
     storage = tensor.untyped_storage()
-    assert tensor._b.exposure.alive
+    assert tensor._ttr_block.exposure.alive
     torch.tensor([], dtype=torch.float32).set_(storage, 0, (4,))
     assert (tensor + 1).tolist() == [1, 2, 3, 4]
     del storage
     gc.collect()
-    assert not tensor._b.exposure or not tensor._b.exposure.alive
+    assert not tensor._ttr_block.exposure or not tensor._ttr_block.exposure.alive

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchTensorRef import TensorRef
 from torchTensorRef.tensor import methods
 from torchTensorRef.tensor.methods import TABLE
 
@@ -57,7 +58,7 @@ OTHERS = (True, 1j, numpy.float32(0.5), numpy.float64(2), numpy.int64(3), torch.
 def test_every_row_has_a_fast_path_and_a_test() -> None:
     assert {name for name, _, _ in TABLE} == set(CALLS)
     for _, op, _ in TABLE:
-        assert op._ref_plan.way is not None  # type: ignore[attr-defined]
+        assert op._ttr_plan.way is not None  # type: ignore[attr-defined]
 
 
 def brought(manager: Any, value: Any) -> Any:
@@ -77,7 +78,7 @@ def test_results_are_those_of_plain_torch(
         for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
             with mode():
                 result = getattr(ref, name)(*(brought(manager, arg) for arg in args), **kwargs)
-            assert type(result) is manager.ref_type
+            assert type(result) is TensorRef
             assert differences(expected, result) == []
             assert result.is_inference() == (mode is torch.inference_mode)
 
@@ -118,7 +119,7 @@ def test_others_keep_their_own_arithmetic(ample: Any, other: Any) -> None:
         lambda x: x / other,
     ):
         expected, result = (outcome(run, (x,), {}) for x in (plain, ref))
-        assert isinstance(result, ample.ref_type) == isinstance(expected, torch.Tensor)
+        assert isinstance(result, TensorRef) == isinstance(expected, torch.Tensor)
         assert differences(expected, result) == []
 
 
@@ -150,7 +151,7 @@ def test_a_method_called_for_another_tensor_is_torchs_own(ample: Any) -> None:
     with torch.no_grad():
         for name, other in (("__add__", ref), ("__mul__", 2.0), ("__radd__", 2)):
             expected = getattr(torch.Tensor, name)(plain, other)
-            assert differences(expected, getattr(ample.ref_type, name)(plain, other)) == []
+            assert differences(expected, getattr(TensorRef, name)(plain, other)) == []
 
 
 def test_a_plain_tensor_on_the_left_stays_on_the_left(ample: Any) -> None:

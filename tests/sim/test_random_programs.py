@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import torchTensorRef
 import torchTensorRef.tensor.tensor_ref
+from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
-from torchTensorRef.memory.manager import tensorsManager
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.differential import bits
@@ -194,7 +194,7 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_one(self, data: Any) -> None:
         ref = self.pick(data)[1]
-        replica = ref._b.replicas.get(self.manager.residency.main)
+        replica = ref._ttr_block.replicas.get(self.manager.residency.main)
         if replica is not None:
             self.manager.residency.evict(replica, "the test says so")
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from tests.support.differential import differences
-from torchTensorRef import options, tensorsManager
+from torchTensorRef import TensorRef, options, tensorsManager
 from torchTensorRef.base.activation import is_disabled
 
 AMPLE_NBYTES = 1 << 24
@@ -220,7 +220,7 @@ def test_hooks_see_the_programs_tensors(ample: Any, register: str, where: str, e
     handle = getattr(ours.get_submodule(where), register)(lambda *given: seen.append(given[1][0]))
     assert native_runs(lambda: [ours(x) for _ in range(4)]) == 0 or where  # the rest may
     assert len(seen) == 4
-    assert all(type(one) is ample.ref_type for one in seen)
+    assert all(type(one) is TensorRef for one in seen)
     handle.remove()
     ample.check()
     assert native_runs(lambda: [ours(x) for _ in range(4)]) > 0
@@ -237,7 +237,7 @@ def test_global_hooks_see_every_module(ample: Any) -> None:
     finally:
         handle.remove()
     assert len(seen) == 3
-    assert all(type(one) is ample.ref_type for one in seen)
+    assert all(type(one) is TensorRef for one in seen)
 
 
 class WithTable(Mlp):
@@ -502,7 +502,7 @@ def test_exceptions_restore_everything(ample: Any) -> None:
         ours(ample.adopt(x.clone()), caches[1])
     assert caches[1]["n"] == before["n"]
     assert caches[1]["x"] is before["x"]
-    assert all(type(p) is ample.ref_type for p in ours.parameters())
+    assert all(type(p) is TensorRef for p in ours.parameters())
     fails[0] = False
     assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
     ample.check()
@@ -635,7 +635,7 @@ def test_compiled_submodule_is_left_alone(ample: Any) -> None:
 
     ours.second._compiled_call_impl = compiled  # what `module.compile()` sets
     follow(ample, plain, ours, torch.rand(2, 16))
-    assert calls == [ample.ref_type] * 5
+    assert calls == [TensorRef] * 5
     ample.regions = False
     assert ours.second._compiled_call_impl is compiled
 
@@ -685,7 +685,7 @@ def test_what_is_let_go_of_is_gone(ample: Any) -> None:
     gc.disable()
     try:
         old, module = weakref.ref(ours.first.weight), weakref.ref(ours)
-        block = weakref.ref(ours.first.weight._b)
+        block = weakref.ref(ours.first.weight._ttr_block)
         ours.first.weight = None
         assert old() is None
         assert block() is None
@@ -705,7 +705,7 @@ def test_memory_error_inside_leaves_the_program_running(ample: Any) -> None:
     class Full(Mlp):
         def forward(self, x: Any) -> Any:
             y = super().forward(x)
-            if fails[0] and type(x) is not ample.ref_type:
+            if fails[0] and type(x) is not TensorRef:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
             return y
 
@@ -782,7 +782,7 @@ def test_uses_are_told_as_the_operators_tell_them(manage: Callable[..., Any]) ->
         manager.native.forget()
         with torch.no_grad(), options(regions="forced" if native else "off"):
             ours, x = manager.adopt(copy.deepcopy(plain)), manager.adopt(torch.rand(2, 16))
-            names = {p._b.block_id: name for name, p in ours.named_parameters()}
+            names = {p._ttr_block.block_id: name for name, p in ours.named_parameters()}
             for _ in range(4):
                 ours(x)
             seen = _uses_told(manager.strategy, names)

@@ -96,8 +96,8 @@ def test_what_was_fetched_ahead_goes_with_the_last_ref(manager):
     ref = manager.adopt(torch.rand(50)) + 0
     ref.toCPU()
     device = manager.residency.main
-    manager.residency.known[ref._b.block_id] = ref._b
-    assert manager.residency.prefetch(device, ref._b.block_id, ())
+    manager.residency.known[ref._ttr_block.block_id] = ref._ttr_block
+    assert manager.residency.prefetch(device, ref._ttr_block.block_id, ())
     assert device.resident_nbytes == 200
     del ref
     assert device.resident_nbytes == 0

@@ -275,9 +275,9 @@ def test_a_fetch_takes_its_room_or_refuses(manage):
     residency = manager.residency
     for _ in xs:
         residency.make_room(residency.main, 600, "both are told so")
-    residency.fetch(xs[0]._b, residency.main)
+    residency.fetch(xs[0]._ttr_block, residency.main)
     with pytest.raises(RoomTakenError):
-        residency.fetch(xs[1]._b, residency.main)
+        residency.fetch(xs[1]._ttr_block, residency.main)
     assert residency.main.resident_nbytes == 600
     manager.check()
 

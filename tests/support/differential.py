@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from torchTensorRef.memory.manager import tensorsManager
+from torchTensorRef import tensorsManager
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from torchTensorRef.memory.manager import tensorsManager
+from torchTensorRef import tensorsManager
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from .aliasing import alias_differences

@@ -22,6 +22,7 @@ from ..interception.guards import is_watched, somebody_looks, would_be_noted
 from ..interception.ready_path import SLOW, attach_plan
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
+from ..memory.ref import TensorRef
 from ..operators.composites import TABLE as COMPOSITES
 from .formulas import (
     Treatment,
@@ -51,7 +52,7 @@ def plain_argument(op: OpOverload, position: int) -> Treatment:
 
 
 def _readable(value: Any) -> Any:
-    return tensorsManager.peek(value) if type(value) is tensorsManager.ref_type else value
+    return tensorsManager.peek(value) if type(value) is TensorRef else value
 
 
 def whole(name: str) -> Treatment:
@@ -62,7 +63,7 @@ def whole(name: str) -> Treatment:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if would_be_noted(tensors) or is_watched(tensors):
             return op(*args, **kwargs)
-        result = dispatch(tensorsManager.ref_type, op, (), args, kwargs)
+        result = dispatch(op, (), args, kwargs)
         torch.autograd.graph.increment_version(several_of(result))
         return result
 
@@ -77,10 +78,10 @@ def _as_one(op: OpOverload) -> Treatment:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        are_plain = all(type(t) is not tensorsManager.ref_type for t in tensors)
+        are_plain = all(type(t) is not TensorRef for t in tensors)
         if are_plain or would_be_noted(tensors) or is_watched(tensors):
             return op(*args, **kwargs)
-        return dispatch(tensorsManager.ref_type, op, (), args, kwargs)
+        return dispatch(op, (), args, kwargs)
 
     return call
 
@@ -148,7 +149,7 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
         if not (_is_grad_enabled() and _any_wants_gradients(tensors_of(args))):
             way = plan.way
             if way is not None and not somebody_looks():
-                result = way(tensorsManager.ref_type, plan, args, kwargs)
+                result = way(plan, args, kwargs)
                 if result is not SLOW:
                     return result
         with torch._C._ExcludeDispatchKeyGuard(KEYS):
@@ -249,13 +250,9 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
 #: Composite operator, and what is done to its arguments before it runs here.
 FIRST: dict[OpOverload, Callable[[Treatment], Treatment]] = {aten.matmul.default: _whole_batches}
 
-_libraries: list[torch.library.Library] = []
 
-
-def install() -> None:
-    """Register the table with torch, for tensors that carry our key."""
-    if _libraries:
-        return
+def install() -> Callable[[], None]:
+    """Register the table with torch, for tensors that carry our key; return what undoes it."""
     everything = torch.library.Library("_", "IMPL", KEY_NAME)
     everything.fallback(torch.library.fallthrough_kernel)
     ours = torch.library.Library("aten", "IMPL", KEY_NAME)
@@ -268,7 +265,12 @@ def install() -> None:
         ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
     for op in AHEAD:
         ours.impl(op, ahead(op, _in_first))
-    _libraries.extend((everything, ours))
+
+    def undo() -> None:
+        for library in (ours, everything):
+            library._destroy()
+
+    return undo
 
 
 def _below_our_key(treatment: Treatment, *args: Any, **kwargs: Any) -> Any:

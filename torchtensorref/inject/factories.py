@@ -135,7 +135,7 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
     ref = wrap(plain)
     if known is not kwargs and type(ref) is not Tensor:
         # `.to` of the same device gives the tensor itself, as it does where torch can name it.
-        ref._asked = str(kwargs.get("device") or _default_device())
+        ref._ttr_asked = str(kwargs.get("device") or _default_device())
     return ref
 
 
@@ -171,7 +171,7 @@ def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _plain_values(values: Any) -> Any:
     core = _core()
-    if type(values) is core.ref_type:
+    if type(values) is core.TensorRef:
         return core.manager.peek(values).clone()
     if not isinstance(values, (list, tuple)):
         return values
@@ -200,7 +200,7 @@ def _fresh(plain: Tensor) -> Any:
     if requires_grad:
         plain = plain.detach()
     block = residency.born(plain, device)
-    ref = core.make_ref(core.ref_type, plain, block, device, label)
+    ref = core.make_ref(plain, block, device, label)
     return ref.requires_grad_() if requires_grad else ref
 
 
@@ -208,7 +208,8 @@ class _Core:
     """The runtime as the factories need it; loaded by the first tensor."""
 
     def __init__(self) -> None:
-        self.ref_type = load(".tensor.tensor_ref").TensorRef
+        load(".tensor.install")
+        self.TensorRef = load(".memory.ref").TensorRef
         self.manager = load(".memory.manager").tensorsManager
         self.make_ref = load(".memory.plain_views").make_ref
         say_what_is_simulated(self.manager)

@@ -148,6 +148,9 @@ def uninstall() -> None:
     patches = sys.modules.get(f"{PACKAGE}.inject.torch_")
     if patches is not None:
         patches.undo()
+    wiring = sys.modules.get(f"{PACKAGE}.tensor.install")
+    if wiring is not None:
+        wiring.uninstall()
 
 
 def _after_fork() -> None:

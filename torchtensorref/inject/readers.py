@@ -12,10 +12,10 @@ from .hooks import load
 
 def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with plain tensors, which share the memory, in the place of TensorRefs."""
-    ref_type = load(".tensor.tensor_ref").TensorRef
+    TensorRef = load(".memory.ref").TensorRef
 
     def plain(value: Any) -> Any:
-        return value.exposed_plain(wrapped.__name__) if type(value) is ref_type else value
+        return value.exposed_plain(wrapped.__name__) if type(value) is TensorRef else value
 
     return wrapped(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
@@ -26,8 +26,8 @@ def in_python(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 
     function, operands, *_ = args
     run = _CONTROL.get(function.__name__)
-    ref_type = load(".tensor.tensor_ref").TensorRef
-    if run is None or all(type(leaf) is not ref_type for leaf in tree_leaves(operands)):
+    TensorRef = load(".memory.ref").TensorRef
+    if run is None or all(type(leaf) is not TensorRef for leaf in tree_leaves(operands)):
         return wrapped(*args, **kwargs)
     return run(*operands)
 
@@ -50,7 +50,7 @@ def legacy_instance(
 ) -> Any:
     """Say whether a tensor is a `torch.FloatTensor` or the like: of that dtype, on that device."""
     asked = args[0]
-    if type(asked) is load(".tensor.tensor_ref").TensorRef:
+    if type(asked) is load(".memory.ref").TensorRef:
         # The class looks at keys of dispatch, of which a TensorRef has more.
         return wrapped(load(".tensor.protocols").empty_like(asked))
     return wrapped(*args, **kwargs)

@@ -24,9 +24,9 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
     if not state.active or is_disabled.get() or not is_plain_world():
         return None
     core = _core()
-    if type(tensor) is core.ref_type:
+    if type(tensor) is core.TensorRef:
         ref: Any = tensor
-        ref._b.is_persistent = True
+        ref._ttr_block.is_persistent = True
         core.manager.native.watch()
         return None
     if not injectTo.decisions[_module_behind(sys._getframe(1))]:

@@ -17,6 +17,7 @@ from ..devices.base import Device
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, plain_on
+from ..memory.ref import TensorRef
 from ..operators.schema import OpPlan
 from .ready_path import SLOW, flattened, folded
 
@@ -44,7 +45,7 @@ _full = torch._C._VariableFunctions.full
 _empty = torch._C._VariableFunctions.empty
 
 
-def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
     residency: Any = tensorsManager._residency
     device, host = residency.main, residency.fast_host
@@ -56,8 +57,8 @@ def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs:
     is_there = False
     numbers = []
     for position, arg in enumerate(flat):
-        if type(arg) is ref_type:
-            ready = arg._b.ready
+        if type(arg) is TensorRef:
+            ready = arg._ttr_block.ready
             if ready is device:
                 is_there = True
             elif ready is host and _is_number(arg):
@@ -71,14 +72,14 @@ def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs:
         if carried is None:
             return SLOW
         flat[position] = carried
-    return plan.way(ref_type, plan, tuple(folded(plan, args, flat)), kwargs)
+    return plan.way(plan, tuple(folded(plan, args, flat)), kwargs)
 
 
 def _is_number(ref: Any) -> bool:
     return (
         ref.numel() <= 1
         and ref.dtype in _FILLABLE
-        and ref._b.carried_count < CARRIED_AT_MOST
+        and ref._ttr_block.carried_count < CARRIED_AT_MOST
         and not ref.is_neg()
     )
 
@@ -86,7 +87,7 @@ def _is_number(ref: Any) -> bool:
 def _by_value(ref: Any, residency: Any, device: Device) -> Any:
     """Make a TensorRef with the number of another, counted as results are; None without room."""
     host = residency.host
-    home = ref._t if ref._d is host else plain_on(ref, host)
+    home = ref._ttr_plain if ref._ttr_device is host else plain_on(ref, host)
     size, options = ref.size(), {"dtype": ref.dtype, "device": device.torch_device}
     try:
         plain = _full(size, home.item(), **options) if home.numel() else _empty(size, **options)
@@ -95,5 +96,5 @@ def _by_value(ref: Any, residency: Any, device: Device) -> Any:
     block = residency.ledgers[device].bear_if_room(plain, plain.nbytes, residency.tick)
     if block is None:
         return None  # the long way makes room
-    ref._b.carried_count += 1
-    return make_ref(type(ref), plain, block, device, ref.device)
+    ref._ttr_block.carried_count += 1
+    return make_ref(plain, block, device, ref.device)

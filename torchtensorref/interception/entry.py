@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..base.activation import watch
 from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
 from .by_value import run_with_carried
 from .higher_order import run_higher_order
 from .ready_path import SLOW, attach_plan
@@ -27,15 +28,13 @@ _get_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
-def dispatch(
-    ref_type: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
+def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Run one operator in which at least one operand is a TensorRef."""
     try:
-        plan = op._ref_plan
+        plan = op._ttr_plan
     except AttributeError:
         if not isinstance(op, OpOverload):
-            return run_higher_order(ref_type, op, args, kwargs or {})
+            return run_higher_order(op, args, kwargs or {})
         plan = attach_plan(op)
     if _dispatch_modes():
         # They have seen the call and left it to us. Plain tensors over bytes that move, and what
@@ -43,28 +42,28 @@ def dispatch(
         tracer = _get_mode(_PROXY)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             if tracer is None:
-                return dispatch(ref_type, op, types, args, kwargs)
-            args, kwargs = _with_constants(ref_type, tracer.tracer, (args, kwargs or {}))
+                return dispatch(op, types, args, kwargs)
+            args, kwargs = _with_constants(tracer.tracer, (args, kwargs or {}))
         return op(*args, **kwargs)
     way = plan.way
     if way is not None and not watch.on:
-        result = way(ref_type, plan, args, kwargs)
+        result = way(plan, args, kwargs)
         if result is SLOW and not _function_modes():
-            result = run_with_carried(ref_type, plan, args, kwargs)
+            result = run_with_carried(plan, args, kwargs)
         if result is not SLOW:
             return result
     if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
         # Also there, a view of a normal tensor is a normal tensor: autograd counts its versions.
         with torch.inference_mode(False):
-            return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
+            return OpCall(plan, args, kwargs or {}, tensorsManager).run()
     if _function_modes():
         # They have seen the call; what the runtime does for it, to storages, is not for them.
         with torch._C.DisableTorchFunction():
-            return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
-    return OpCall(ref_type, plan, args, kwargs or {}, tensorsManager).run()
+            return OpCall(plan, args, kwargs or {}, tensorsManager).run()
+    return OpCall(plan, args, kwargs or {}, tensorsManager).run()
 
 
-def _with_constants(ref_type: Any, tracer: Any, arguments: Any) -> Any:
+def _with_constants(tracer: Any, arguments: Any) -> Any:
     """Put plain tensors, which a tracer keeps as constants, in the place of what it has not made.
 
     It takes no subclass for a constant, and would leave the call out of what it writes down.
@@ -72,8 +71,8 @@ def _with_constants(ref_type: Any, tracer: Any, arguments: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import has_proxy_slot
 
     def constant(value: Any) -> Any:
-        if type(value) is not ref_type or has_proxy_slot(value, tracer):
+        if type(value) is not TensorRef or has_proxy_slot(value, tracer):
             return value
-        return value.exposed_plain("a constant of a traced graph")
+        return tensorsManager.exposed_plain(value, "a constant of a traced graph")
 
     return tree_map(constant, arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.activation import watch
-from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -69,4 +69,4 @@ def would_be_noted(tensors: Any) -> bool:
 
 @functools.cache
 def _plain_or_ref() -> tuple[type, ...]:
-    return (torch.Tensor, torch.nn.Parameter, tensorsManager.ref_type)
+    return (torch.Tensor, torch.nn.Parameter, TensorRef)

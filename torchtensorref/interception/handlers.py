@@ -14,6 +14,7 @@ import torch
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, replace_metadata
+from ..memory.ref import TensorRef
 from ..operators import substitutes as variants
 from ..operators.schema import plan_of
 from .slow_path import OpCall
@@ -27,7 +28,7 @@ SHARE_FROM_NBYTES = 1 << 16
 def _share(call: OpCall) -> Any:
     """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
     source = call.args[0]
-    if type(source) is not call.ref_type or not _keeps_everything(source, call.kwargs):
+    if type(source) is not TensorRef or not _keeps_everything(source, call.kwargs):
         return NotImplemented
     label = torch.device(call.kwargs.get("device") or source.device)
     return tensorsManager.copy_of(source, None, label=label)
@@ -49,7 +50,7 @@ def _keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
     keeps_order = memory_format in (None, torch.preserve_format)
     if not keeps_order and not source.is_contiguous(memory_format=memory_format):
         return False
-    block: Block = source._b
+    block: Block = source._ttr_block
     return (
         source.storage_offset() == 0
         and source.numel() * source.element_size() == block.nbytes
@@ -76,14 +77,14 @@ def _non_overlapping(sizes: Any, strides: Any) -> bool:
 def _resize_at_home(call: OpCall) -> Any:
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
     ref = call.args[0]
-    if type(ref) is not call.ref_type:
+    if type(ref) is not TensorRef:
         return NotImplemented
     residency = tensorsManager.residency
-    residency.unshare(ref._b)
-    residency.own_home_bytes(ref._b)
+    residency.unshare(ref._ttr_block)
+    residency.own_home_bytes(ref._ttr_block)
     plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
     kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
-    tensorsManager.forget_accelerators(ref._b)
+    tensorsManager.forget_accelerators(ref._ttr_block)
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
     plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
@@ -92,12 +93,12 @@ def _resize_at_home(call: OpCall) -> Any:
         other = tensorsManager.block_of_storage(plain, call.args[1:])
         replace_metadata(ref, other)
         return ref
-    block: Block = ref._b
+    block: Block = ref._ttr_block
     block.nbytes = before.nbytes()
     for replica in block.replicas.values():
         replica.nbytes = block.nbytes
-    ref._h = None
-    replace_metadata(ref, make_ref(call.ref_type, plain, block, residency.host, ref.device))
+    ref._ttr_home = None
+    replace_metadata(ref, make_ref(plain, block, residency.host, ref.device))
     return ref
 
 
@@ -105,7 +106,7 @@ def _choose_attention(call: OpCall) -> Any:
     """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
 
     def stand_in(value: Any) -> Any:
-        if type(value) is not call.ref_type:
+        if type(value) is not TensorRef:
             return value
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_strided(
@@ -128,16 +129,16 @@ def _same(call: OpCall) -> Any:
 
 def _both_are_refs(call: OpCall) -> Any:
     """One TensorRef can take the place of another: asked before each `.data = `."""
-    return all(type(arg) is call.ref_type for arg in call.args[:2]) or NotImplemented
+    return all(type(arg) is TensorRef for arg in call.args[:2]) or NotImplemented
 
 
 def _has_same_storage(call: OpCall) -> Any:
     """`is_set_to`: the same block, read with the same metadata."""
     a, b = call.args[:2]
-    if type(a) is not call.ref_type or type(b) is not call.ref_type:
+    if type(a) is not TensorRef or type(b) is not TensorRef:
         return NotImplemented
     return (
-        a._b is b._b
+        a._ttr_block is b._ttr_block
         and a.size() == b.size()
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
@@ -216,7 +217,7 @@ VARIANTS: tuple[tuple[Any, Any, Any, str], ...] = (
 )
 
 
-def install(ref_type: type) -> None:
+def install() -> None:
     """Put the tables into the plans."""
     for op, elsewhere, at_home, _ in VARIANTS:
         # It is the operator in everything but the call.

@@ -7,6 +7,7 @@ home, where its functions meet nothing else.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
 from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
 
 
-def run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:
+def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
     """Run what is no plain operator on plain tensors at home."""
 
     def plain(value: Any) -> Any:
-        return tensorsManager.plain_at_home(value) if type(value) is ref_type else value
+        return tensorsManager.plain_at_home(value) if type(value) is TensorRef else value
 
     def wrapped(value: Any) -> Any:
         return tensorsManager.adopt(value) if type(value) is torch.Tensor else value
@@ -28,18 +30,25 @@ def run_higher_order(ref_type: type, op: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(wrapped, op(*tree_map(plain, args), **tree_map(plain, kwargs)))
 
 
-def install(ref_type: type, keys: tuple[str, ...]) -> None:
-    """Give torch the rule for each such operator, which is not to look at keys of ours."""
-    known: dict[str, HigherOrderOperator] = torch._ops._higher_order_ops
-    ours = [torch._C._dispatch_key_parse(key) for key in keys]
+def install(key_name: str) -> Callable[[], None]:
+    """Give torch the rule for each such operator, which is not to look at our key; return undo."""
+    known: list[HigherOrderOperator] = list(torch._ops._higher_order_ops.values())
+    key = torch._C._dispatch_key_parse(key_name)
     # Those that are made later start from this list.
-    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.extend(ours)
-    for op in known.values():
-        for key in ours:
-            op.fallthrough(key)
-        if ref_type not in op.python_key_table:
-            op.py_impl(ref_type)(functools.partial(_rule, ref_type, op))
+    later = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    later.append(key)
+    for op in known:
+        op.fallthrough(key)
+        op.py_impl(TensorRef)(functools.partial(_rule, op))
+
+    def undo() -> None:
+        later.remove(key)
+        for op in known:
+            op.non_fallthrough_keys = op.non_fallthrough_keys.add(key)
+            del op.python_key_table[TensorRef]
+
+    return undo
 
 
-def _rule(ref_type: type, op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-    return run_higher_order(ref_type, op, args, kwargs)
+def _rule(op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    return run_higher_order(op, args, kwargs)

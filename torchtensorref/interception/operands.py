@@ -9,6 +9,7 @@ import torch
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
+from ..memory.ref import TensorRef
 from ..operators.schema import OpPlan
 from ..strategy import OpSnapshot
 from .device_labels import Guests, is_guest
@@ -34,7 +35,6 @@ class Operands:
         "manager",
         "plain_of",
         "plan",
-        "ref_type",
         "refs",
         "residency",
         "special",
@@ -44,13 +44,11 @@ class Operands:
 
     def __init__(
         self,
-        ref_type: Any,
         plan: OpPlan,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         manager: TensorsManager,
     ) -> None:
-        self.ref_type: Any = ref_type
         self.plan = plan
         self.args = args
         self.kwargs = kwargs
@@ -72,20 +70,20 @@ class Operands:
             self._collect(arg)
         for arg in self.kwargs.values():
             self._collect(arg)
-        self.blocks: list[Block] = list(dict.fromkeys(ref._b for ref in self.refs))
+        self.blocks: list[Block] = list(dict.fromkeys(ref._ttr_block for ref in self.refs))
         written = []
         for name in self.plan.write_names:
             value = self.plan.argument(name, self.args, self.kwargs)
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(part, torch.Tensor):
-                    ref: Any = part if type(part) is self.ref_type else self.foreign.get(id(part))
+                    ref: Any = part if type(part) is TensorRef else self.foreign.get(id(part))
                     if ref is not None:
                         written.append(ref)
         self.written_refs = written
-        self.written: list[Block] = list(dict.fromkeys(ref._b for ref in written))
+        self.written: list[Block] = list(dict.fromkeys(ref._ttr_block for ref in written))
 
     def _collect(self, value: Any) -> None:
-        if type(value) is self.ref_type:
+        if type(value) is TensorRef:
             self.refs.append(value)
             if self.label is None:
                 self.label = value.device
@@ -110,7 +108,7 @@ class Operands:
         ):
             self.special.append(tensor)
         elif tensor.dim() > 0 or self.plan.writes:
-            ref = self.manager.adopt_operand(tensor, self.ref_type)
+            ref = self.manager.adopt_operand(tensor)
             if ref is None:
                 self.special.append(tensor)
             else:
@@ -119,7 +117,7 @@ class Operands:
 
     def _is_other_subclass(self, kind: type) -> bool:
         return (
-            kind not in (torch.Tensor, torch.nn.Parameter, self.ref_type)
+            kind not in (torch.Tensor, torch.nn.Parameter, TensorRef)
             and hasattr(kind, "__torch_dispatch__")
             and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         )
@@ -155,7 +153,7 @@ class Operands:
         Where there is room for all of it, it is fetched once it is known to come again: then its
         rows need not cross the link each time.
         """
-        block: Block = self.refs[0]._b
+        block: Block = self.refs[0]._ttr_block
         if block.readable_on(self.accelerator) is not None:
             return False
         residency = self.residency

@@ -17,6 +17,7 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
+from ..memory.ref import TensorRef
 from ..operators.composites import TABLE as COMPOSITES
 from ..operators.costs import operator_cost
 from ..operators.schema import OpPlan, plan_of
@@ -45,7 +46,7 @@ def attach_plan(op: OpOverload) -> OpPlan:
         plan.way = _whole
     elif plan.is_fast:
         plan.way = _way_of(plan)
-    op._ref_plan = plan  # type: ignore[attr-defined]
+    op._ttr_plan = plan  # type: ignore[attr-defined]
     return plan
 
 
@@ -57,18 +58,16 @@ def _way_of(plan: OpPlan) -> Any:
     return _listed if plan.is_listed else _any
 
 
-def run_one(
-    ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0
-) -> Any:
+def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0) -> Any:
     """Run an operator with one result, whose operands are all ready; `SLOW` if one is not.
 
     The operator takes the first `listed_count` of them as a list. Written out flat: this is what
     most operators cost.
     """
     first = args[0]
-    if type(first) is not ref_type or (kwargs and not plan.allows(kwargs)):
+    if type(first) is not TensorRef or (kwargs and not plan.allows(kwargs)):
         return SLOW
-    device = first._b.ready
+    device = first._ttr_block.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
     if device is not residency.fast_device and device is not residency.fast_host:
         return SLOW
@@ -83,14 +82,14 @@ def run_one(
         tick = residency.tick
         for arg in args:
             kind = type(arg)
-            if kind is ref_type:
-                block = arg._b
+            if kind is TensorRef:
+                block = arg._ttr_block
                 if block.ready is not device or (
-                    arg._d is not device and not can_look(arg, device)
+                    arg._ttr_device is not device and not can_look(arg, device)
                 ):
                     return SLOW
                 block.last_use = tick
-                plain_args.append(arg._t)
+                plain_args.append(arg._ttr_plain)
             elif (
                 kind not in _NO_TENSORS
                 and isinstance(arg, _Tensor)
@@ -102,7 +101,7 @@ def run_one(
         if plan.may_conjugate and plain_args[0].is_complex():
             return SLOW
         writes = plan.writes
-        if writes and not first._b.owned:
+        if writes and not first._ttr_block.owned:
             return SLOW
         residency.tick = tick + 1
         run = plan.op if _function_modes() else plan.binding
@@ -113,10 +112,10 @@ def run_one(
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
         if device.is_simulated:
-            charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
+            charge(plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
-        return fresh(ref_type, plan, out, residency, device, first)
+        return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -130,27 +129,25 @@ def run_one(
             hazards[ident] = outer
 
 
-def _listed(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _listed(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run an operator on a list of operands, with one result."""
     operands = args[0]
-    return (
-        run_one(ref_type, plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
-    )
+    return run_one(plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
 
 
-def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _whole(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a composite operator as one, where what it takes in passing fits the budget."""
     kwargs = kwargs or _NO_KWARGS
     for arg in args:
         kind = type(arg)
-        if kind is not ref_type and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
+        if kind is not TensorRef and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
             return SLOW  # nested, sparse, another class: the table knows nothing of those
     taken_nbytes = plan.passing(*args, **kwargs)
     if taken_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
         return SLOW
     if not taken_nbytes:
-        return run_one(ref_type, plan, args, kwargs)
-    device, residency = args[0]._b.ready, tensorsManager._residency
+        return run_one(plan, args, kwargs)
+    device, residency = args[0]._ttr_block.ready, tensorsManager._residency
     ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
     if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
         return SLOW
@@ -159,25 +156,25 @@ def _whole(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> A
             device.allocate(taken_nbytes)  # let go at once: its peak has seen what the kernel takes
     except SHORTAGES:
         return SLOW
-    return run_one(ref_type, plan, args, kwargs)
+    return run_one(plan, args, kwargs)
 
 
-def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run what `run_one` cannot: lists of operands, several results or none, conditions."""
     flat = flattened(plan, args)
     first: Any = flat[0] if flat else None
     if (
-        type(first) is not ref_type
+        type(first) is not TensorRef
         or (kwargs and not plan.allows(kwargs))
         or (plan.may_conjugate and first.is_complex())
     ):
         return SLOW
     kwargs = kwargs or _NO_KWARGS
     residency: Any = tensorsManager._residency
-    device = first._b.ready
+    device = first._ttr_block.ready
     if (
         (device is not residency.fast_device and device is not residency.fast_host)
-        or (first._b.nbytes >= plan.fast_below_nbytes and not plan.fast_above(args, kwargs))
+        or (first._ttr_block.nbytes >= plan.fast_below_nbytes and not plan.fast_above(args, kwargs))
         or plan.draws_random(args, kwargs)
     ):
         return SLOW
@@ -188,18 +185,18 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
     try:
         plain = []
         for arg in flat:
-            if type(arg) is ref_type:
-                if arg._b.ready is not device or (
-                    arg._d is not device and not can_look(arg, device)
+            if type(arg) is TensorRef:
+                if arg._ttr_block.ready is not device or (
+                    arg._ttr_device is not device and not can_look(arg, device)
                 ):
                     return SLOW
-                arg._b.last_use = residency.tick
-                plain.append(arg._t)
+                arg._ttr_block.last_use = residency.tick
+                plain.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
                 return SLOW
             else:
                 plain.append(arg)
-        if plan.writes and not _all_owned(ref_type, plan, args):
+        if plan.writes and not _all_owned(plan, args):
             return SLOW
         residency.tick += 1
         run = plan.op if _function_modes() else plan.binding
@@ -207,15 +204,15 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
         if device.is_simulated:
-            charge(ref_type, plan, flat, plain, kwargs, out, device)
+            charge(plan, flat, plain, kwargs, out, device)
         if plan.writes:
             return _written(plan, args)
         if plan.is_number:
             device.record().synchronize()  # the host waits for what it reads
             return out
         if type(out) is not _Tensor:
-            return type(out)(_wrap_several(ref_type, out, flat, residency, device, first))
-        return fresh(ref_type, plan, out, residency, device, first)
+            return type(out)(_wrap_several(out, flat, residency, device, first))
+        return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -258,12 +255,12 @@ def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
     return folded
 
 
-def _all_owned(ref_type: Any, plan: OpPlan, args: tuple[Any, ...]) -> bool:
+def _all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
     """Whether nothing has to be decided about what an operator writes; all of it is ready."""
     for position in plan.writes:
         value: Any = args[position] if position < len(args) else ()
         for part in value if type(value) in (list, tuple) else (value,):
-            if type(part) is not ref_type or not part._b.owned:
+            if type(part) is not TensorRef or not part._ttr_block.owned:
                 return False
     return True
 
@@ -277,7 +274,7 @@ def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:
 def can_look(ref: Any, device: Device) -> bool:
     """Make the plain view over bytes that are announced and there; False where none is kept."""
     plain_on(ref, device)
-    return ref._d is device
+    return ref._ttr_device is device
 
 
 def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
@@ -285,9 +282,7 @@ def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
     return out.layout is not _strided or out.is_quantized or out.is_nested
 
 
-def fresh(
-    ref_type: Any, plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any
-) -> Any:
+def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any) -> Any:
     """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
     is_dense = plan.makes_dense
     if not is_dense and _has_no_bytes_of_its_own(out):
@@ -301,24 +296,26 @@ def fresh(
     if block is None:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:
-        return _wrap(ref_type, out, block, device, like)
+        return _wrap(out, block, device, like)
     # It fills its storage from the start. All is told by position: torch takes half as long to read
     # that.
     ref = _make_wrapper(
-        ref_type, out.size(), out.stride(), None, None, out.dtype,
+        TensorRef, out.size(), out.stride(), None, None, out.dtype,
         _strided, None, False, False, None, False, False, KEYS,
     )  # fmt: skip
-    ref._b = block
-    ref._t = out
-    ref._d = device
+    ref._ttr_block = block
+    ref._ttr_plain = out
+    ref._ttr_device = device
     return ref
 
 
-def _wrap_several(
-    ref_type: Any, out: Any, operands: Any, residency: Any, device: Device, like: Any
-) -> list[Any]:
+def _wrap_several(out: Any, operands: Any, residency: Any, device: Device, like: Any) -> list[Any]:
     """Make the TensorRefs of several results; what shares memory, shares the block."""
-    blocks = {arg._t.untyped_storage()._cdata: arg._b for arg in operands if type(arg) is ref_type}
+    blocks = {
+        arg._ttr_plain.untyped_storage()._cdata: arg._ttr_block
+        for arg in operands
+        if type(arg) is TensorRef
+    }
     wrapped = []
     for part in out:
         if type(part) is not _Tensor or _has_no_bytes_of_its_own(part):
@@ -327,20 +324,20 @@ def _wrap_several(
         key = part.untyped_storage()._cdata
         if key not in blocks:
             blocks[key] = residency.born(part, device)
-        wrapped.append(_wrap(ref_type, part, blocks[key], device, like))
+        wrapped.append(_wrap(part, blocks[key], device, like))
     return wrapped
 
 
-def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Address arithmetic on a ready operand. No announcement: no kernel reads its bytes.
 
     An evictor may empty the storage meanwhile; then torch refuses the view, or the view is of a
     storage that is filled again before anybody reads it.
     """
     first = args[0]
-    if type(first) is not ref_type:
+    if type(first) is not TensorRef:
         return SLOW
-    block, device = first._b, first._d
+    block, device = first._ttr_block, first._ttr_device
     residency: Any = tensorsManager._residency
     if block.ready is not device or (
         device is not residency.fast_device and device is not residency.fast_host
@@ -350,39 +347,38 @@ def _view(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> An
         return SLOW
     try:
         if _function_modes():
-            out = plan.op(first._t, *args[1:], **(kwargs or _NO_KWARGS))
+            out = plan.op(first._ttr_plain, *args[1:], **(kwargs or _NO_KWARGS))
         elif plan.spreads_sizes and args[1]:
-            out = plan.binding(first._t, *args[1])
+            out = plan.binding(first._ttr_plain, *args[1])
         else:
-            out = plan.binding(first._t, *args[1:], **(kwargs or _NO_KWARGS))
+            out = plan.binding(first._ttr_plain, *args[1:], **(kwargs or _NO_KWARGS))
     except RuntimeError:
         return SLOW  # the program's own mistake is raised again on the long way
     if type(out) is _Tensor:
-        return _wrap(ref_type, out, block, device, first)
+        return _wrap(out, block, device, first)
     if type(out) is not list and type(out) is not tuple:
         return SLOW  # a view that is another subclass
-    return type(out)([_wrap(ref_type, part, block, device, first) for part in out])
+    return type(out)([_wrap(part, block, device, first) for part in out])
 
 
-def _wrap(ref_type: Any, out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
+def _wrap(out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
     """Make the TensorRef of any result."""
     dtype = out.dtype
     # Some solvers give results that are still to be conjugated.
     if labelled.otherwise or (dtype.is_complex and out.is_conj()):
-        return make_ref(ref_type, out, block, device, like.device)
+        return make_ref(out, block, device, like.device)
     # Torch reads an offset, 0 where none is told, as slowly as all sizes.
     ref = _make_wrapper(
-        ref_type, out.size(), out.stride(), out.storage_offset() or None, None, dtype,
+        TensorRef, out.size(), out.stride(), out.storage_offset() or None, None, dtype,
         _strided, None, False, False, None, False, False, KEYS,
     )  # fmt: skip
-    ref._b = block
-    ref._t = out
-    ref._d = device
+    ref._ttr_block = block
+    ref._ttr_plain = out
+    ref._ttr_device = device
     return ref
 
 
 def charge(
-    ref_type: Any,
     plan: OpPlan,
     args: tuple[Any, ...],
     plain_args: list[Any],
@@ -392,6 +388,6 @@ def charge(
 ) -> None:
     """Let a simulated device spend the time that the operator takes."""
     flops, nbytes, dtype_name = operator_cost(plan, plain_args, kwargs, out)
-    bases = [arg._b.base_on(device) for arg in args if type(arg) is ref_type]
+    bases = [arg._ttr_block.base_on(device) for arg in args if type(arg) is TensorRef]
     writes = bases[:1] if plan.writes else ()
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)

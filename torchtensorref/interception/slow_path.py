@@ -12,6 +12,7 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.plain_views import make_ref, parts_of, plain_on, replace_metadata, view_with
+from ..memory.ref import TensorRef
 from ..operators.costs import operator_cost
 from ..strategy import PERSISTENT_AFTER, Access
 from .device_labels import exchange_device, is_guest
@@ -38,7 +39,7 @@ class OpCall(Ladder):
         self.analyse()
         if any(self._is_other_subclass(kind) for kind in map(type, self.special)):
             return NotImplemented
-        if plan.is_true_view and type(self.args[0]) is self.ref_type:
+        if plan.is_true_view and type(self.args[0]) is TensorRef:
             return self.view()
         device = self.place()
         self.residency.tick += 1
@@ -139,7 +140,7 @@ class OpCall(Ladder):
         return tree_leaves([self.plan.argument(name, self.args, self.kwargs) for name in names])
 
     def _plain(self, value: Any) -> Any:
-        if type(value) is self.ref_type:
+        if type(value) is TensorRef:
             return self.plain_of[id(value)]
         if isinstance(value, torch.Tensor):
             ref = self.foreign.get(id(value))
@@ -225,7 +226,7 @@ class OpCall(Ladder):
         source = self._aliased(plain)
         label = self.label or torch.device("cpu")
         if source is not None:
-            return make_ref(self.ref_type, plain, source, device, label)
+            return make_ref(plain, source, device, label)
         if plain._is_zerotensor() or not plain.untyped_storage().resizable():
             plain = plain.clone()
         try:
@@ -239,7 +240,7 @@ class OpCall(Ladder):
             plain, device = plain.cpu(), self.residency.host
             block = self.residency.born(plain, device)
         self._note_birth(block)
-        return make_ref(self.ref_type, plain, block, device, label)
+        return make_ref(plain, block, device, label)
 
     def _device_of(self, plain: torch.Tensor) -> Device | None:
         """Where a result lies that a kernel has made elsewhere than where it ran."""
@@ -259,7 +260,7 @@ class OpCall(Ladder):
             return plain
 
         def held(value: Any) -> Any:
-            if type(value) is self.ref_type:
+            if type(value) is TensorRef:
                 return self.manager.exposed_plain(value, f"part of what {self.plan.name} made")
             return value
 
@@ -281,13 +282,13 @@ class OpCall(Ladder):
         key = plain.untyped_storage()._cdata
         for ref in self.refs:
             if self.plain_of[id(ref)].untyped_storage()._cdata == key:
-                block: Block = ref._b
+                block: Block = ref._ttr_block
                 return block
         return None
 
     def _follow_metadata(self, original: Any, device: Device) -> None:
         """Where an operator changed sizes in place (`t_`, `out=`), change them too."""
-        ref: Any = original if type(original) is self.ref_type else self.foreign.get(id(original))
+        ref: Any = original if type(original) is TensorRef else self.foreign.get(id(original))
         if ref is None:
             return
         plain = self.plain_of[id(ref)]
@@ -295,14 +296,14 @@ class OpCall(Ladder):
             same_bits = plain.is_conj() == ref.is_conj() and plain.is_neg() == ref.is_neg()
             if same_bits and plain.storage_offset() == ref.storage_offset():
                 return
-        block = ref._b
+        block = ref._ttr_block
         replica = block.replicas[device]
         if plain.untyped_storage().nbytes() != replica.nbytes:
             grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
             plain.untyped_storage().resize_(replica.nbytes)
             block, plain = self.residency.born(grown, device), grown
         if ref is original:
-            replace_metadata(ref, make_ref(self.ref_type, plain, block, device, ref.device))
+            replace_metadata(ref, make_ref(plain, block, device, ref.device))
         else:
             original.set_(plain)
 
@@ -329,7 +330,7 @@ class OpCall(Ladder):
     def view(self) -> Any:
         """Pure address arithmetic: needs a replica to look at, and moves nothing."""
         ref = self.args[0]
-        block: Block = ref._b
+        block: Block = ref._ttr_block
         residency = self.residency
         with residency.lock:
             device = self._where_readable(block)
@@ -337,10 +338,8 @@ class OpCall(Ladder):
             if block.ready is None and device is residency.fast_device:
                 residency.set_ready(block, device)
         if type(out) in (list, tuple):
-            return type(out)(
-                make_ref(self.ref_type, part, block, device, ref.device) for part in out
-            )
-        return make_ref(self.ref_type, out, block, device, ref.device)
+            return type(out)(make_ref(part, block, device, ref.device) for part in out)
+        return make_ref(out, block, device, ref.device)
 
     def _where_readable(self, block: Block) -> Device:
         if block.readable_on(self.accelerator) is not None:

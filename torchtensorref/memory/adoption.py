@@ -106,11 +106,11 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     -------
     TensorRef
         `tensor` where its object could be exchanged; `ref` where somebody in C++ holds it (an
-        autograd graph, a weak reference). Then `tensor` remembers it under `_ref`.
+        autograd graph, a weak reference). Then `tensor` remembers it under `_ttr_ref`.
     """
     if isinstance(tensor, torch.nn.Parameter):
         ref._is_param = True
-    known = tensor.__dict__.get("_ref")
+    known = tensor.__dict__.get("_ttr_ref")
     if known is not None:
         return known
     # What the program has noted on it stays: transformers marks what it has loaded so.
@@ -118,6 +118,6 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     try:
         torch.utils.swap_tensors(tensor, ref)
     except RuntimeError:
-        tensor._ref = ref  # type: ignore[attr-defined]
+        tensor._ttr_ref = ref  # type: ignore[attr-defined]
         return ref
     return tensor

@@ -261,11 +261,11 @@ class Books:
     def _hazardous_blocks(self) -> set[Block]:
         me = threading.get_ident()
         held = {
-            operand._b
+            operand._ttr_block
             for ident, args in list(self.hazards.items())
             if ident != me
             for operand in args
-            if hasattr(operand, "_b")
+            if hasattr(operand, "_ttr_block")
         }
         # Of this thread's regions too: an operator inside one can need room.
         for blocks in list(self.native_blocks.values()):

@@ -49,8 +49,6 @@ class TensorsManager(Custody):
         self._strategy_setting: Any = None
         self.log = EventLog()
         self.table = Table()
-        #: The class of the refs; `tensor.py` names it, so that nothing here imports upward.
-        self.ref_type: Any = None
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         #: Bytes that the results of an operator on operands of such sizes took the last time.
@@ -276,11 +274,11 @@ class TensorsManager(Custody):
 
     def story(self, ref: Any) -> list[str]:
         """Return what happened to the block of a TensorRef, oldest first."""
-        return self.log.story(ref._b.name)
+        return self.log.story(ref._ttr_block.name)
 
     def describe(self, ref: Any) -> str:
         """Return the side of a TensorRef that `print` does not show; moves nothing."""
-        block: Block = ref._b
+        block: Block = ref._ttr_block
         shape = ", ".join(map(str, ref.size()))
         kind = str(ref.dtype).removeprefix("torch.")
         lines = [f"{kind}[{shape}] -> {block.name} {format_nbytes(block.nbytes)}  home cpu"]

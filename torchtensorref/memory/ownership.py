@@ -12,6 +12,7 @@ from ..devices.base import Device
 from .adoption import block_for, is_adoptable, replace_in_place
 from .block import Block
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
+from .ref import TensorRef
 from .residency import Residency
 from .storage_index import Table
 
@@ -20,8 +21,6 @@ class Custody:
     """What the manager does with single tensors and modules. `TensorsManager` has the settings."""
 
     table: Table
-    #: The class of the refs; `tensor.py` names it, so that nothing here imports upward.
-    ref_type: Any
     #: The native regions (`regions.py`); they look at module calls once there is a parameter.
     native: Any
 
@@ -61,9 +60,9 @@ class Custody:
 
     def adopt_tensor(self, tensor: torch.Tensor, *, sole: bool = False) -> Any:
         """Return a TensorRef that shares the memory of a tensor; see `adopt`."""
-        if type(tensor) is self.ref_type or not is_adoptable(tensor) or tensor.grad_fn is not None:
+        if type(tensor) is TensorRef or not is_adoptable(tensor) or tensor.grad_fn is not None:
             return tensor
-        known = tensor.__dict__.get("_ref")
+        known = tensor.__dict__.get("_ttr_ref")
         if known is not None:
             return known
         ref = self._ref_over(tensor, sole=sole)
@@ -73,10 +72,10 @@ class Custody:
             ref._is_param = True
         return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
 
-    def adopt_operand(self, tensor: torch.Tensor, ref_type: Any) -> Any:
+    def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
-        known = tensor.__dict__.get("_ref")
-        if known is not None and type(known) is ref_type:
+        known = tensor.__dict__.get("_ttr_ref")
+        if known is not None and type(known) is TensorRef:
             return known
         entries = self.residency.native_entries
         entry = entries.get(threading.get_ident()) if entries else None
@@ -98,15 +97,15 @@ class Custody:
         offset = tensor.storage_offset() - start // tensor.element_size()
         base = block.replicas[host].base
         plain = view_with(tensor, base.untyped_storage(), offset)
-        return make_ref(self.ref_type, plain, block, host, tensor.device)
+        return make_ref(plain, block, host, tensor.device)
 
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:
         """Make the object `tensor` itself a TensorRef, where possible: see `replace_in_place`."""
         ref = self.adopt_tensor(tensor, sole=True)
-        if ref is tensor or tensor.__dict__.get("_ref") is ref:
+        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
             return ref
         ref = replace_in_place(tensor, ref)
-        ref._b.is_persistent = True
+        ref._ttr_block.is_persistent = True
         self.native.watch()
         return ref
 
@@ -114,7 +113,7 @@ class Custody:
         for part in module.modules():
             for registry_ in (part._parameters, part._buffers):
                 for name, tensor in list(registry_.items()):
-                    if tensor is not None and type(tensor) is not self.ref_type:
+                    if tensor is not None and type(tensor) is not TensorRef:
                         registry_[name] = self.adopt_in_place(tensor)
         return module
 
@@ -131,13 +130,13 @@ class Custody:
             Plain host tensors with the current bytes; a module is changed in place. They share the
             memory of the TensorRefs, which stay usable and see what is written to them.
         """
-        if type(x) is self.ref_type:
+        if type(x) is TensorRef:
             return self._release_tensor(x)
         if isinstance(x, torch.nn.Module):
             for part in x.modules():
                 for registry_ in (part._parameters, part._buffers):
                     for name, tensor in list(registry_.items()):
-                        if type(tensor) is self.ref_type:
+                        if type(tensor) is TensorRef:
                             registry_[name] = self._release_tensor(tensor)  # type: ignore[assignment]
             return x
         from torch.utils._pytree import tree_map_only
@@ -164,38 +163,38 @@ class Custody:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
         residency = self.residency
         device = residency.main
-        residency.release(residency.acquire(device, [ref._b], [], 0))
+        residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
         with residency.lock:
-            residency.set_ready(ref._b, device)
+            residency.set_ready(ref._ttr_block, device)
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
         residency = self.residency
-        residency.bring_home(ref._b)
+        residency.bring_home(ref._ttr_block)
         for device in residency.accelerators:
-            replica = ref._b.replicas.get(device)
+            replica = ref._ttr_block.replicas.get(device)
             if replica is not None and replica.readable:
                 residency.evict(replica, "toCPU")
 
     def plain_at_home(self, value: Any) -> Any:
         """Return a plain view at home for a TensorRef, with current bytes; others as they are."""
-        if type(value) is not self.ref_type:
+        if type(value) is not TensorRef:
             return value
-        self.residency.bring_home(value._b)
+        self.residency.bring_home(value._ttr_block)
         return plain_on(value, self.residency.host)
 
     def peek(self, ref: Any) -> torch.Tensor:
         """Return a plain look at the values that changes no residency and no recency."""
-        return view_over(ref, self.residency.peek(ref._b).untyped_storage())
+        return view_over(ref, self.residency.peek(ref._ttr_block).untyped_storage())
 
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""
         residency = self.residency
         with _disable_current_modes():  # what the runtime does to storages is not for them
-            residency.unshare(ref._b)
-            residency.bring_home(ref._b)
+            residency.unshare(ref._ttr_block)
+            residency.bring_home(ref._ttr_block)
             storage: torch.UntypedStorage = residency.expose(
-                ref._b, residency.host, why, forever=forever
+                ref._ttr_block, residency.host, why, forever=forever
             )
         return storage
 
@@ -207,7 +206,7 @@ class Custody:
 
     def plain_to_serialise(self, ref: Any) -> torch.Tensor:
         """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""
-        exposure = ref._b.exposure
+        exposure = ref._ttr_block.exposure
         if exposure is not None and not exposure.device.is_host and exposure.alive:
             return self.peek(ref)
         return self.exposed_plain(ref, "serialised")
@@ -215,28 +214,28 @@ class Custody:
     def target(self, ref: Any) -> torch.Tensor:
         """Return a plain tensor where the bytes are now, and hold them there while it lives."""
         residency = self.residency
-        residency.unshare(ref._b)
-        exposure = ref._b.exposure
+        residency.unshare(ref._ttr_block)
+        exposure = ref._ttr_block.exposure
         # What is held already stays there: at home, where an array is.
         is_held = exposure is not None and exposure.alive
-        device = exposure.device if is_held else self.where(ref._b)
+        device = exposure.device if is_held else self.where(ref._ttr_block)
         if device.is_host:
-            residency.bring_home(ref._b)
-        return view_over(ref, residency.expose(ref._b, device, "target"))
+            residency.bring_home(ref._ttr_block)
+        return view_over(ref, residency.expose(ref._ttr_block, device, "target"))
 
     def copy_of(self, ref: Any, block: Block | None, *, label: Any = None) -> Any:
         """Return a copy of a TensorRef whose bytes are shared until one of the two is written."""
         if block is None:
-            block = self.residency.copy_on_write(ref._b)
+            block = self.residency.copy_on_write(ref._ttr_block)
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
 
     def labelled_copy(self, ref: Any, wished: str) -> Any:
         """Return what `.to(device)` gives where torch cannot carry that label."""
-        if getattr(ref, "_asked", None) == wished:
+        if getattr(ref, "_ttr_asked", None) == wished:
             return ref
         twin = ref.clone()
-        twin._asked = wished
+        twin._ttr_asked = wished
         return twin
 
     def forget_accelerators(self, block: Block) -> None:
@@ -256,17 +255,17 @@ class Custody:
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""
         for source in sources:
-            if type(source) is not self.ref_type:
+            if type(source) is not TensorRef:
                 continue
             storage = self.plain_at_home(source).untyped_storage()
             if storage._cdata == plain.untyped_storage()._cdata:
                 host = self.residency.host
-                return make_ref(self.ref_type, plain, source._b, host, torch.device("cpu"))
+                return make_ref(plain, source._ttr_block, host, torch.device("cpu"))
         return self.adopt_tensor(plain)
 
     def share_memory(self, ref: Any) -> None:
         """Move a block's bytes at home into shared memory."""
-        block: Block = ref._b
+        block: Block = ref._ttr_block
         self.residency.unshare(block)
         home = self.residency.bring_home(block)
         self.forget_accelerators(block)
@@ -275,5 +274,5 @@ class Custody:
 
     def is_shared_memory(self, ref: Any) -> bool:
         """Whether a block's bytes at home are in shared memory."""
-        home = ref._b.replicas.get(self.residency.host)
+        home = ref._ttr_block.replicas.get(self.residency.host)
         return home is not None and home.base.untyped_storage().is_shared()

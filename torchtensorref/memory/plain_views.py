@@ -8,6 +8,7 @@ import torch
 
 from ..devices.base import Device
 from .block import Block
+from .ref import TensorRef, wiring
 
 #: A dispatch key above autograd that torch itself leaves alone. Every TensorRef carries it, so that
 #: `above_autograd` can treat a few operators there; elsewhere it falls through inside torch.
@@ -30,16 +31,16 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _empty = torch._C._VariableFunctions.empty
 
 
-def make_ref(
-    ref_type: type, plain: torch.Tensor, block: Block, device: Device, label: torch.device
-) -> Any:
+def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.device) -> Any:
     """Make the TensorRef that stands for a plain tensor over a replica of `block`.
 
     Torch's lazy conjugate and negative bits are on both, so that its own fallbacks see them on the
     TensorRef and resolve them there, and kernels that handle them see them on the plain tensor.
     """
+    if not wiring.is_done:
+        wiring.do()
     ref: Any = _make_wrapper(
-        ref_type,
+        TensorRef,
         plain.size(),
         strides=plain.stride(),
         storage_offset=plain.storage_offset(),
@@ -49,15 +50,15 @@ def make_ref(
     )
     if label.type != "cpu":
         labelled.otherwise = True
-    ref._b = block
+    ref._ttr_block = block
     if block.sharers is not None and block.owner is not block:
         # The block may leave these replicas, and a view that was kept would stay behind.
-        ref._t = ref._d = None
+        ref._ttr_plain = ref._ttr_device = None
     else:
         if device.is_host:
-            ref._h = plain
-        ref._t = plain
-        ref._d = device
+            ref._ttr_home = plain
+        ref._ttr_plain = plain
+        ref._ttr_device = device
     if plain.is_conj() or plain.is_neg():
         _set_lazy_bits(ref, plain)
     return ref
@@ -67,7 +68,7 @@ def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
     torch._C._set_conj(ref, like.is_conj())
     torch._C._set_neg(ref, like.is_neg())
     # Never on the fast path, which hands plain results on without a look at such bits.
-    ref._d = None
+    ref._ttr_device = None
 
 
 def alias_of(ref: Any, block: Block | None = None) -> Any:
@@ -81,11 +82,11 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
         device=ref.device,
         _extra_dispatch_keys=KEYS,
     )
-    if block is None or block is ref._b:
-        twin._b, twin._t, twin._d, twin._h = ref._b, ref._t, ref._d, ref._h
+    if block is None or block is ref._ttr_block:
+        _point_at_the_same(twin, ref)
     else:
-        twin._b = block
-        twin._t = twin._d = None
+        twin._ttr_block = block
+        twin._ttr_plain = twin._ttr_device = None
     if ref.is_conj() or ref.is_neg():
         _set_lazy_bits(twin, ref)
     return twin
@@ -95,7 +96,13 @@ def replace_metadata(ref: Any, other: Any) -> None:
     """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
     with torch.no_grad():
         torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
-    ref._b, ref._t, ref._d, ref._h = other._b, other._t, other._d, other._h
+    _point_at_the_same(ref, other)
+
+
+def _point_at_the_same(ref: Any, other: Any) -> None:
+    ref._ttr_block = other._ttr_block
+    ref._ttr_plain, ref._ttr_device = other._ttr_plain, other._ttr_device
+    ref._ttr_home = other._ttr_home
 
 
 def plain_on(ref: Any, device: Device) -> torch.Tensor:
@@ -104,22 +111,22 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     The replica must have its bytes there. The view is kept for the next time, unless the block
     shares its replicas and may leave them.
     """
-    block: Block = ref._b
+    block: Block = ref._ttr_block
     keeps = block.sharers is None or block.owner is block
     if keeps:
         if device.is_host:
             # A block at home can change its storage object (`resize_` of borrowed memory).
             home = block.replicas[device].base.untyped_storage()
-            if ref._h is not None and ref._h.untyped_storage()._cdata == home._cdata:
-                return ref._h  # type: ignore[no-any-return]
-        elif ref._d is device:
-            return ref._t  # type: ignore[no-any-return]
+            if ref._ttr_home is not None and ref._ttr_home.untyped_storage()._cdata == home._cdata:
+                return ref._ttr_home  # type: ignore[no-any-return]
+        elif ref._ttr_device is device:
+            return ref._ttr_plain  # type: ignore[no-any-return]
     view = view_of(ref, block.replicas[device].base)
     if keeps:
         if device.is_host:
-            ref._h = view
+            ref._ttr_home = view
         elif not (view.is_conj() or view.is_neg()):
-            ref._t, ref._d = view, device
+            ref._ttr_plain, ref._ttr_device = view, device
     return view
 
 

@@ -26,7 +26,7 @@ Passing = Callable[..., int | None]
 def of_linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
     # The plain tensor has the same sizes and strides, and tells them in less time.
-    plain: torch.Tensor = x if x._t is None else x._t
+    plain: torch.Tensor = x if x._ttr_plain is None else x._ttr_plain
     if plain.is_contiguous():
         if bias is not None:
             return 0

@@ -16,6 +16,7 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_of, view_over
+from ..memory.ref import TensorRef
 from .hold import Hold
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
 from .tensor_tree import Exchange
@@ -113,7 +114,7 @@ class Entry(Hold):
     def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
         """Return a slot with what takes its tensor's place, kept for the next time."""
         view, device = slot.view, self.device
-        if view is not None and ref._t is view and ref._d is device:
+        if view is not None and ref._ttr_plain is view and ref._ttr_device is device:
             assert slot.plain is not None
             if slot.plain.requires_grad != ref.requires_grad:
                 slot.plain.requires_grad_(ref.requires_grad)
@@ -131,7 +132,7 @@ class Entry(Hold):
             now = registry.get(name)
             if now is plain:
                 registry[name] = ref
-            elif now is not None and type(now) is not self.manager.ref_type:
+            elif now is not None and type(now) is not TensorRef:
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
             known[id(plain)] = (plain, ref)
@@ -142,7 +143,7 @@ class Entry(Hold):
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
         ref = self.ref_for(plain)
-        if isinstance(plain, nn.Parameter) and type(ref) is self.manager.ref_type:
+        if isinstance(plain, nn.Parameter) and type(ref) is TensorRef:
             ref._is_param = True
             ref.requires_grad_(plain.requires_grad)
         return ref
@@ -183,10 +184,10 @@ class Entry(Hold):
     def _note_writes(self) -> None:
         for plain, ref, version in self.unwrapped:
             if plain.is_inference():
-                if not ref._b.owned:
-                    self.residency.written(ref._b, self.device)
+                if not ref._ttr_block.owned:
+                    self.residency.written(ref._ttr_block, self.device)
             elif plain._version != version:
-                self._note_write(ref, ref._b)
+                self._note_write(ref, ref._ttr_block)
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
@@ -198,7 +199,7 @@ class Entry(Hold):
         if block is None:
             return None
         self._doubt("it uses a tensor from outside")
-        return make_ref(self.manager.ref_type, plain, block, self.device, _CPU)
+        return make_ref(plain, block, self.device, _CPU)
 
     def ref_for(self, plain: torch.Tensor) -> Any:
         """Make the TensorRef of a tensor that the module has made or handed on."""
@@ -220,7 +221,7 @@ class Entry(Hold):
         block, device = self._block_over(storage._cdata), self.device
         if block is None:
             plain, block, device = self._settled(plain)
-        return make_ref(self.manager.ref_type, plain, block, device, _CPU)
+        return make_ref(plain, block, device, _CPU)
 
     def _settled(self, plain: torch.Tensor) -> tuple[torch.Tensor, Block, Device]:
         """Make the block of what the module has made; it goes home where it does not fit."""

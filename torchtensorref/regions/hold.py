@@ -31,7 +31,9 @@ class Hold:
         self.device = self.residency.main
         self.slots = region.slots
         self.own = region.own
-        self.given = tuple(b for b in dict.fromkeys(r._b for r in inputs) if b not in self.own)
+        self.given = tuple(
+            b for b in dict.fromkeys(r._ttr_block for r in inputs) if b not in self.own
+        )
         self.blocks = (*self.own, *self.given)
         self.held: list[Any] = []
         self.reserve: Any = None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..memory.manager import TensorsManager
+from ..memory.ref import TensorRef
 from .recorder import Recorder
 from .region import NOWHERE, Structure, attributes_of, tensors_of
 from .tensor_tree import Exchange
@@ -24,11 +25,11 @@ def learn(
     """Run a module intercepted, and write down what the call uses, makes and leaves behind."""
     residency = manager.residency
     refs = [ref for _, _, ref in tensors_of(module)]
-    if any(type(ref) is not manager.ref_type for ref in refs):
+    if any(type(ref) is not TensorRef for ref in refs):
         return module._call_impl(*args, **kwargs)  # another thread's region has a part of it
-    in_order = dict.fromkeys(ref._b for ref in refs)
+    in_order = dict.fromkeys(ref._ttr_block for ref in refs)
     own = set(in_order)
-    given = [block for block in dict.fromkeys(ref._b for ref in inputs) if block not in own]
+    given = [block for block in dict.fromkeys(ref._ttr_block for ref in inputs) if block not in own]
     recorder: Recorder | None = Recorder(tuple(in_order), given)
     with residency.lock:
         if residency.recorder is not None:
@@ -50,7 +51,9 @@ def learn(
     if had_gradients != [ref.requires_grad for ref in inputs]:
         recorder.mistrust("it decides whether what it is given has a gradient")
     structure.call_count += 1
-    structure.input_nbytes = max(structure.input_nbytes, sum(ref._b.nbytes for ref in inputs))
+    structure.input_nbytes = max(
+        structure.input_nbytes, sum(ref._ttr_block.nbytes for ref in inputs)
+    )
     structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
     structure.compute_ns = residency.main.clocks().compute_ns - before_ns
     structure.op_count = residency.counts.op_count - before_ops
@@ -63,9 +66,9 @@ def learn(
     return out
 
 
-def kept_in(module: nn.Module, ref_type: type) -> tuple[list[Any], list[torch.Tensor]]:
+def kept_in(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
     """Return the TensorRefs and the plain tensors in the attributes of modules."""
-    exchange = Exchange(ref_type)
+    exchange = Exchange()
     refs = exchange.find(
         [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
     )
@@ -81,14 +84,14 @@ def _doubt_about(
     out: Any,
 ) -> str:
     """Say what speaks against running natively what has just been recorded."""
-    exchange = Exchange(manager.ref_type)
+    exchange = Exchange()
     inputs = exchange.find(given)
     own_plain = {id(plain) for plain in exchange.plain_tensors()}
     results = exchange.find(out)
-    reachable = {ref._b for ref in (*inputs, *results)}
+    reachable = {ref._ttr_block for ref in (*inputs, *results)}
     if any(id(plain) not in own_plain for plain in exchange.plain_tensors()):
         return "its result holds a plain tensor"
     if not exchange.is_open(out):
         return "its result goes on by itself"
-    kept = {ref._b for ref in kept_in(module, manager.ref_type)[0]}
+    kept = {ref._ttr_block for ref in kept_in(module)[0]}
     return recorder.doubt(own, reachable, kept)

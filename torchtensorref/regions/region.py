@@ -177,6 +177,6 @@ NOWHERE: Any = _Nowhere()
 
 def key_of(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
-    size = sum(ref._b.nbytes for ref in inputs)
+    size = sum(ref._ttr_block.nbytes for ref in inputs)
     kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
     return len(inputs), kinds, size.bit_length()

@@ -25,6 +25,7 @@ from ..base.options import settings
 from ..interception.fallback import Generators
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
+from ..memory.ref import TensorRef
 from .entry import Entry
 from .learning import kept_in, learn
 from .region import (
@@ -182,9 +183,9 @@ class Regions:
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return 0  # its registries are C++
         for _, _, ref in tensors_of(module):
-            if type(ref) is not self.manager.ref_type:
+            if type(ref) is not TensorRef:
                 return 0
-            blocks[ref._b] = ref._b.nbytes
+            blocks[ref._ttr_block] = ref._ttr_block.nbytes
         return sum(blocks.values())
 
     @contextmanager
@@ -226,12 +227,12 @@ class Regions:
         if self.manager.residency.is_pressed and not self._could_be(module):
             self._uncover(module)
             return module._call_impl(*args, **kwargs)
-        exchange = Exchange(self.manager.ref_type)
+        exchange = Exchange()
         inputs = exchange.find((args, kwargs))
         structure = region.structures.setdefault(key_of(inputs), Structure())
         if structure.doubt:
             return module._call_impl(*args, **kwargs)
-        input_nbytes = sum(ref._b.nbytes for ref in inputs)
+        input_nbytes = sum(ref._ttr_block.nbytes for ref in inputs)
         is_forced = settings.regions == "forced"
         if (
             structure.call_count < (CALLS_WHERE_FORCED if is_forced else CALLS_TO_LEARN)
@@ -321,14 +322,14 @@ class Regions:
             region.slots = []
             gone = forgetter(region)
             for registry, name, ref in tensors_of(module):
-                if type(ref) is not self.manager.ref_type or ref.is_inference():
+                if type(ref) is not TensorRef or ref.is_inference():
                     return None
                 weak = weakref.ref(ref, gone)
-                region.slots.append(Slot(registry, name, weak, ref._b))
+                region.slots.append(Slot(registry, name, weak, ref._ttr_block))
             region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
             region.foreign = frozenset(
                 plain.untyped_storage()._cdata
-                for plain in kept_in(module, self.manager.ref_type)[1]
+                for plain in kept_in(module)[1]
                 if plain.layout is torch.strided
             )
         entry = Entry(self.manager, self.unwatched(), region, module, structure, exchange, inputs)
@@ -338,6 +339,6 @@ class Regions:
     def _slots_hold(region: Region) -> bool:
         for registry, name, weak, block, *_ in region.slots:
             ref = registry.get(name)
-            if ref is None or weak() is not ref or ref._b is not block:  # type: ignore[union-attr]
+            if ref is None or weak() is not ref or ref._ttr_block is not block:  # type: ignore[union-attr]
                 return False
         return True

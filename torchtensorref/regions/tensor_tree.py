@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..memory.ref import TensorRef
+
 DEPTH = 8
 
 
@@ -87,8 +89,7 @@ def kind_of(value: Any) -> Kind:
 class Exchange:
     """Replaces tensors in place in what a call is given and gives back, and can undo it."""
 
-    def __init__(self, ref_type: type) -> None:
-        self._ref_type = ref_type
+    def __init__(self) -> None:
         #: What containers held before, to be put back if the call fails.
         self._before: list[tuple[Any, Any]] = []
         #: Plain tensors by identity, with the TensorRef each stands for; None: the program's own.
@@ -99,7 +100,7 @@ class Exchange:
         found: dict[int, Any] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is self._ref_type:
+            if type(tensor) is TensorRef:
                 found[id(tensor)] = tensor
             else:
                 self.known[id(tensor)] = (tensor, None)
@@ -125,7 +126,7 @@ class Exchange:
         """Put plain tensors in the place of TensorRefs; containers change in place."""
 
         def swap(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is not self._ref_type:
+            if type(tensor) is not TensorRef:
                 return tensor
             plain = plain_of(tensor)
             self.known[id(plain)] = (plain, tensor)
@@ -140,7 +141,7 @@ class Exchange:
             known = self.known.get(id(tensor))
             if known is not None:
                 return tensor if known[1] is None else known[1]
-            if type(tensor) is self._ref_type:
+            if type(tensor) is TensorRef:
                 return tensor
             ref = ref_of(tensor)
             self.known[id(tensor)] = (tensor, ref)

@@ -22,6 +22,7 @@ from ..interception.guards import is_method_seen
 from ..interception.ready_path import SLOW, attach_plan, can_look, charge, fresh
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
 from ..operators.schema import OpPlan
 
 aten = torch.ops.aten
@@ -36,14 +37,14 @@ _is_autocast = torch._C._is_any_autocast_enabled
 _NUMBERS = (int, float)
 
 
-def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
+def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
     """Run an operator on a TensorRef and another, or a number; `SLOW` if one is not ready.
 
     What `fast_path.run_one` does, without a list of operands: half of what programs write is this.
     """
-    if type(first) is not ref_type:
+    if type(first) is not TensorRef:
         return SLOW
-    block = first._b
+    block = first._ttr_block
     device = block.ready
     residency: Any = tensorsManager._residency
     if device is not residency.fast_device and device is not residency.fast_host:
@@ -54,24 +55,26 @@ def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
     hazards[ident] = operands if outer is None else outer + operands  # first, as there
     try:
         # Again: it may have been seized before it was announced.
-        if block.ready is not device or (first._d is not device and not can_look(first, device)):
+        if block.ready is not device or (
+            first._ttr_device is not device and not can_look(first, device)
+        ):
             return SLOW
         tick = residency.tick
         block.last_use = tick
         value = second
-        if type(second) is ref_type:
-            other = second._b
+        if type(second) is TensorRef:
+            other = second._ttr_block
             if other.ready is not device or (
-                second._d is not device and not can_look(second, device)
+                second._ttr_device is not device and not can_look(second, device)
             ):
                 return SLOW
             other.last_use = tick
-            value = second._t
+            value = second._ttr_plain
         residency.tick = tick + 1
-        out = plan.binding(first._t, value)
+        out = plan.binding(first._ttr_plain, value)
         if device.is_simulated:
-            charge(ref_type, plan, operands, [first._t, value], {}, out, device)
-        return fresh(ref_type, plan, out, residency, device, first)
+            charge(plan, operands, [first._ttr_plain, value], {}, out, device)
+        return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except (RuntimeError, IndexError, ValueError):
@@ -85,22 +88,22 @@ def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
             hazards[ident] = outer
 
 
-def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _with_other(name: str, op: OpOverload) -> Method:
     """Make a method with one more operand: a TensorRef or a number."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
     def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
         kind = type(other)
-        if (kind is ref_type or kind in _NUMBERS) and not (
+        if (kind is TensorRef or kind in _NUMBERS) and not (
             rest
             or options
             or is_method_seen()
             or (
                 _is_grad_enabled()
-                and (self.requires_grad or (kind is ref_type and other.requires_grad))
+                and (self.requires_grad or (kind is TensorRef and other.requires_grad))
             )
         ):
-            result = _run_two(ref_type, plan, self, other)
+            result = _run_two(plan, self, other)
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -108,7 +111,7 @@ def _with_other(name: str, op: OpOverload, ref_type: Any) -> Method:
     return method
 
 
-def _reflected(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _reflected(name: str, op: OpOverload) -> Method:
     """Make a method with a number on the left."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
@@ -120,7 +123,7 @@ def _reflected(name: str, op: OpOverload, ref_type: Any) -> Method:
         if kind in _NUMBERS and not (
             rest or options or is_method_seen() or (_is_grad_enabled() and self.requires_grad)
         ):
-            result = _run_two(ref_type, plan, self, other)
+            result = _run_two(plan, self, other)
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -133,13 +136,13 @@ def _noted(ref: Any) -> bool:
     return is_method_seen() or _is_autocast() or (_is_grad_enabled() and ref.requires_grad)
 
 
-def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _with_number(name: str, op: OpOverload) -> Method:
     """Make a method with a number."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
-            result = _run_two(ref_type, plan, self, args[0])
+            result = _run_two(plan, self, args[0])
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)
@@ -147,18 +150,18 @@ def _with_number(name: str, op: OpOverload, ref_type: Any) -> Method:
     return method
 
 
-def _with_matrices(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _with_matrices(name: str, op: OpOverload) -> Method:
     """Make a method with a TensorRef, which has another operator for two matrices."""
     plan, of_two, whole = attach_plan(op), attach_plan(aten.mm.default), getattr(_Tensor, name)
 
     def method(self: Any, other: Any) -> Any:
-        if type(other) is ref_type and not (
+        if type(other) is TensorRef and not (
             _noted(self) or (_is_grad_enabled() and other.requires_grad)
         ):
             if self.dim() == 2 == other.dim():
-                result = _run_two(ref_type, of_two, self, other)
+                result = _run_two(of_two, self, other)
             else:
-                result = plan.way(ref_type, plan, (self, other), None)
+                result = plan.way(plan, (self, other), None)
             if result is not SLOW:
                 return result
         return whole(self, other)
@@ -166,13 +169,13 @@ def _with_matrices(name: str, op: OpOverload, ref_type: Any) -> Method:
     return method
 
 
-def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _alone(name: str, op: OpOverload) -> Method:
     """Make a method without arguments."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
     def method(self: Any) -> Any:
         if not _noted(self):
-            result = plan.way(ref_type, plan, (self,), None)
+            result = plan.way(plan, (self,), None)
             if result is not SLOW:
                 return result
         return whole(self)
@@ -180,7 +183,7 @@ def _alone(name: str, op: OpOverload, ref_type: Any) -> Method:
     return method
 
 
-def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
+def _along(name: str, op: OpOverload) -> Method:
     """Make a method that reduces along a dimension."""
     plan, whole = attach_plan(op), getattr(_Tensor, name)
 
@@ -191,7 +194,7 @@ def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
             and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
             and not _noted(self)
         ):
-            result = plan.way(ref_type, plan, (self, *args), options)
+            result = plan.way(plan, (self, *args), options)
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)
@@ -200,7 +203,7 @@ def _along(name: str, op: OpOverload, ref_type: Any) -> Method:
 
 
 #: Method, operator, and how it is called. Autocast knows none of the first six.
-TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], ...] = (
+TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload], Method]], ...] = (
     ("__add__", aten.add.Tensor, _with_other),
     ("__sub__", aten.sub.Tensor, _with_other),
     ("__mul__", aten.mul.Tensor, _with_other),
@@ -224,8 +227,8 @@ TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload, Any], Method]], .
 )
 
 
-def install(ref_type: Any) -> None:
+def attach() -> None:
     """Put the methods of the table on the class of TensorRefs."""
     for name, op, make in TABLE:
-        method = functools.wraps(getattr(_Tensor, name))(make(name, op, ref_type))
-        setattr(ref_type, name, method)
+        method = functools.wraps(getattr(_Tensor, name))(make(name, op))
+        setattr(TensorRef, name, method)

@@ -1,6 +1,6 @@
-"""The tensor's other faces: arrays, printing, pickles, storages, labels.
+"""The protocols that a TensorRef keeps beside operators: arrays, printing, pickles, labels.
 
-What torch gives a tensor in Python or C++ beside operators, and what a wrapper has to give itself.
+What torch gives a tensor in Python or C++, and what a wrapper has to give itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from ..interception.guards import is_method_seen
 from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
@@ -27,15 +28,10 @@ READ_AT_ONCE = frozenset(
 )
 
 
-class Faces:
+class Protocols:
     """Methods of a TensorRef that hand out, print or serialise its bytes, or change its label."""
 
     __slots__ = ()
-
-    _b: Any
-    _t: Any
-    _d: Any
-    _h: Any
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ class Faces:
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if caller in READ_AT_ONCE:
             # Copies that still share their bytes must not look like one tensor.
-            tensorsManager.residency.unshare(self._b)
+            tensorsManager.residency.unshare(self._ttr_block)
             return tensorsManager.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
         tensorsManager.expose(self, "data_ptr", forever=True)
         return self.exposed_plain("data_ptr").data_ptr()  # type: ignore[no-any-return]
@@ -190,7 +186,7 @@ class Faces:
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
         plain = tensorsManager.plain_to_serialise(self)
-        state = {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES}
+        state = _of_the_program(self.__dict__)
         if getattr(self, "_is_param", False):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
         else:
@@ -201,9 +197,9 @@ class Faces:
     def __copy__(self: Any) -> Any:
         """Return another TensorRef on the same bytes, with the same attributes."""
         twin = self.detach()
-        twin.__dict__.update(
-            {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES or k == "_is_param"}
-        )
+        twin.__dict__.update(_of_the_program(self.__dict__))
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
         return twin.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
@@ -217,15 +213,14 @@ class Faces:
             twin = self.detach().clone(memory_format=torch.preserve_format)
         else:
             # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
-            twin = tensorsManager.copy_of(self, memo.get(id(self._b)))
-            memo[id(self._b)] = twin._b
+            twin = tensorsManager.copy_of(self, memo.get(id(self._ttr_block)))
+            memo[id(self._ttr_block)] = twin._ttr_block
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
-        for name, value in self.__dict__.items():
-            if name == "_is_param":
-                twin._is_param = value
-            elif name not in _OWN_ATTRIBUTES:
-                setattr(twin, name, copy.deepcopy(value, memo))
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
+        for name, value in _of_the_program(self.__dict__).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
@@ -264,7 +259,7 @@ def empty_like(ref: Any) -> Tensor:
 
 def _readable(values: Any) -> Any:
     """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
-    if type(values) is tensorsManager.ref_type:
+    if type(values) is TensorRef:
         return tensorsManager.peek(values).clone()
     if type(values) not in (list, tuple):
         return values
@@ -291,8 +286,13 @@ def reduce_for_process(ref: Any) -> Any:
     return reduce_tensor(plain.requires_grad_(ref.requires_grad))
 
 
-#: What a TensorRef keeps about itself; everything else in its `__dict__` is the program's.
-_OWN_ATTRIBUTES = frozenset({"_b", "_t", "_d", "_h", "_is_param", "_asked", "_ref"})
+def _of_the_program(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a TensorRef keeps about itself, and torch's mark of a parameter."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if not name.startswith("_ttr_") and name != "_is_param"
+    }
 
 
 def can_carry(kind: str) -> bool:

@@ -1,21 +1,19 @@
-"""TensorRef: a real torch.Tensor whose bytes are wherever they pay."""
+"""What a program sees of a TensorRef: where its bytes are, and how to bring them elsewhere."""
 
 from __future__ import annotations
 
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autograd import overrides as above_autograd
-from ..interception import handlers, higher_order
+from ..interception import handlers
 from ..interception.entry import dispatch
 from ..memory.manager import tensorsManager
-from ..memory.plain_views import KEY_NAME, alias_of, replace_metadata
-from ..regions.regions import Regions
+from ..memory.plain_views import alias_of, replace_metadata
+from ..memory.ref import TensorRef
 from . import methods
-from .protocols import Faces, reduce_for_process
+from .protocols import Protocols
 
 
 class ProxyInfo(NamedTuple):
@@ -36,26 +34,11 @@ class ProxyInfo(NamedTuple):
         return f"{self.block} {self.nbytes} bytes on {self.device}, used {self.uses} times"
 
 
-class TensorRef(Faces, Tensor):  # type: ignore[misc]
-    """A tensor that refers to a block instead of holding bytes.
+class Surface(Protocols, TensorRef):  # type: ignore[misc]
+    """What a program sees of a TensorRef: attached to the class itself, never made.
 
-    It is a `torch.Tensor`: whatever takes one takes this. Shape, dtype, strides and the device the
-    program asked for are its own; the bytes belong to the block, on whichever device the manager
-    has put them. Make one by making a tensor while torchTensorRef is installed, or with
-    `tensorsManager.adopt(tensor)`.
+    For type checkers it is what `torchTensorRef.TensorRef` names.
     """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    #: The block, and the plain view over its replica on the device `_d`, once made. No defaults:
-    #: the fast path reads these of every operand.
-    _b: Any
-    _t: Tensor | None
-    _d: Any
-    #: Plain view over the replica at home, once made.
-    _h: Tensor | None = None
-
-    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]
 
     def __new__(cls, data: Any, requires_grad: bool | None = None, **noted: Any) -> Any:
         """Return the TensorRef that shares the memory of `data`, a tensor.
@@ -76,7 +59,7 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
     @property
     def proxyInfo(self) -> ProxyInfo:
         """Where the bytes are and how they have been used; looking moves nothing."""
-        block = self._b
+        block = self._ttr_block
         device = tensorsManager.where(block)
         return ProxyInfo(device.name, block.nbytes, block.name, block.use_count, block.last_use)
 
@@ -85,7 +68,7 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
         """The plain torch.Tensor where it is now; it stays there as long as you hold it."""
         return tensorsManager.target(self)
 
-    def toGPU(self) -> TensorRef:
+    def toGPU(self) -> Surface:
         """Fetch the bytes to the accelerator now; return the same object.
 
         Raises
@@ -96,7 +79,7 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
         tensorsManager.to_accelerator(self)
         return self
 
-    def toCPU(self) -> TensorRef:
+    def toCPU(self) -> Surface:
         """Bring the bytes home now and give the accelerator's back; return the same object."""
         tensorsManager.to_host(self)
         return self
@@ -116,10 +99,21 @@ class TensorRef(Faces, Tensor):  # type: ignore[misc]
         replace_metadata(self, other)
 
 
-tensorsManager.ref_type = TensorRef
-tensorsManager.native = Regions(tensorsManager)
-handlers.install(TensorRef)
-ForkingPickler.register(TensorRef, reduce_for_process)
-above_autograd.install()
-higher_order.install(TensorRef, (KEY_NAME,))
-methods.install(TensorRef)
+def _attach(source: type) -> None:
+    """Give TensorRef the attributes that a class defines in its body."""
+    for name, value in vars(source).items():
+        if name not in _OF_EVERY_CLASS:
+            setattr(TensorRef, name, value)
+
+
+_OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
+
+TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
+handlers.install()
+_attach(Protocols)
+_attach(Surface)
+methods.attach()

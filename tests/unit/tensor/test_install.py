@@ -1,0 +1,54 @@
+"""What torch is told of TensorRefs: before the first is made, and taken back after the last."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import gc
+import torch, torchTensorRef
+from multiprocessing.reduction import ForkingPickler
+from torch import _ops
+
+torchTensorRef.tensorsManager.device = "sim"
+TensorRef = torchTensorRef.TensorRef
+
+def told():
+    rules = sum(TensorRef in op.python_key_table for op in _ops._higher_order_ops.values())
+    kernels = torch._C._dispatch_has_kernel_for_dispatch_key("aten::prod", "DeferredInit")
+    keys = [op.non_fallthrough_keys.raw_repr() for op in _ops._higher_order_ops.values()]
+    later = len(_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS)
+    return rules > 0, kernels, TensorRef in ForkingPickler._extra_reducers, later, keys
+
+def hooks():
+    return len(torch.nn.modules.module._global_forward_pre_hooks)
+
+before = told()
+assert before[:3] == (False, False, False), before
+x = torch.rand(3)
+during = told()
+assert during[:3] == (True, True, True), during
+
+torchTensorRef.uninstall()
+assert told() == during  # it is alive, and goes on working
+assert type(x * 2) is TensorRef
+model = torchTensorRef.tensorsManager.adopt(torch.nn.Linear(2, 2))
+assert hooks() == 1
+del x, model
+torchTensorRef.uninstall()
+assert told() == before, (told(), before)
+assert hooks() == 0
+
+torchTensorRef.install()
+y = torch.rand(3)
+assert told()[:3] == during[:3]
+print("right")
+"""
+
+
+def test_told_before_the_first_and_taken_back_after_the_last() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr[-2000:]) == ("right\n", "")

@@ -1,0 +1,47 @@
+"""The bare TensorRef, so that everybody above blocks can name the class of what they are given.
+
+It has metadata, a block and the plain views kept of it; what a program sees of it beside a tensor's
+own methods is attached above (`tensor/install.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class TensorRef(torch.Tensor):
+    """A tensor that refers to a block instead of holding bytes.
+
+    It is a `torch.Tensor`: whatever takes one takes this. Shape, dtype, strides and the device the
+    program asked for are its own; the bytes belong to the block, on whichever device the manager
+    has put them. Make one by making a tensor while torchTensorRef is installed, or with
+    `tensorsManager.adopt(tensor)`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    #: The block, and the plain view over its replica on `_ttr_device`, once made. No defaults: the
+    #: ready path reads these of every operand, and Python finds what a class has none of faster.
+    _ttr_block: Any
+    _ttr_plain: Any
+    _ttr_device: Any
+    #: The plain view over the replica at home, once made.
+    _ttr_home: torch.Tensor | None = None
+
+
+TensorRef.__module__ = "torchTensorRef"
+
+
+class Wiring:
+    """What torch has to be told of the class, done before the first TensorRef is made."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        #: Tells torch; given by `tensor/install.py`, which knows what there is to tell.
+        self.do: Callable[[], None]
+
+
+wiring = Wiring()
