@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchTensorRef.operators.costs import GATHERS, flop_rule, touched_nbytes
+from torchTensorRef.operators.costs import flop_rule, touched_nbytes
 from torchTensorRef.operators.schema import plan_of
 
 #: Places in the program between which stretches are looked for.
@@ -105,8 +105,7 @@ class Recorder(TorchDispatchMode):
         if plan.is_true_view or not operands:
             return out
         results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        table = GATHERS.get(op)
-        gathered = args[table] if table is not None else None
+        gathered = args[0] if plan.gathers_rows else None
         met = [x for x in (*operands, *results) if x is not gathered and x.numel()]
         self.trace.append(tuple(dict.fromkeys(self._number(x) for x in met)))
         self._note_writes(op, operands, results)

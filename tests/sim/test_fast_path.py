@@ -15,8 +15,8 @@ from torch import nn
 from torchTensorRef.interception import ready_path as fast_path
 from torchTensorRef.interception.slow_path import OpCall
 from torchTensorRef.memory import budget
-from torchTensorRef.operators.composites import TABLE
-from torchTensorRef.operators.schema import EXACT
+from torchTensorRef.operators import peaks
+from torchTensorRef.operators.table import ROWS
 
 from ..support.differential import differences
 
@@ -56,7 +56,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def run(plan: Any, args: Any, kwargs: Any) -> Any:
         result = whole(plan, args, kwargs)
-        if plan.passing is not None and result is not fast_path.SLOW:
+        if plan.peak_nbytes is not None and result is not fast_path.SLOW:
             names.append(plan.name)
         return result
 
@@ -149,14 +149,6 @@ def test_composites_run_as_one(
         ample.check()
         ample.bring_all_home()
         assert_equal(expected, got)
-
-
-def test_the_table_has_composites_only() -> None:
-    for op in TABLE:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(
-            op.name(), "CompositeImplicitAutograd"
-        )
-        assert len(op._schema.returns) == 1
 
 
 def test_what_passes_counts_against_the_budget(
@@ -327,7 +319,7 @@ def test_exact_operators_take_the_bytes_of_their_elements() -> None:
         aten.embedding.default: (a, ids),
         aten.cat.default: ([a, a.t().reshape(3, 4)],),
     }
-    assert set(calls) == EXACT
+    assert set(calls) == {row.op for row in ROWS if row.is_exact}
     for op, args in calls.items():
         made_of = op(*args)
         assert made_of.untyped_storage().nbytes() == made_of.nbytes, op
@@ -429,7 +421,7 @@ def test_what_passes_and_the_result_fit_the_budget_together(
     manager.regions = False
     values = [torch.rand(2, 4, 12, 16) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*values)
-    taken_nbytes = TABLE[torch.ops.aten.scaled_dot_product_attention.default](*values)
+    taken_nbytes = peaks.attention(*values)
     assert taken_nbytes is not None
     held_nbytes = sum(value.nbytes for value in values)
     manager.budget = limit_nbytes = held_nbytes + taken_nbytes * share // 16

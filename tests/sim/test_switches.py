@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def test_the_shadow_names_the_first_wrong_operator(manager, monkeypatch):
 
     wrong_at_first.is_view = False
     wrong_at_first.overloadpacket = plan.op.overloadpacket
-    monkeypatch.setattr(plan, "op", wrong_at_first)
+    wrong_plan = dataclasses.replace(plan, op=wrong_at_first)
+    monkeypatch.setattr(torch.ops.aten.mul.Tensor, "_ttr_plan", wrong_plan)
     ref = manager.adopt(torch.rand(20, 20))
     with options(shadow=True), pytest.raises(InvariantError, match=r"aten\.mul\.Tensor"):
         ref * ref

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..interception.entry import dispatch
 from ..interception.guards import is_watched, somebody_looks, would_be_noted
-from ..interception.ready_path import SLOW, attach_plan
+from ..interception.ready_path import SLOW, WAYS
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
 from ..memory.ref import TensorRef
-from ..operators.composites import TABLE as COMPOSITES
+from ..operators.schema import plan_of
+from ..operators.table import ROWS
 from .formulas import (
     Treatment,
     gradient_of_plain,
@@ -143,15 +144,15 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
 
     A composite operator runs as one then, and nobody has to see its parts.
     """
-    plan = attach_plan(op)
+    plan = plan_of(op)
+    way = WAYS[plan.ready_way]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not (_is_grad_enabled() and _any_wants_gradients(tensors_of(args))):
-            way = plan.way
-            if way is not None and not somebody_looks():
-                result = way(plan, args, kwargs)
-                if result is not SLOW:
-                    return result
+        is_noted = _is_grad_enabled() and _any_wants_gradients(tensors_of(args))
+        if not is_noted and not somebody_looks():
+            result = way(plan, args, kwargs)
+            if result is not SLOW:
+                return result
         with torch._C._ExcludeDispatchKeyGuard(KEYS):
             return op(*args, **kwargs)
 
@@ -260,7 +261,7 @@ def install() -> Callable[[], None]:
         ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
-    for op in COMPOSITES:
+    for op in (row.op for row in ROWS if row.peak_nbytes is not None):
         kernel = ahead(op, _arguments)
         ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
     for op in AHEAD:

@@ -19,7 +19,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
 from ..operators.schema import OpPlan
-from .ready_path import SLOW, flattened, folded
+from .ready_path import SLOW, WAYS, flattened, folded
 
 #: So many operators are given a number by value; for the next one it is fetched.
 CARRIED_AT_MOST = 16
@@ -72,7 +72,7 @@ def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if carried is None:
             return SLOW
         flat[position] = carried
-    return plan.way(plan, tuple(folded(plan, args, flat)), kwargs)
+    return WAYS[plan.ready_way](plan, tuple(folded(plan, args, flat)), kwargs)
 
 
 def _is_number(ref: Any) -> bool:

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_map
 from ..base.activation import watch
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
+from ..operators.schema import plan_of
 from .by_value import run_with_carried
+from .device_labels import labels_differ
 from .higher_order import run_higher_order
-from .ready_path import SLOW, attach_plan
+from .ready_path import SLOW, WAYS
 from .slow_path import OpCall
 
 _function_modes = torch._C._len_torch_function_stack
@@ -35,7 +37,7 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     except AttributeError:
         if not isinstance(op, OpOverload):
             return run_higher_order(op, args, kwargs or {})
-        plan = attach_plan(op)
+        plan = plan_of(op)
     if _dispatch_modes():
         # They have seen the call and left it to us. Plain tensors over bytes that move, and what
         # the runtime does to storages, are not for them.
@@ -45,8 +47,12 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
                 return dispatch(op, types, args, kwargs)
             args, kwargs = _with_constants(tracer.tracer, (args, kwargs or {}))
         return op(*args, **kwargs)
-    way = plan.way
-    if way is not None and not watch.on:
+    way = WAYS[plan.ready_way]
+    if (
+        way is not None
+        and not watch.on
+        and not (plan.minds_labels and labels_differ(tensorsManager.residency.accelerators))
+    ):
         result = way(plan, args, kwargs)
         if result is SLOW and not _function_modes():
             result = run_with_carried(plan, args, kwargs)

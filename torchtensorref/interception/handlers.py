@@ -1,7 +1,7 @@
-"""Operators that need their own treatment: a table, each row with its reason.
+"""What is done with operators that need their own treatment (`Special` in their row).
 
-A handler receives the call before it is analysed and returns its result, or NotImplemented to let
-the six phases go on.
+A handler receives the plan and the call before it is analysed, and returns its result, or
+NotImplemented to let the six phases go on.
 """
 
 from __future__ import annotations
@@ -15,31 +15,25 @@ from ..memory.block import Block
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, replace_metadata
 from ..memory.ref import TensorRef
-from ..operators import substitutes as variants
-from ..operators.schema import plan_of
-from .slow_path import OpCall
+from ..operators.row import Special
+from ..operators.schema import OpPlan
 
-aten = torch.ops.aten
+Handler = Callable[[OpPlan, tuple[Any, ...], dict[str, Any]], Any]
 
 #: Smaller blocks are copied at once: that is cheaper than to ask at each use who shares them.
 SHARE_FROM_NBYTES = 1 << 16
 
 
-def _share(call: OpCall) -> Any:
+def _share(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
-    source = call.args[0]
-    if type(source) is not TensorRef or not _keeps_everything(source, call.kwargs):
+    source = args[0]
+    if type(source) is not TensorRef or not keeps_everything(source, kwargs):
         return NotImplemented
-    label = torch.device(call.kwargs.get("device") or source.device)
+    label = torch.device(kwargs.get("device") or source.device)
     return tensorsManager.copy_of(source, None, label=label)
 
 
-def _changes_something(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy has to be made anyway, so that nobody has to be asked about sharing."""
-    return not _keeps_everything(args[0], kwargs)
-
-
-def _keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
+def keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the copy has the same dtype and strides and covers the whole block."""
     memory_format = kwargs.get("memory_format", torch.preserve_format)
     if kwargs.get("dtype") not in (None, source.dtype) or kwargs.get("layout") not in (
@@ -74,23 +68,23 @@ def _non_overlapping(sizes: Any, strides: Any) -> bool:
     return True
 
 
-def _resize_at_home(call: OpCall) -> Any:
+def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
-    ref = call.args[0]
+    ref: Any = args[0]
     if type(ref) is not TensorRef:
         return NotImplemented
     residency = tensorsManager.residency
     residency.unshare(ref._ttr_block)
     residency.own_home_bytes(ref._ttr_block)
-    plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
-    kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
+    plain_args = [tensorsManager.plain_at_home(arg) for arg in args]
+    kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in kwargs.items()}
     tensorsManager.forget_accelerators(ref._ttr_block)
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
     plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
-    call.plan.op(*plain_args, **kwargs)
+    plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:
-        other = tensorsManager.block_of_storage(plain, call.args[1:])
+        other = tensorsManager.block_of_storage(plain, args[1:])
         replace_metadata(ref, other)
         return ref
     block: Block = ref._ttr_block
@@ -102,7 +96,7 @@ def _resize_at_home(call: OpCall) -> Any:
     return ref
 
 
-def _choose_attention(call: OpCall) -> Any:
+def _choose_attention(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
 
     def stand_in(value: Any) -> Any:
@@ -113,28 +107,28 @@ def _choose_attention(call: OpCall) -> Any:
                 value.size(), value.stride(), dtype=value.dtype, device="cpu"
             )
 
-    args = [stand_in(arg) for arg in call.args]
-    return call.plan.op(*args, **{name: stand_in(arg) for name, arg in call.kwargs.items()})
+    named = {name: stand_in(arg) for name, arg in kwargs.items()}
+    return plan.op(*map(stand_in, args), **named)
 
 
-def _false(call: OpCall) -> Any:
+def _false(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The program's tensors are never page-locked as far as it can tell."""
     return False
 
 
-def _same(call: OpCall) -> Any:
+def _same(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Page-locking is the runtime's business: the tensor itself is as good."""
-    return call.args[0]
+    return args[0]
 
 
-def _both_are_refs(call: OpCall) -> Any:
+def _both_are_refs(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One TensorRef can take the place of another: asked before each `.data = `."""
-    return all(type(arg) is TensorRef for arg in call.args[:2]) or NotImplemented
+    return all(type(arg) is TensorRef for arg in args[:2]) or NotImplemented
 
 
-def _has_same_storage(call: OpCall) -> Any:
+def _has_same_storage(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`is_set_to`: the same block, read with the same metadata."""
-    a, b = call.args[:2]
+    a, b = args[:2]
     if type(a) is not TensorRef or type(b) is not TensorRef:
         return NotImplemented
     return (
@@ -145,87 +139,13 @@ def _has_same_storage(call: OpCall) -> Any:
     )
 
 
-#: Operator, treatment, reason.
-TABLE: tuple[tuple[Any, Callable[[OpCall], Any], str], ...] = (
-    (aten.clone.default, _share, "a copy costs nothing until it is written"),
-    (aten._to_copy.default, _share, "`.to(device)` of 14 GB of weights must not copy them"),
-    (aten.resize_.default, _resize_at_home, "changes the size of the storage itself"),
-    (aten.resize_as_.default, _resize_at_home, "changes the size of the storage itself"),
-    (aten.set_.default, _resize_at_home, "exchanges the storage"),
-    (aten.set_.source_Storage, _resize_at_home, "exchanges the storage"),
-    (aten.set_.source_Storage_storage_offset, _resize_at_home, "exchanges the storage"),
-    (aten.set_.source_Tensor, _resize_at_home, "exchanges the storage"),
-    (aten.set_.source_Tensor_storage_offset, _resize_at_home, "exchanges the storage"),
-    (aten._fused_sdp_choice.default, _choose_attention, "reads shapes, returns a number"),
-    (aten.is_pinned.default, _false, "page-locking is not the program's business"),
-    (aten._pin_memory.default, _same, "page-locking is not the program's business"),
-    (aten._has_compatible_shallow_copy_type.default, _both_are_refs, "compares types only"),
-    (aten.is_set_to.default, _has_same_storage, "compares storages, which wrappers do not have"),
-)
-
-
-_HOSTS_OWN = "chosen by the label; no accelerator has it"
-_HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
-_ACCELERATORS_OWN = "chosen by the label; the host has none, and runs it when memory is short"
-
-#: Operator, what takes its place where its operands lie on an accelerator, and on the host (None:
-#: itself), reason.
-VARIANTS: tuple[tuple[Any, Any, Any, str], ...] = (
-    (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        variants.attention_for_cpu,
-        None,
-        _HOSTS_OWN,
-    ),
-    (
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        variants.attention_for_cpu_backward,
-        variants.attention_for_cpu_backward_at_home,
-        _HOSTS_OWN_BACK,
-    ),
-    (aten.mkldnn_rnn_layer.default, variants.lstm_layer, None, _HOSTS_OWN),
-    (
-        aten.mkldnn_rnn_layer_backward.default,
-        variants.lstm_layer_backward,
-        variants.lstm_layer_backward_at_home,
-        _HOSTS_OWN_BACK,
-    ),
-    (
-        aten._scaled_dot_product_flash_attention.default,
-        None,
-        variants.flash_attention_at_home,
-        _ACCELERATORS_OWN,
-    ),
-    (
-        aten._scaled_dot_product_flash_attention_backward.default,
-        variants.flash_attention_backward,
-        variants.flash_attention_backward,
-        _HOSTS_OWN_BACK,
-    ),
-    (
-        aten._scaled_dot_product_efficient_attention.default,
-        None,
-        variants.efficient_attention_at_home,
-        _ACCELERATORS_OWN,
-    ),
-    (
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        variants.efficient_attention_backward,
-        variants.efficient_attention_backward,
-        _HOSTS_OWN_BACK,
-    ),
-)
-
-
-def install() -> None:
-    """Put the tables into the plans."""
-    for op, elsewhere, at_home, _ in VARIANTS:
-        # It is the operator in everything but the call.
-        plan_of(op).op = variants.ByDevice(op, elsewhere, at_home)  # type: ignore[assignment]
-    for op, handler, _ in TABLE:
-        plan = plan_of(op)
-        plan.handler = handler
-        plan.is_fast = plan.is_fast and handler is _share
-        plan.is_simple = plan.is_listed = False
-        plan.fast_below_nbytes = SHARE_FROM_NBYTES
-        plan.fast_above = _changes_something
+#: What is done for each kind; a row of `operators.table` says which operators are of it.
+HANDLERS: dict[Special, Handler] = {
+    Special.SHARE: _share,
+    Special.RESIZE: _resize_at_home,
+    Special.CHOOSE_ATTENTION: _choose_attention,
+    Special.IS_PINNED: _false,
+    Special.PIN: _same,
+    Special.CAN_REPLACE: _both_are_refs,
+    Special.IS_SET_TO: _has_same_storage,
+}

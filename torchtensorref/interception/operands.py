@@ -138,7 +138,7 @@ class Operands:
         for block in self.written:
             if block.exposure is not None and block.exposure.alive:
                 return block.exposure.device
-        if plan.runs_at_home and self._table_is_away():
+        if plan.reads_part and self._table_is_away():
             return host
         if (plan.number, self._dtype()) in self.manager.unsupported:
             return host

@@ -1,7 +1,7 @@
 """The fast path: operators whose operands are all ready, so that nothing has to be decided.
 
 Each function takes the operator's plan and the call, and returns the result, or `SLOW` for the
-long way. `plan.way` holds the one that fits the operator.
+long way. `WAYS[plan.ready_way]` is the one that fits the operator, None where none does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ..devices.base import Device
 from ..memory.block import Block
@@ -18,9 +17,9 @@ from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
 from ..memory.ref import TensorRef
-from ..operators.composites import TABLE as COMPOSITES
 from ..operators.costs import operator_cost
-from ..operators.schema import OpPlan, plan_of
+from ..operators.schema import OpPlan, ReadyWay
+from . import handlers
 
 #: Returned where the operator has to take the long way. Nothing has happened then.
 SLOW = object()
@@ -33,29 +32,6 @@ _strided = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
 _function_modes = torch._C._len_torch_function_stack
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-
-
-def attach_plan(op: OpOverload) -> OpPlan:
-    """Hang the plan on the operator itself: a dictionary would hash it, in Python, at each call."""
-    plan = plan_of(op)
-    if plan.binding is op:
-        # What stands for it, where devices have kernels of their own; else what it calls itself.
-        plan.binding = plan.op._op if type(plan.op) is OpOverload else plan.op
-    plan.passing = COMPOSITES.get(op)
-    if plan.passing is not None:
-        plan.way = _whole
-    elif plan.is_fast:
-        plan.way = _way_of(plan)
-    op._ttr_plan = plan  # type: ignore[attr-defined]
-    return plan
-
-
-def _way_of(plan: OpPlan) -> Any:
-    if plan.is_true_view:
-        return _view
-    if plan.is_simple:
-        return run_one
-    return _listed if plan.is_listed else _any
 
 
 def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int = 0) -> Any:
@@ -142,18 +118,18 @@ def _whole(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         kind = type(arg)
         if kind is not TensorRef and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
             return SLOW  # nested, sparse, another class: the table knows nothing of those
-    taken_nbytes = plan.passing(*args, **kwargs)
-    if taken_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
+    peak_nbytes = plan.peak_nbytes(*args, **kwargs)  # type: ignore[misc]
+    if peak_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
         return SLOW
-    if not taken_nbytes:
+    if not peak_nbytes:
         return run_one(plan, args, kwargs)
     device, residency = args[0]._ttr_block.ready, tensorsManager._residency
     ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
-    if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
+    if ledger is None or ledger.resident_nbytes + peak_nbytes > ledger.budget.high_nbytes:
         return SLOW
     try:
         if device.is_witness:
-            device.allocate(taken_nbytes)  # let go at once: its peak has seen what the kernel takes
+            device.allocate(peak_nbytes)  # let go at once: its peak has seen what the kernel takes
     except SHORTAGES:
         return SLOW
     return run_one(plan, args, kwargs)
@@ -174,7 +150,11 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     device = first._ttr_block.ready
     if (
         (device is not residency.fast_device and device is not residency.fast_host)
-        or (first._ttr_block.nbytes >= plan.fast_below_nbytes and not plan.fast_above(args, kwargs))
+        or (
+            plan.shares
+            and first._ttr_block.nbytes >= handlers.SHARE_FROM_NBYTES
+            and handlers.keeps_everything(first, kwargs)
+        )
         or plan.draws_random(args, kwargs)
     ):
         return SLOW
@@ -391,3 +371,16 @@ def charge(
     bases = [arg._ttr_block.base_on(device) for arg in args if type(arg) is TensorRef]
     writes = bases[:1] if plan.writes else ()
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
+
+
+_FUNCTIONS: dict[ReadyWay, Any] = {
+    ReadyWay.NONE: None,
+    ReadyWay.VIEW: _view,
+    ReadyWay.ONE: run_one,
+    ReadyWay.LISTED: _listed,
+    ReadyWay.WHOLE: _whole,
+    ReadyWay.ANY: _any,
+}
+
+#: The function that is each `ReadyWay`.
+WAYS = tuple(_FUNCTIONS[way] for way in ReadyWay)

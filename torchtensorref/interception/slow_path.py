@@ -17,6 +17,7 @@ from ..operators.costs import operator_cost
 from ..strategy import PERSISTENT_AFTER, Access
 from .device_labels import exchange_device, is_guest
 from .fallback import Ladder
+from .handlers import HANDLERS
 from .reference_check import Shadow
 
 _SetExcluded = torch._C._SetExcludeDispatchKeyGuard
@@ -32,8 +33,8 @@ class OpCall(Ladder):
     def run(self) -> Any:
         """Take the operator through the phases and return its result."""
         plan = self.plan
-        if plan.handler is not None:
-            result = plan.handler(self)
+        if plan.special is not None:
+            result = HANDLERS[plan.special](plan, self.args, self.kwargs)
             if result is not NotImplemented:
                 return result
         self.analyse()
@@ -100,7 +101,7 @@ class OpCall(Ladder):
             if self.plan.has_device:
                 asked = exchange_device(self.plan, device, self.accelerator, args, kwargs)
                 self.label = asked or self.label
-            if self.guests is not None or (self.plan.reads_at_home and not device.is_simulated):
+            if self.guests is not None or (self.plan.host_operands and not device.is_simulated):
                 self._put_where_they_are_read(device, args, kwargs)
             out = self._execute(device, args, kwargs)
             if self.guests is not None:
@@ -127,7 +128,7 @@ class OpCall(Ladder):
 
             args[:] = tree_map_only(torch.Tensor, at_hand, args)
             kwargs.update(tree_map_only(torch.Tensor, at_hand, kwargs))
-        for name in self.plan.reads_at_home:
+        for name in self.plan.host_operands:
             original = self.plan.argument(name, self.args, self.kwargs)
             home = self.manager.plain_at_home(self.foreign.get(id(original), original))
             if name in kwargs:

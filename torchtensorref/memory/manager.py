@@ -17,7 +17,6 @@ from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
 from ..devices.host.readers import home_bytes
-from ..operators.schema import mind_labels
 from ..strategy import Strategy
 from ..strategy.choice import make_strategy
 from .block import Block
@@ -102,8 +101,6 @@ class TensorsManager(Custody):
         self._others.watch(residency, device, setting)
         residency.open_ledger(device, budget)
         residency.ledgers[device].scratch_nbytes = 0
-        if device.torch_device.type != "cpu":
-            mind_labels()
         cap_allocator(device, setting, budget.limit_nbytes)
 
     @property

@@ -1,80 +1,30 @@
 """What an operator is expected to cost: floating point operations and bytes moved.
 
-Prior by roofline (THEORY: `t0 + max(flops / F, bytes / b)`). The counts come from torch's own
-`flop_counter` registry; rows for operators that only reach us whole under inference mode are here.
+Prior by roofline (THEORY: `t0 + max(flops / F, bytes / b)`). The counts come from the operator's
+row, else from torch's own `flop_counter` registry.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
 from .schema import OpPlan
 
-aten = torch.ops.aten
 
-FlopRule = Callable[[Sequence[Any], torch.Tensor], int]
-
-
-def _contract(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
-    """Each element of the result is a sum over the last dimension of the first operand."""
-    return 2 * out.numel() * (args[0].shape[-1] if args[0].dim() else 1)
-
-
-def _convolve(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
-    return 2 * out.numel() * prod(args[1].shape[1:])
-
-
-def _attend(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
-    query, key = args[0], args[1]
-    return 4 * query.numel() * key.shape[-2]
-
-
-def _add_contraction(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
-    return 2 * out.numel() * args[1].shape[-1]
-
-
-#: Composite operators, whole under inference mode, that torch's registry does not know; and the
-#: few that run most often, for which flattening their arguments would cost more than they do.
-OWN_FLOPS: dict[Any, FlopRule] = {
-    aten.mm: _contract,
-    aten.bmm: _contract,
-    aten.addmm: _add_contraction,
-    aten.baddbmm: _add_contraction,
-    aten.linear: _contract,
-    aten.matmul: _contract,
-    aten.conv1d: _convolve,
-    aten.conv2d: _convolve,
-    aten.conv3d: _convolve,
-    aten.scaled_dot_product_attention: _attend,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attend,
-}
-
-_UNKNOWN = object()
-
-
+@functools.cache
 def flop_rule(plan: OpPlan) -> Callable[[Sequence[Any], dict[str, Any], Any], int]:
-    """Return what counts the floating point operations of a call; cached in the plan."""
-    if plan.flops is not None:
-        rule: Callable[[Sequence[Any], dict[str, Any], Any], int] = plan.flops
-        return rule
-    packet = plan.op.overloadpacket
-    composite = OWN_FLOPS.get(packet)
-    if composite is not None:
-        plan.flops = lambda args, kwargs, out: 0 if _is_nested(out) else composite(args, out)
-    else:
-        from torch.utils.flop_counter import flop_registry
+    """Return what counts the floating point operations of a call; torch's registry loads late."""
+    own = plan.own_flops
+    if own is not None:
+        return lambda args, kwargs, out: 0 if _is_nested(out) else own(args, out)
+    from torch.utils.flop_counter import flop_registry
 
-        counted = flop_registry.get(packet)
-        if counted is None:
-            plan.flops = _no_flops
-        else:
-            plan.flops = functools.partial(_by_torchs_rule, counted)
-    return plan.flops  # type: ignore[no-any-return]
+    counted = flop_registry.get(plan.op.overloadpacket)
+    return _no_flops if counted is None else functools.partial(_by_torchs_rule, counted)
 
 
 def _is_nested(out: Any) -> bool:
@@ -109,15 +59,6 @@ def touched_nbytes(tensor: torch.Tensor) -> int:
     return nbytes
 
 
-#: Operators that touch only the rows they are asked for, and the position of their table.
-GATHERS = {
-    aten.embedding.default: 0,
-    aten.index_select.default: 0,
-    aten.gather.default: 0,
-    aten.index.Tensor: 0,
-    aten.take.default: 0,
-}
-
 _dtype_names: dict[Any, str] = {None: "float32"}
 
 
@@ -125,21 +66,20 @@ def operator_cost(
     plan: OpPlan, plain_args: list[Any] | tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[int, int, str]:
     """Floating point operations, bytes and dtype of a call that has just run."""
-    rule = plan.flops or flop_rule(plan)
+    rule = flop_rule(plan)
     flops = 0 if rule is _no_flops else rule(plain_args, kwargs, out)
     nbytes = 0
-    gathered = GATHERS.get(plan.op, -1) if plan.runs_at_home else -1
     dtype = None
     for position, arg in enumerate(plain_args):
         for tensor in arg if type(arg) in (list, tuple) else (arg,):
             if isinstance(tensor, torch.Tensor):
                 if dtype is None:
                     dtype = tensor.dtype
-                if position != gathered:
+                if position or not plan.gathers_rows:
                     nbytes += touched_nbytes(tensor)
     for tensor in out if type(out) in (list, tuple) else (out,):
         if isinstance(tensor, torch.Tensor):
-            nbytes += touched_nbytes(tensor) * (1 if gathered < 0 else 2)
+            nbytes += touched_nbytes(tensor) * (2 if plan.gathers_rows else 1)
     name = _dtype_names.get(dtype)
     if name is None:
         name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")

@@ -1,270 +1,123 @@
-"""Facts about operators: what each reads, writes and aliases, and where the schema is not honest.
+"""The plan of an operator: what its schema and its row say, compiled once.
 
-Nothing here guesses from a name. The facts come from the operator's schema, once per overload, and
-from three short lists of what schemas leave out, each entry with its reason. An audit in the tests
-runs torch's own operator database and looks for entries that are missing.
+What an operator reads, writes and aliases is asked from its schema and from what torch has
+registered for it, never from its name; what those leave out, or get wrong, stands in the table
+(`table.py`). An audit in the tests runs torch's own operator database and looks for rows that are
+missing.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from .bindings import BINDINGS
-from .host_operands import MAKES_AT_HOME, READS_AT_HOME
-
-aten = torch.ops.aten
-
-#: Operators that write arguments their schema does not mark as written.
-UNDECLARED_WRITES: dict[OpOverload, tuple[str, ...]] = {
-    # Training mode updates the running statistics in place.
-    aten.native_batch_norm.default: ("running_mean", "running_var"),
-    aten.native_batch_norm.out: ("running_mean", "running_var"),
-    aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
-    aten.miopen_batch_norm.default: ("running_mean", "running_var"),
-    # The scratch memory that the forward run has filled, and hands over.
-    aten.mkldnn_rnn_layer_backward.default: ("workspace",),
-    # Composite: reaches us whole under inference mode, and then calls the ones above.
-    aten.batch_norm.default: ("running_mean", "running_var"),
-    aten.instance_norm.default: ("running_mean", "running_var"),
-    aten._batch_norm_impl_index.default: ("running_mean", "running_var"),
-}
-
-#: Operators whose results share memory with an argument although the schema does not say so.
-UNDECLARED_ALIASES = {
-    # matmul's way to reshape a temporary without a version check.
-    aten._unsafe_view.default,
-    # Views whose outputs may be written without invalidating one another in autograd.
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.unsafe_chunk.default,
-    # Hand back an alias of a tensor without elements.
-    aten.channel_shuffle.default,
-    aten.native_channel_shuffle.default,
-    # Marks a constant of a traced program; hands back its argument.
-    aten.lift.default,
-    aten.lift_fresh.default,
-}
-
-#: Tagged as random, but only one argument makes them so; else as deterministic as any.
-RANDOM_ONLY_WITH = {
-    aten.scaled_dot_product_attention.default: "dropout_p",
-    aten._scaled_dot_product_flash_attention_for_cpu.default: "dropout_p",
-    aten._scaled_dot_product_flash_attention.default: "dropout_p",
-    aten._scaled_dot_product_efficient_attention.default: "dropout_p",
-    aten._scaled_dot_product_attention_math.default: "dropout_p",
-    aten.dropout.default: "train",
-    aten.dropout_.default: "train",
-    aten.native_dropout.default: "train",
-    aten.alpha_dropout.default: "train",
-    aten.feature_dropout.default: "train",
-    aten.feature_alpha_dropout.default: "train",
-    aten.rrelu.default: "training",
-    aten.rrelu_with_noise.default: "training",
-}
-
-#: Operators that read a few rows of their first operand.
-RUNS_AT_HOME = {
-    aten.embedding.default,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten.take.default,
-    aten.trace.default,
-    aten._local_scalar_dense.default,
-}
-
-#: Beside elementwise operators: those whose results take exactly the bytes of their elements.
-EXACT = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten.mean.dim,
-        aten.sum.dim_IntList,
-        aten.argmax.default,
-        aten.embedding.default,
-        aten.cat.default,
-    }
-)
+from .row import FlopRule, PeakRule, Reads, Row, Special
+from .substitutes import ByDevice
+from .table import flops_of, row_of
 
 _HOLDS_TENSORS = (torch.Tensor, list, tuple)
-
-_plan_numbers = itertools.count(1)
-
-_TENSOR_TYPES = frozenset({"Tensor", "Optional[Tensor]"})
 _LIST_TYPES = frozenset({"List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"})
 
 
+class ReadyWay(enum.IntEnum):
+    """How an operator runs whose operands are all ready (`interception.ready_path`)."""
+
+    NONE = 0  # it always takes the six phases
+    VIEW = 1  # pure address arithmetic
+    ONE = 2  # one flat pass finds its operands, and it has one result, whatever its arguments are
+    LISTED = 3  # the same, but that its first argument is a list of operands, and it writes none
+    WHOLE = 4  # a composite operator as one, if what it takes fits
+    ANY = 5  # lists of operands, several results or none, conditions
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class OpPlan:
     """What the runtime needs to know about one overload. Made once, read for every operator."""
 
-    __slots__ = (
-        "_random_default",
-        "_random_position",
-        "alias_position",
-        "argument_names",
-        "binding",
-        "counts_lists",
-        "fast_above",
-        "fast_below_nbytes",
-        "flops",
-        "handler",
-        "has_device",
-        "has_kwarg_tensors",
-        "is_fast",
-        "is_flat",
-        "is_listed",
-        "is_number",
-        "is_random",
-        "is_simple",
-        "is_true_view",
-        "is_view_tagged",
-        "list_positions",
-        "makes_dense",
-        "may_alias",
-        "may_conjugate",
-        "minds_labels",
-        "name",
-        "number",
-        "op",
-        "passing",
-        "random_argument",
-        "reads_at_home",
-        "result_of_write",
-        "returns_tensor",
-        "returns_tensors",
-        "runs_at_home",
-        "spreads_sizes",
-        "way",
-        "write_names",
-        "writes",
-    )
+    #: What is called: the overload, or what is it in everything but the call.
+    op: OpOverload | ByDevice
+    number: int
+    name: str
 
-    def __init__(self, op: OpOverload) -> None:
-        schema = op._schema
-        arguments = schema.arguments
-        self.op = op
-        self.number = next(_plan_numbers)
-        self.name = str(op)
-        self.argument_names = [argument.name for argument in arguments]
-        types = [str(argument.type) for argument in arguments]
-        #: No lists of tensors: operands are found in one flat pass.
-        self.is_flat = not any(kind in _LIST_TYPES for kind in types)
-        #: Positions of the lists of tensors.
-        self.list_positions = tuple(i for i, kind in enumerate(types) if kind in _LIST_TYPES)
-        self.has_kwarg_tensors = any(
-            argument.kwarg_only and ("Tensor" in kind)
-            for argument, kind in zip(arguments, types, strict=True)
-        )
-        self.write_names = written_arguments(op)
-        #: Positions of the arguments that may be written.
-        self.writes = tuple(self.argument_names.index(name) for name in self.write_names)
-        #: It writes the tensors of lists and leaves it to its kernel, which sees nothing but plain
-        #: tensors, to count their versions.
-        self.counts_lists = bool(self.writes) and self.name.startswith("aten._foreach_")
-        self.returns_tensor = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-        self.returns_tensors = any("Tensor" in str(result.type) for result in schema.returns)
-        #: For each result, the position of the argument it is, where it is written and handed back.
-        self.result_of_write = tuple(_written_twin(schema, result) for result in schema.returns)
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-            op.name(), "CompositeImplicitAutograd"
-        )
-        declared = any(
-            result.alias_info is not None and not result.alias_info.is_write
-            for result in schema.returns
-        )
-        #: A result may share memory with an argument: compare storages.
-        self.may_alias = declared or composite or op in UNDECLARED_ALIASES
-        self.alias_position = 0
-        #: Pure address arithmetic: moves no byte, reads no byte, and always aliases argument 0.
-        self.is_true_view = (
-            declared and not composite and not self.writes and op.is_view and _is_first(schema)
-        ) or op is aten._unsafe_view.default
-        self.is_view_tagged = torch.Tag.inplace_view in op.tags
-        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
-        self.random_argument = RANDOM_ONLY_WITH.get(op)
-        if self.random_argument is not None:
-            self._random_position = self.argument_names.index(self.random_argument)
-            self._random_default = arguments[self._random_position].default_value
-        #: Only rows of the first operand are read: while it is away, gathering where it lives and
-        #: moving the rows is cheaper than moving the table.
-        self.runs_at_home = op in RUNS_AT_HOME
-        #: Reads one number of a tensor: the host waits for it.
-        self.is_number = op is aten._local_scalar_dense.default
-        #: Its results, strided operands given, are strided and take the bytes of their elements:
-        #: elementwise, a product, a sum, a gathering.
-        self.makes_dense = torch.Tag.pointwise in op.tags or op in EXACT
-        #: Its kernel may be made of others and conjugate lazily between them, which only the long
-        #: way provides for (`OpCall._call_kernel`): complex operands go there.
-        self.may_conjugate = not self.makes_dense
-        #: May take the fast path: operands are found by position, and the results are fresh, views
-        #: of the first operand, or the operands that were written.
-        self.is_fast = (
-            op not in (aten._conj.default, aten._neg_view.default)
-            and not (self.is_random and self.random_argument is None)
-            and not self.is_view_tagged
-            and (self.is_true_view or self.is_number or self._has_plain_results(schema))
-        )
-        #: A call may say on which device its results are to be: a label (`labels.py`).
-        self.has_device = "device" in self.argument_names
-        self.reads_at_home = READS_AT_HOME.get(op, ())
-        #: On a real accelerator it takes the long way, which looks where things lie.
-        self.minds_labels = self.has_device or bool(self.reads_at_home) or op in MAKES_AT_HOME
-        if _labels_matter and self.minds_labels:
-            self.is_fast = False
-        #: One flat pass finds its operands, and it has one result, whatever its arguments are.
-        self.is_simple = (
-            self.is_flat
-            and self.returns_tensor
-            and not self.is_random
-            and self.writes in ((), (0,))
-            and not self.is_number
-        )
-        #: The same, but that its first argument is a list of operands, and that it writes none.
-        self.is_listed = (
-            self.list_positions == (0,)
-            and types[0] == "List[Tensor]"
-            and self.returns_tensor
-            and not self.is_random
-            and not self.writes
-        )
-        #: Larger first operands take the long way all the same, unless this says otherwise.
-        self.fast_below_nbytes = float("inf")
-        self.fast_above: Any = None
-        #: For a composite operator that may run as one: what it takes in passing.
-        self.passing: Any = None
-        #: The function that is its fast path; None: it has none.
-        self.way: Any = None
-        #: What runs it on plain tensors in the least time.
-        self.binding: Any = BINDINGS.get(op, op)
-        #: The binding takes sizes one by one: given a list, it tries another overload first.
-        self.spreads_sizes = self.binding is torch._C.TensorBase.view
-        self.handler: Any = None
-        self.flops: Any = None
+    # -- arguments --
+
+    argument_names: tuple[str, ...]
+    #: Positions of the lists of tensors.
+    list_positions: tuple[int, ...]
+    #: No lists of tensors: operands are found in one flat pass.
+    is_flat: bool
+    has_kwarg_tensors: bool
+    #: A call may say on which device its results are to be: a label (`device_labels.py`).
+    has_device: bool
+    #: Operands that kernels on accelerators read on the host.
+    host_operands: tuple[str, ...]
+    #: On a real accelerator it takes the slow path, which looks where things lie.
+    minds_labels: bool
+    #: Only a part of the first operand is read.
+    reads_part: bool
+    #: And its result is made of that part.
+    gathers_rows: bool
+
+    # -- what it writes --
+
+    write_names: tuple[str, ...]
+    #: Positions of the arguments that may be written.
+    writes: tuple[int, ...]
+    #: It leaves it to its kernel, which sees nothing but plain tensors, to count their versions.
+    counts_lists: bool
+
+    # -- results --
+
+    returns_tensors: bool
+    #: For each result, the position of the argument it is, where it is written and handed back.
+    result_of_write: tuple[int | None, ...]
+    #: A result may share memory with an argument: compare storages.
+    may_alias: bool
+    #: Pure address arithmetic: moves no byte, reads no byte, and always aliases argument 0.
+    is_true_view: bool
+    #: Reads one number of a tensor: the host waits for it.
+    is_number: bool
+    #: Its results, strided operands given, are strided and take the bytes of their elements:
+    #: elementwise, a product, a sum, a gathering.
+    makes_dense: bool
+    #: Its kernel may be made of others and conjugate lazily between them, which only the slow path
+    #: provides for (`OpCall._call_kernel`): complex operands go there.
+    may_conjugate: bool
+
+    # -- random numbers --
+
+    is_random: bool
+    #: The argument that makes it so; None: always.
+    random_argument: str | None
+
+    # -- how it runs --
+
+    #: A `ReadyWay`, as a plain integer: an index that Python reads in no time.
+    ready_way: int
+    #: What runs it on plain tensors in the least time.
+    binding: Callable[..., Any]
+    #: The binding takes sizes one by one: given a list, it tries another overload first.
+    spreads_sizes: bool
+    special: Special | None
+    #: A copy that changes nothing shares the bytes of the first operand.
+    shares: bool
+    #: For a composite operator that may run as one: what it takes.
+    peak_nbytes: PeakRule | None
+    own_flops: FlopRule | None
 
     def count_writes(self, args: Any, kwargs: Any) -> None:
         """Count, in the versions of tensors in lists, that it has written them."""
         for name in self.write_names:
             torch.autograd.graph.increment_version(self.argument(name, args, kwargs))
 
-    def _has_plain_results(self, schema: Any) -> bool:
-        """Whether its results are fresh tensors, or nothing but what it has written."""
-        if self.writes:
-            first_kwarg = sum(not argument.kwarg_only for argument in schema.arguments)
-            return all(twin is not None for twin in self.result_of_write) and all(
-                position < first_kwarg for position in self.writes
-            )
-        kinds = {str(result.type) for result in schema.returns}
-        return not self.may_alias and kinds in ({"Tensor"}, {"List[Tensor]"})
-
     def allows(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with such keywords may take the fast path."""
+        """Whether a call with such keywords may take the ready path."""
         if kwargs.get("device") is not None:
             return False
         return not self.has_kwarg_tensors or not any(
@@ -275,12 +128,8 @@ class OpPlan:
         """Whether this call draws random numbers."""
         if not self.is_random:
             return False
-        if self.random_argument is None:
-            return True
-        if self.random_argument in kwargs:
-            return bool(kwargs[self.random_argument])
-        position = self._random_position
-        return bool(args[position] if position < len(args) else self._random_default)
+        name = self.random_argument
+        return name is None or bool(self.argument(name, args, kwargs))
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value an argument has in a call, its default where it was left out."""
@@ -295,26 +144,128 @@ class OpPlan:
         return f"<OpPlan {self.name}>"
 
 
-def written_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Return the names of the arguments that `op` may write."""
-    declared = tuple(
-        argument.name
-        for argument in op._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+def plan_of(op: OpOverload) -> OpPlan:
+    """Return the plan of an overload, the same object every time.
+
+    It hangs on the overload itself: a dictionary would hash it, in Python, at each call.
+    """
+    try:
+        plan: OpPlan = op._ttr_plan  # type: ignore[attr-defined]
+    except AttributeError:
+        plan = op._ttr_plan = compiled(row_of(op))  # type: ignore[attr-defined]
+    return plan
+
+
+_numbers = itertools.count(1)
+
+
+def compiled(row: Row) -> OpPlan:
+    """Compile the plan of an overload from its schema and its row."""
+    op, schema = row.op, row.op._schema
+    names = tuple(argument.name for argument in schema.arguments)
+    types = [str(argument.type) for argument in schema.arguments]
+    results = [str(result.type) for result in schema.returns]
+    lists = tuple(i for i, kind in enumerate(types) if kind in _LIST_TYPES)
+    write_names = (*(a.name for a in schema.arguments if _is_written(a)), *row.writes)
+    writes = tuple(names.index(name) for name in write_names)
+    is_composite = _has_kernel(op, "CompositeImplicitAutograd")
+    is_declared = any(r.alias_info is not None and not _is_written(r) for r in schema.returns)
+    makes_dense = row.is_exact or torch.Tag.pointwise in op.tags
+    has_device = "device" in names
+    run: Any = op
+    if row.elsewhere is not None or row.at_home is not None:
+        run = ByDevice(op, row.elsewhere, row.at_home)
+    plan = OpPlan(
+        op=run,
+        number=next(_numbers),
+        name=str(op),
+        argument_names=names,
+        list_positions=lists,
+        is_flat=not lists,
+        has_kwarg_tensors=any(
+            argument.kwarg_only and "Tensor" in kind
+            for argument, kind in zip(schema.arguments, types, strict=True)
+        ),
+        has_device=has_device,
+        host_operands=row.host_operands,
+        minds_labels=has_device or bool(row.host_operands) or row.makes_on_host,
+        reads_part=row.reads is not Reads.ALL,
+        gathers_rows=row.reads is Reads.ROWS,
+        write_names=write_names,
+        writes=writes,
+        counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),
+        returns_tensors=any("Tensor" in result for result in results),
+        result_of_write=tuple(_written_twin(schema, result) for result in schema.returns),
+        may_alias=is_declared or is_composite or row.aliases or row.is_view,
+        is_true_view=row.is_view
+        or (is_declared and not is_composite and not writes and op.is_view and _is_first(schema)),
+        is_number=results == ["number"] and not is_composite,
+        makes_dense=makes_dense,
+        may_conjugate=not makes_dense,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        random_argument=row.random_only_with,
+        ready_way=ReadyWay.NONE,
+        binding=row.binding or (op._op if type(run) is OpOverload else run),
+        spreads_sizes=row.binding is torch._C.TensorBase.view,
+        special=row.special,
+        shares=row.special is Special.SHARE,
+        peak_nbytes=row.peak_nbytes,
+        own_flops=flops_of(op),
     )
-    return declared + UNDECLARED_WRITES.get(op, ())
+    return replace(plan, ready_way=int(_ready_way(plan, row)))
+
+
+def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:
+    """Which way fits what the plan says so far."""
+    if plan.peak_nbytes is not None:
+        return ReadyWay.WHOLE
+    if (
+        row.is_never_ready
+        or row.special not in (None, Special.SHARE)
+        or (plan.is_random and plan.random_argument is None)
+        or torch.Tag.inplace_view in row.op.tags
+    ):
+        return ReadyWay.NONE
+    if plan.is_true_view:
+        return ReadyWay.VIEW
+    if not plan.is_number and not _has_plain_results(plan, row.op._schema):
+        return ReadyWay.NONE
+    arguments, results = row.op._schema.arguments, row.op._schema.returns
+    if (
+        len(results) == 1
+        and str(results[0].type) == "Tensor"
+        and not (plan.is_random or plan.shares)
+    ):
+        if plan.is_flat and plan.writes in ((), (0,)):
+            return ReadyWay.ONE
+        if plan.list_positions == (0,) and str(arguments[0].type) == "List[Tensor]":
+            return ReadyWay.ANY if plan.writes else ReadyWay.LISTED
+    return ReadyWay.ANY
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _has_kernel(op: OpOverload, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def _is_made_of_others(op: OpOverload) -> bool:
+    """Whether it is for the operators that its kernel calls to count what they write.
+
+    Torch makes a kernel that counts only for what an operator returns: one that writes the tensors
+    of a list and returns nothing has none.
+    """
+    return _has_kernel(op, "CompositeExplicitAutograd") and not _has_kernel(op, "ADInplaceOrView")
 
 
 def _written_twin(schema: Any, result: Any) -> int | None:
     """Position of the written argument that a result hands back; None if it is no such result."""
-    if result.alias_info is None or not result.alias_info.is_write:
+    if not _is_written(result):
         return None
     for position, argument in enumerate(schema.arguments):
-        if (
-            argument.alias_info is not None
-            and argument.alias_info.is_write
-            and argument.alias_info.before_set == result.alias_info.before_set
-        ):
+        if _is_written(argument) and argument.alias_info.before_set == result.alias_info.before_set:
             return position
     return None
 
@@ -327,26 +278,10 @@ def _is_first(schema: Any) -> bool:
     return first is not None and not first.is_write
 
 
-_plans: dict[OpOverload, OpPlan] = {}
-
-#: Whether plain tensors lie on devices of their own, so that what a call says of a device differs
-#: from where its operands are.
-_labels_matter = False
-
-
-def mind_labels() -> None:
-    """From now on, calls that name a device take the long way: a real accelerator is in use."""
-    global _labels_matter
-    _labels_matter = True
-    for plan in list(_plans.values()):
-        if plan.minds_labels:
-            plan.is_fast = False
-            plan.way = None
-
-
-def plan_of(op: OpOverload) -> OpPlan:
-    """Return the facts about an overload, the same object every time."""
-    plan = _plans.get(op)
-    if plan is None:
-        plan = _plans[op] = OpPlan(op)
-    return plan
+def _has_plain_results(plan: OpPlan, schema: Any) -> bool:
+    """Whether its results are fresh tensors, or nothing but what it has written."""
+    if plan.writes:
+        first_kwarg = sum(not argument.kwarg_only for argument in schema.arguments)
+        return None not in plan.result_of_write and max(plan.writes) < first_kwarg
+    kinds = {str(result.type) for result in schema.returns}
+    return not plan.may_alias and kinds in ({"Tensor"}, {"List[Tensor]"})

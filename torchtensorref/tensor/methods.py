@@ -19,11 +19,11 @@ import torch
 from torch._ops import OpOverload
 
 from ..interception.guards import is_method_seen
-from ..interception.ready_path import SLOW, attach_plan, can_look, charge, fresh
+from ..interception.ready_path import SLOW, WAYS, can_look, charge, fresh
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
-from ..operators.schema import OpPlan
+from ..operators.schema import OpPlan, plan_of
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
 
 def _with_other(name: str, op: OpOverload) -> Method:
     """Make a method with one more operand: a TensorRef or a number."""
-    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    plan, whole = plan_of(op), getattr(_Tensor, name)
 
     def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
         kind = type(other)
@@ -113,7 +113,7 @@ def _with_other(name: str, op: OpOverload) -> Method:
 
 def _reflected(name: str, op: OpOverload) -> Method:
     """Make a method with a number on the left."""
-    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    plan, whole = plan_of(op), getattr(_Tensor, name)
 
     def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
         kind = type(other)
@@ -138,7 +138,7 @@ def _noted(ref: Any) -> bool:
 
 def _with_number(name: str, op: OpOverload) -> Method:
     """Make a method with a number."""
-    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    plan, whole = plan_of(op), getattr(_Tensor, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
@@ -152,7 +152,8 @@ def _with_number(name: str, op: OpOverload) -> Method:
 
 def _with_matrices(name: str, op: OpOverload) -> Method:
     """Make a method with a TensorRef, which has another operator for two matrices."""
-    plan, of_two, whole = attach_plan(op), attach_plan(aten.mm.default), getattr(_Tensor, name)
+    plan, of_two, whole = plan_of(op), plan_of(aten.mm.default), getattr(_Tensor, name)
+    way = WAYS[plan.ready_way]
 
     def method(self: Any, other: Any) -> Any:
         if type(other) is TensorRef and not (
@@ -161,7 +162,7 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
             if self.dim() == 2 == other.dim():
                 result = _run_two(of_two, self, other)
             else:
-                result = plan.way(plan, (self, other), None)
+                result = way(plan, (self, other), None)
             if result is not SLOW:
                 return result
         return whole(self, other)
@@ -171,11 +172,12 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
 
 def _alone(name: str, op: OpOverload) -> Method:
     """Make a method without arguments."""
-    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    plan, whole = plan_of(op), getattr(_Tensor, name)
+    way = WAYS[plan.ready_way]
 
     def method(self: Any) -> Any:
         if not _noted(self):
-            result = plan.way(plan, (self,), None)
+            result = way(plan, (self,), None)
             if result is not SLOW:
                 return result
         return whole(self)
@@ -185,7 +187,8 @@ def _alone(name: str, op: OpOverload) -> Method:
 
 def _along(name: str, op: OpOverload) -> Method:
     """Make a method that reduces along a dimension."""
-    plan, whole = attach_plan(op), getattr(_Tensor, name)
+    plan, whole = plan_of(op), getattr(_Tensor, name)
+    way = WAYS[plan.ready_way]
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if (
@@ -194,7 +197,7 @@ def _along(name: str, op: OpOverload) -> Method:
             and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
             and not _noted(self)
         ):
-            result = plan.way(plan, (self, *args), options)
+            result = way(plan, (self, *args), options)
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..interception import handlers
 from ..interception.entry import dispatch
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
@@ -113,7 +112,6 @@ _OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {
 }
 
 TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
-handlers.install()
 _attach(Protocols)
 _attach(Surface)
 methods.attach()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchTensorRef.interception.handlers import VARIANTS
-from torchTensorRef.operators import substitutes as variants
+from torchTensorRef.operators import substitutes
 
 aten = torch.ops.aten
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -43,14 +42,14 @@ def test_attention_there_and_back(how):
     others = {name: value for name, value in options.items() if name != "is_causal"}
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     expected = flash(*operands, 0.0, is_causal, **others)
-    out, log_sum_exp = variants.attention_for_cpu(*operands, 0.0, is_causal, **others)
+    out, log_sum_exp = substitutes.attention_for_cpu(*operands, 0.0, is_causal, **others)
     torch.testing.assert_close(out, expected[0], **CLOSE)
     assert log_sum_exp.shape == expected[1].shape
     assert log_sum_exp.isnan().all(), "who trusts it shall be noticed"
     grad = torch.randn_like(out)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     close(
-        variants.attention_for_cpu_backward(
+        substitutes.attention_for_cpu_backward(
             grad, *operands, out, log_sum_exp, 0.0, is_causal, **others
         ),
         backward(grad, *operands, *expected, 0.0, is_causal, **others),
@@ -64,8 +63,8 @@ def test_a_backward_pass_at_home_does_not_trust_what_was_made_elsewhere():
     grad = torch.randn_like(expected[0])
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     right = backward(grad, *operands, *expected, 0.0, False)
-    elsewhere = variants.attention_for_cpu(*operands)
-    home = variants.attention_for_cpu_backward_at_home
+    elsewhere = substitutes.attention_for_cpu(*operands)
+    home = substitutes.attention_for_cpu_backward_at_home
     close(home(grad, *operands, *elsewhere, 0.0, False), right)
     close(home(grad, *operands, *expected, 0.0, False), right)
 
@@ -75,7 +74,7 @@ def test_gradients_whatever_the_program_has_switched_off(mode):
     contexts = {"inference": torch.inference_mode, "no_grad": torch.no_grad}
     with contexts.get(mode, torch.enable_grad)():
         x = torch.tensor([1.0, 2.0])
-        (found,) = variants.gradients(torch.square, [x], [torch.ones(2)])
+        (found,) = substitutes.gradients(torch.square, [x], [torch.ones(2)])
     assert found.tolist() == [2.0, 4.0]
     assert not x.requires_grad
 
@@ -93,32 +92,32 @@ def lstm_call(reverse):
 def test_an_lstm_layer_there_and_back(reverse):
     tensors, rest = lstm_call(reverse)
     expected = aten.mkldnn_rnn_layer(*tensors, *rest)
-    ours = variants.lstm_layer(*tensors, *rest)
+    ours = substitutes.lstm_layer(*tensors, *rest)
     close(ours[:3], expected[:3])
     grads = [torch.randn_like(part) for part in expected[:3]]
     hidden = rest[3]
     tail = (reverse, 2, hidden, 1, True, True, False, [], False)
     right = aten.mkldnn_rnn_layer_backward(*tensors, *expected[:3], *grads, *tail, expected[3])
     there = (*tensors, *ours[:3], *grads, *tail, ours[3])
-    close(variants.lstm_layer_backward(*there), right)
-    close(variants.lstm_layer_backward_at_home(*there), right)
+    close(substitutes.lstm_layer_backward(*there), right)
+    close(substitutes.lstm_layer_backward_at_home(*there), right)
     here = (*tensors, *expected[:3], *grads, *tail, expected[3])
-    close(variants.lstm_layer_backward_at_home(*here), right)
+    close(substitutes.lstm_layer_backward_at_home(*here), right)
 
 
 def test_an_lstm_layer_with_only_some_gradients():
     tensors, rest = lstm_call(False)
-    ours = variants.lstm_layer(*tensors, *rest)
+    ours = substitutes.lstm_layer(*tensors, *rest)
     tail = (False, 2, rest[3], 1, True, True, False, [], False, ours[3])
     grads = (torch.ones_like(ours[0]), None, None)
-    found = variants.lstm_layer_backward(*tensors, *ours[:3], *grads, *tail)
+    found = substitutes.lstm_layer_backward(*tensors, *ours[:3], *grads, *tail)
     assert all(torch.isfinite(grad).all() for grad in found)
 
 
 def test_other_layers_are_left_to_the_host():
     tensors, rest = lstm_call(False)
     with pytest.raises(NotImplementedError):
-        variants.lstm_layer(*tensors, False, [], 3, *rest[3:])
+        substitutes.lstm_layer(*tensors, False, [], 3, *rest[3:])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -128,15 +127,15 @@ def test_an_accelerators_attention_at_home(is_causal):
     grad = torch.randn_like(expected)
     right = torch.autograd.grad(expected, operands, grad)
     plain = [part.detach() for part in operands]
-    flash = variants.flash_attention_at_home(*plain, 0.0, is_causal)
+    flash = substitutes.flash_attention_at_home(*plain, 0.0, is_causal)
     torch.testing.assert_close(flash[0], expected.detach(), **CLOSE)
     names = aten._scaled_dot_product_flash_attention.default._schema.returns
     assert len(flash) == len(names)
     tail = (*flash[2:6], 0.0, is_causal, *flash[6:8])
-    close(variants.flash_attention_backward(grad, *plain, *flash[:2], *tail), right)
-    efficient = variants.efficient_attention_at_home(*plain, None, True, 0.0, is_causal)
+    close(substitutes.flash_attention_backward(grad, *plain, *flash[:2], *tail), right)
+    efficient = substitutes.efficient_attention_at_home(*plain, None, True, 0.0, is_causal)
     wants = [True, True, True, False]
-    found = variants.efficient_attention_backward(
+    found = substitutes.efficient_attention_backward(
         grad, *plain, None, *efficient, 0.0, wants, is_causal
     )
     close(found[:3], right)
@@ -150,8 +149,8 @@ def test_an_accelerators_attention_at_home_with_a_bias_that_learns():
     expected = torch.nn.functional.scaled_dot_product_attention(*leaves[:3], attn_mask=leaves[3])
     grad = torch.randn_like(expected)
     right = torch.autograd.grad(expected, leaves, grad)
-    made = variants.efficient_attention_at_home(query, key, value, bias, True)
-    found = variants.efficient_attention_backward(
+    made = substitutes.efficient_attention_at_home(query, key, value, bias, True)
+    found = substitutes.efficient_attention_backward(
         grad, query, key, value, bias, *made, 0.0, [True] * 4
     )
     close(found, right)
@@ -159,21 +158,13 @@ def test_an_accelerators_attention_at_home_with_a_bias_that_learns():
 
 def test_dropout_of_an_accelerator_is_not_repeated_on_the_host():
     with pytest.raises(NotImplementedError, match="dropout"):
-        variants.flash_attention_at_home(*qkv(), 0.1)
-
-
-@pytest.mark.parametrize("row", VARIANTS, ids=lambda row: str(row[0]))
-def test_every_row_has_a_reason_and_a_variant_with_the_operators_arguments(row):
-    op, elsewhere, at_home, reason = row
-    assert reason
-    assert elsewhere or at_home
-    by_device = variants.ByDevice(op, elsewhere, at_home)
-    assert by_device.overloadpacket is op.overloadpacket
-    assert by_device._schema is op._schema
+        substitutes.flash_attention_at_home(*qkv(), 0.1)
 
 
 def test_the_operator_is_picked_by_where_its_first_tensor_lies():
     op = aten.sin.default
-    by_device = variants.ByDevice(op, lambda x: "elsewhere", None)
+    by_device = substitutes.ByDevice(op, lambda x: "elsewhere", None)
+    assert by_device.overloadpacket is op.overloadpacket
+    assert by_device._schema is op._schema
     assert by_device(torch.zeros(1)).tolist() == [0.0]
     assert by_device(torch.zeros(1, device="meta")) == "elsewhere"

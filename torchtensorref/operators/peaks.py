@@ -1,29 +1,21 @@
-"""Composite operators that run as one where nobody has to see their parts: a table.
+"""The bytes that a composite operator takes at its peak, where it runs as one.
 
-Torch takes them apart above us into several operators, each of which would come to us by itself.
-Where no gradient is noted and every operand is ready, torch's own composite is called on the plain
-tensors instead: it decides by itself what it is made of, as it does without us, and its result is
-fresh memory. What it takes in passing has to fit the budget beside its result, so each row says how
-much the two are at most; where that is not known, or does not fit, the operator goes its long way
-in parts.
+Torch takes a composite operator apart above us into several, each of which would come to us by
+itself. Where no gradient is noted and every operand is ready, torch's own composite is called on
+the plain tensors instead: it decides by itself what it is made of, as it does without us, and its
+result is one fresh tensor. What it takes beside that has to fit the budget, so a rule says how much
+the two are at most, 0 for no more than the result; where that is not known, or does not fit, the
+operator goes its long way in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-
-aten = torch.ops.aten
-
-#: Says how many bytes a call takes at most, its result included; 0: no more than its result; None:
-#: not known.
-Passing = Callable[..., int | None]
 
 
-def of_linear(x: Any, weight: Any, bias: Any = None) -> int | None:
+def linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
     # The plain tensor has the same sizes and strides, and tells them in less time.
     plain: torch.Tensor = x if x._ttr_plain is None else x._ttr_plain
@@ -45,7 +37,7 @@ def of_linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     return plain.nbytes + rows * int(weight.size(0))
 
 
-def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
+def matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
     """Batches of equal shape are at most laid out anew; others are repeated, too."""
     if a.dim() == 2 and b.dim() == 2:
         return 0
@@ -54,7 +46,7 @@ def _of_matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
     return a.nbytes + b.nbytes + a.nbytes // a.size(-1) * b.size(-1)
 
 
-def _of_attention(
+def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
 ) -> int | None:
     """The weights of each query for each key, before and after softmax, and the operands again."""
@@ -73,16 +65,6 @@ def _of_attention(
     return batches * (3 * weights + operands + result) * query.element_size()
 
 
-def _of_norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
+def norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:
     """Statistics by row or group, and a contiguous copy of what is none."""
     return 3 * x.nbytes
-
-
-#: Operator and what it takes. The result of each is one fresh tensor.
-TABLE: dict[OpOverload, Passing] = {
-    aten.linear.default: of_linear,
-    aten.matmul.default: _of_matmul,
-    aten.scaled_dot_product_attention.default: _of_attention,
-    aten.layer_norm.default: _of_norm,
-    aten.group_norm.default: _of_norm,
-}

@@ -1,0 +1,118 @@
+"""The table of operators, and the plans that it is compiled into."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchTensorRef.operators.row import Row
+from torchTensorRef.operators.schema import ReadyWay, compiled, plan_of
+from torchTensorRef.operators.table import ROWS
+
+aten = torch.ops.aten
+
+#: Fields that say something surprising, so that their row has to say why.
+SURPRISING = (
+    "writes",
+    "aliases",
+    "is_view",
+    "is_never_ready",
+    "host_operands",
+    "makes_on_host",
+    "elsewhere",
+    "at_home",
+    "special",
+)
+
+
+def names_of(row: Row) -> set[str]:
+    return {argument.name for argument in row.op._schema.arguments}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.op))
+def test_every_row_says_something_that_can_be(row):
+    assert row != Row(row.op, reason=row.reason), "a row that says nothing"
+    assert row.reason or not any(getattr(row, name) for name in SURPRISING)
+    named = {*row.writes, *row.host_operands, *filter(None, [row.random_only_with])}
+    assert named <= names_of(row)
+    declared = Row(row.op)
+    assert not set(row.writes) & set(compiled(declared).write_names), "the schema says so itself"
+
+
+def test_an_operator_has_one_row():
+    assert len({row.op for row in ROWS}) == len(ROWS)
+
+
+def test_an_operator_has_one_rule_for_its_operations():
+    packets = [row.op.overloadpacket for row in ROWS if row.flops is not None]
+    assert len(set(packets)) == len(packets)
+
+
+def test_only_composites_with_one_result_run_as_one():
+    whole = [row.op for row in ROWS if row.peak_nbytes is not None]
+    assert whole
+    for op in whole:
+        key = "CompositeImplicitAutograd"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+        assert [str(result.type) for result in op._schema.returns] == ["Tensor"]
+        assert plan_of(op).ready_way == ReadyWay.WHOLE
+
+
+def test_what_is_random_only_sometimes_is_tagged_as_random():
+    for row in ROWS:
+        if row.random_only_with is not None:
+            assert plan_of(row.op).is_random, row.op
+
+
+def test_a_plan_is_made_once_and_never_changes():
+    plan = plan_of(aten.mm.default)
+    assert plan_of(aten.mm.default) is plan
+    for field in dataclasses.fields(plan):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(plan, field.name, None)
+
+
+@pytest.mark.parametrize(
+    ("op", "way"),
+    [
+        (aten.view.default, ReadyWay.VIEW),
+        (aten._unsafe_view.default, ReadyWay.VIEW),
+        (aten._conj.default, ReadyWay.NONE),
+        (aten.mul.Tensor, ReadyWay.ONE),
+        (aten.mul_.Tensor, ReadyWay.ONE),
+        (aten.cat.default, ReadyWay.LISTED),
+        (aten.clone.default, ReadyWay.ANY),
+        (aten.topk.default, ReadyWay.ANY),
+        (aten.add.out, ReadyWay.NONE),
+        (aten.unbind.int, ReadyWay.VIEW),
+        (aten._local_scalar_dense.default, ReadyWay.ANY),
+        (aten._foreach_add_.Scalar, ReadyWay.ANY),
+        (aten.t_.default, ReadyWay.NONE),
+        (aten.rand_like.default, ReadyWay.NONE),
+        (aten.dropout.default, ReadyWay.NONE),
+        (aten.resize_.default, ReadyWay.NONE),
+    ],
+    ids=str,
+)
+def test_each_operator_has_the_ready_way_that_fits(op, way):
+    assert ReadyWay(plan_of(op).ready_way) is way
+
+
+@pytest.mark.parametrize(
+    ("op", "counts"),
+    [
+        (aten._foreach_add_.Scalar, True),
+        (aten._foreach_add.Scalar_out, True),
+        (aten.split_copy.Tensor_out, True),
+        (aten.unbind_copy.int_out, True),
+        (aten._fused_adam_.default, False),
+        (aten._amp_foreach_non_finite_check_and_unscale_.default, False),
+        (aten.add_.Tensor, False),
+        (aten._foreach_add.Scalar, False),
+    ],
+    ids=str,
+)
+def test_which_operators_leave_it_to_others_to_count_versions_of_lists(op, counts):
+    assert plan_of(op).counts_lists is counts

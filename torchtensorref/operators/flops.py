@@ -1,0 +1,33 @@
+"""Floating point operations of composite operators that torch's own `flop_counter` does not know.
+
+And of the few that run most often, for which flattening their arguments would cost more than they
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+
+def contract(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
+    """Each element of the result is a sum over the last dimension of the first operand."""
+    return 2 * out.numel() * (args[0].shape[-1] if args[0].dim() else 1)
+
+
+def add_contraction(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
+    """The same over the last dimension of the second."""
+    return 2 * out.numel() * args[1].shape[-1]
+
+
+def convolve(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
+    """Each element of the result is a sum over one filter."""
+    return 2 * out.numel() * prod(args[1].shape[1:])
+
+
+def attend(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
+    """Two products, of queries with keys and of weights with values."""
+    query, key = args[0], args[1]
+    return 4 * query.numel() * key.shape[-2]

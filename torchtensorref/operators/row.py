@@ -1,0 +1,93 @@
+"""One row of the table: what is known of an operator beyond its schema."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+#: Counts the floating point operations of a call from its plain arguments and its result.
+FlopRule = Callable[[Sequence[Any], torch.Tensor], int]
+
+#: Says how many bytes a call takes at most, its result included; 0: no more than its result; None:
+#: not known.
+PeakRule = Callable[..., int | None]
+
+
+class Reads(enum.Enum):
+    """How much of its first operand an operator reads."""
+
+    ALL = "all of it"
+    ELEMENTS = "a few elements"
+    ROWS = "the rows that it is asked for, which its result is made of"
+
+
+class Special(enum.Enum):
+    """Operators that do not go through the phases; `interception.handlers` does what is said."""
+
+    SHARE = "a copy that changes nothing shares the bytes until one of both is written"
+    RESIZE = "done at home, since it changes the storage itself, then looked at anew"
+    CHOOSE_ATTENTION = "looks at shapes and strides only: nothing has to be moved for it"
+    IS_PINNED = "never, as far as the program can tell"
+    PIN = "the tensor itself is as good"
+    CAN_REPLACE = "one TensorRef can take the place of another: asked before each `.data = `"
+    IS_SET_TO = "the same block, read with the same metadata"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of one overload, and cannot be asked from its schema. No field: nothing."""
+
+    op: OpOverload = field(kw_only=False)
+    #: Why the row is there. Empty where its fields say it.
+    reason: str = ""
+
+    # -- what the schema leaves out --
+
+    #: Arguments that it may write although they are not marked so.
+    writes: tuple[str, ...] = ()
+    #: Its results share memory with an argument although they are not marked so.
+    aliases: bool = False
+    #: The same, and as views do: pure address arithmetic on the first argument.
+    is_view: bool = False
+    #: Tagged as random, but only this argument makes it so; else as deterministic as any.
+    random_only_with: str | None = None
+    #: It makes what a wrapper of the ready path cannot carry.
+    is_never_ready: bool = False
+
+    # -- where its work is --
+
+    #: While the first operand is away, to read a part of it where it lives is cheaper than to move
+    #: all of it.
+    reads: Reads = Reads.ALL
+    #: Operands that its kernels on accelerators read on the host.
+    host_operands: tuple[str, ...] = ()
+    #: Its kernels on accelerators make some results on the host.
+    makes_on_host: bool = False
+
+    # -- what it takes --
+
+    #: Beside elementwise operators, which are tagged: its results take exactly the bytes of their
+    #: elements, strided operands given.
+    is_exact: bool = False
+    #: For all overloads of the operator, before torch's own `flop_counter` is asked.
+    flops: FlopRule | None = None
+    #: A composite operator with this runs as one where what it takes fits the budget.
+    peak_nbytes: PeakRule | None = None
+
+    # -- what runs it --
+
+    #: Python's own binding: it parses arguments in C; the overload goes through a boxed stack (0.9
+    #: microseconds more). Only where it takes the overload's arguments in its order and can mean no
+    #: other overload for them.
+    binding: Callable[..., Any] | None = None
+    #: What stands for it where its first tensor lies on an accelerator.
+    elsewhere: Callable[..., Any] | None = None
+    #: What stands for it where its first tensor lies on the host.
+    at_home: Callable[..., Any] | None = None
+    #: How it is done without going through the phases.
+    special: Special | None = None

@@ -1,0 +1,346 @@
+"""The operators of which more is known than their schemas say: one row each.
+
+A row is read together with the schema, once, into a plan (`plan.py`); what has no row is what its
+schema says. Rows stand in families; inside one, what is told of several operators alike is told
+once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+
+from . import flops, peaks, substitutes
+from .row import FlopRule, Reads, Row, Special
+
+aten = torch.ops.aten
+
+_functions = torch._C._VariableFunctions
+_methods = torch._C.TensorBase
+_nn = torch._C._nn
+
+_TRAINING = "training updates the running statistics in place"
+_HOSTS_OWN = "chosen by the label; no accelerator has it"
+_HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
+_ACCELERATORS_OWN = "chosen by the label; the host has none, and runs it when memory is short"
+_LAUNCH = "lengths and numbers that a kernel's launch depends on"
+_STORAGE = "changes or exchanges the storage itself"
+
+ARITHMETIC = (
+    Row(aten.add.Tensor, binding=_functions.add),
+    Row(aten.sub.Tensor, binding=_functions.sub),
+    Row(aten.mul.Tensor, binding=_functions.mul),
+    Row(aten.div.Tensor, binding=_functions.div),
+    Row(aten.pow.Tensor_Scalar, binding=_functions.pow),
+    Row(aten.where.self, binding=_functions.where),
+    Row(aten.neg.default, binding=_functions.neg),
+    Row(aten.sqrt.default, binding=_functions.sqrt),
+    Row(aten.rsqrt.default, binding=_functions.rsqrt),
+    Row(aten.cos.default, binding=_functions.cos),
+    Row(aten.sin.default, binding=_functions.sin),
+    Row(aten.exp.default, binding=_functions.exp),
+    Row(aten.relu.default, binding=_functions.relu),
+    Row(aten.tanh.default, binding=_functions.tanh),
+    Row(aten.sigmoid.default, binding=_functions.sigmoid),
+    Row(aten.silu.default, binding=_nn.silu),
+    Row(aten.gelu.default, binding=_nn.gelu),
+    Row(aten.add_.Tensor, binding=_methods.add_),
+    Row(aten.sub_.Tensor, binding=_methods.sub_),
+    Row(aten.mul_.Tensor, binding=_methods.mul_),
+    Row(aten.div_.Tensor, binding=_methods.div_),
+    Row(aten.addcmul_.default, binding=_methods.addcmul_),
+    Row(aten.addcdiv_.default, binding=_methods.addcdiv_),
+    Row(aten.lerp_.Scalar, binding=_methods.lerp_),
+    *(
+        Row(op, reason=_LAUNCH, host_operands=("scalars",))
+        for op in (
+            aten._foreach_addcdiv.Tensor,
+            aten._foreach_addcdiv_.Tensor,
+            aten._foreach_addcmul.Tensor,
+            aten._foreach_addcmul_.Tensor,
+        )
+    ),
+)
+
+PRODUCTS = (
+    Row(aten.mm.default, binding=_functions.mm, is_exact=True, flops=flops.contract),
+    Row(aten.bmm.default, binding=_functions.bmm, is_exact=True, flops=flops.contract),
+    Row(aten.addmm.default, binding=_functions.addmm, is_exact=True, flops=flops.add_contraction),
+    Row(
+        aten.baddbmm.default,
+        binding=_functions.baddbmm,
+        is_exact=True,
+        flops=flops.add_contraction,
+    ),
+    Row(
+        aten.linear.default,
+        binding=_nn.linear,
+        is_exact=True,
+        flops=flops.contract,
+        peak_nbytes=peaks.linear,
+    ),
+    Row(
+        aten.matmul.default,
+        binding=_functions.matmul,
+        flops=flops.contract,
+        peak_nbytes=peaks.matmul,
+    ),
+    Row(aten.convolution.default, binding=_functions.convolution),
+    Row(aten.conv1d.default, flops=flops.convolve),
+    Row(aten.conv2d.default, flops=flops.convolve),
+    Row(aten.conv3d.default, flops=flops.convolve),
+)
+
+ATTENTION = (
+    Row(
+        aten.scaled_dot_product_attention.default,
+        random_only_with="dropout_p",
+        binding=_nn.scaled_dot_product_attention,
+        flops=flops.attend,
+        peak_nbytes=peaks.attention,
+    ),
+    Row(
+        aten._fused_sdp_choice.default,
+        reason="reads shapes, returns a number",
+        special=Special.CHOOSE_ATTENTION,
+    ),
+    Row(aten._scaled_dot_product_attention_math.default, random_only_with="dropout_p"),
+    Row(
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        reason=_HOSTS_OWN,
+        random_only_with="dropout_p",
+        flops=flops.attend,
+        elsewhere=substitutes.attention_for_cpu,
+    ),
+    Row(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        reason=_HOSTS_OWN_BACK,
+        elsewhere=substitutes.attention_for_cpu_backward,
+        at_home=substitutes.attention_for_cpu_backward_at_home,
+    ),
+    Row(
+        aten._scaled_dot_product_flash_attention.default,
+        reason=_ACCELERATORS_OWN,
+        random_only_with="dropout_p",
+        at_home=substitutes.flash_attention_at_home,
+    ),
+    Row(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        reason=_HOSTS_OWN_BACK,
+        elsewhere=substitutes.flash_attention_backward,
+        at_home=substitutes.flash_attention_backward,
+    ),
+    Row(
+        aten._scaled_dot_product_efficient_attention.default,
+        reason=f"{_ACCELERATORS_OWN}; the seed of its dropout is counted there",
+        random_only_with="dropout_p",
+        makes_on_host=True,
+        at_home=substitutes.efficient_attention_at_home,
+    ),
+    Row(
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        reason=f"{_HOSTS_OWN_BACK}; the seed is read by its address, wherever that is",
+        host_operands=("philox_seed", "philox_offset"),
+        elsewhere=substitutes.efficient_attention_backward,
+        at_home=substitutes.efficient_attention_backward,
+    ),
+)
+
+NORMALISATION = (
+    Row(aten.layer_norm.default, binding=_functions.layer_norm, peak_nbytes=peaks.norm),
+    Row(aten.native_layer_norm.default, binding=_functions.native_layer_norm),
+    Row(aten.group_norm.default, peak_nbytes=peaks.norm),
+    Row(aten._softmax.default, binding=_functions._softmax),
+    *(
+        Row(op, reason=_TRAINING, writes=("running_mean", "running_var"))
+        for op in (
+            aten.native_batch_norm.default,
+            aten.native_batch_norm.out,
+            aten.cudnn_batch_norm.default,
+            aten.miopen_batch_norm.default,
+            # Composite: these reach us whole under inference mode, and then call the ones above.
+            aten.batch_norm.default,
+            aten.instance_norm.default,
+            aten._batch_norm_impl_index.default,
+        )
+    ),
+)
+
+REDUCTIONS = (
+    Row(aten.mean.dim, binding=_functions.mean, is_exact=True),
+    Row(aten.sum.dim_IntList, binding=_functions.sum, is_exact=True),
+    Row(aten.argmax.default, binding=_functions.argmax, is_exact=True),
+)
+
+GATHERING = (
+    Row(aten.embedding.default, reads=Reads.ROWS, binding=_functions.embedding, is_exact=True),
+    Row(aten.index_select.default, reads=Reads.ROWS),
+    Row(aten.gather.default, reads=Reads.ROWS),
+    Row(aten.index.Tensor, reads=Reads.ROWS),
+    Row(aten.take.default, reads=Reads.ROWS),
+    Row(aten.trace.default, reads=Reads.ELEMENTS),
+    Row(aten._local_scalar_dense.default, reads=Reads.ELEMENTS),
+)
+
+VIEWS = (
+    Row(aten.view.default, binding=_methods.view),
+    Row(
+        aten._unsafe_view.default,
+        reason="matmul's way to reshape a temporary without a version check",
+        is_view=True,
+        binding=_methods.view,
+    ),
+    Row(aten.t.default, binding=_functions.t),
+    Row(aten.transpose.int, binding=_functions.transpose),
+    Row(aten.select.int, binding=_functions.select),
+    Row(aten.unsqueeze.default, binding=_functions.unsqueeze),
+    Row(aten.squeeze.dim, binding=_functions.squeeze),
+    Row(aten.expand.default, binding=_methods.expand),
+    Row(aten.detach.default, binding=_functions.detach),
+    Row(aten.permute.default, binding=_functions.permute),
+    Row(aten._conj.default, reason="sets a bit of the tensor's own", is_never_ready=True),
+    Row(aten._neg_view.default, reason="sets a bit of the tensor's own", is_never_ready=True),
+    *(
+        Row(op, reason="views that may be written without invalidating one another", aliases=True)
+        for op in (
+            aten.unsafe_split.Tensor,
+            aten.unsafe_split_with_sizes.default,
+            aten.unsafe_chunk.default,
+        )
+    ),
+    *(
+        Row(op, reason="hands back an alias of a tensor without elements", aliases=True)
+        for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+    ),
+    *(
+        Row(op, reason="marks a constant of a traced program; is its argument", aliases=True)
+        for op in (aten.lift.default, aten.lift_fresh.default)
+    ),
+)
+
+COPIES = (
+    Row(aten.cat.default, binding=_functions.cat, is_exact=True),
+    Row(aten.stack.default, binding=_functions.stack),
+    Row(
+        aten.clone.default,
+        reason="a copy costs nothing until it is written",
+        binding=_functions.clone,
+        special=Special.SHARE,
+    ),
+    Row(
+        aten._to_copy.default,
+        reason="`.to(device)` of 14 GB of weights must not copy them",
+        special=Special.SHARE,
+    ),
+)
+
+RANDOM = (
+    *(
+        Row(op, random_only_with="train")
+        for op in (
+            aten.dropout.default,
+            aten.dropout_.default,
+            aten.native_dropout.default,
+            aten.alpha_dropout.default,
+            aten.feature_dropout.default,
+            aten.feature_alpha_dropout.default,
+        )
+    ),
+    Row(aten.rrelu.default, random_only_with="training"),
+    Row(aten.rrelu_with_noise.default, random_only_with="training"),
+)
+
+SEQUENCES = (
+    Row(
+        aten._pack_padded_sequence.default,
+        reason=_LAUNCH,
+        host_operands=("lengths",),
+        makes_on_host=True,
+    ),
+    *(
+        Row(op, reason=_LAUNCH, host_operands=("batch_sizes",))
+        for op in (
+            aten._pack_padded_sequence_backward.default,
+            aten._pad_packed_sequence.default,
+            aten.lstm.data,
+            aten.gru.data,
+            aten.rnn_tanh.data,
+            aten.rnn_relu.data,
+        )
+    ),
+    Row(
+        aten.tensor_split.tensor_indices_or_sections,
+        reason=_LAUNCH,
+        host_operands=("tensor_indices_or_sections",),
+    ),
+    Row(aten.mkldnn_rnn_layer.default, reason=_HOSTS_OWN, elsewhere=substitutes.lstm_layer),
+    Row(
+        aten.mkldnn_rnn_layer_backward.default,
+        reason=f"{_HOSTS_OWN_BACK}; it writes the scratch memory that it is handed over",
+        writes=("workspace",),
+        elsewhere=substitutes.lstm_layer_backward,
+        at_home=substitutes.lstm_layer_backward_at_home,
+    ),
+)
+
+STORAGES = (
+    *(
+        Row(op, reason=_STORAGE, special=Special.RESIZE)
+        for op in (
+            aten.resize_.default,
+            aten.resize_as_.default,
+            aten.set_.default,
+            aten.set_.source_Storage,
+            aten.set_.source_Storage_storage_offset,
+            aten.set_.source_Tensor,
+            aten.set_.source_Tensor_storage_offset,
+        )
+    ),
+    Row(
+        aten.is_pinned.default,
+        reason="page-locking is the runtime's business, not the program's",
+        special=Special.IS_PINNED,
+    ),
+    Row(
+        aten._pin_memory.default,
+        reason="page-locking is the runtime's business, not the program's",
+        special=Special.PIN,
+    ),
+    Row(
+        aten._has_compatible_shallow_copy_type.default,
+        reason="compares types only",
+        special=Special.CAN_REPLACE,
+    ),
+    Row(
+        aten.is_set_to.default,
+        reason="compares storages, which wrappers do not have",
+        special=Special.IS_SET_TO,
+    ),
+)
+
+ROWS: tuple[Row, ...] = (
+    *ARITHMETIC,
+    *PRODUCTS,
+    *ATTENTION,
+    *NORMALISATION,
+    *REDUCTIONS,
+    *GATHERING,
+    *VIEWS,
+    *COPIES,
+    *RANDOM,
+    *SEQUENCES,
+    *STORAGES,
+)
+
+_by_operator = {row.op: row for row in ROWS}
+_flops = {row.op.overloadpacket: row.flops for row in ROWS if row.flops is not None}
+
+
+def row_of(op: OpOverload) -> Row:
+    """Return what is known of an overload; an empty row where nothing is."""
+    return _by_operator.get(op) or Row(op)
+
+
+def flops_of(op: OpOverload) -> FlopRule | None:
+    """Return the rule that the row of one of an operator's overloads has for all of them."""
+    return _flops.get(op.overloadpacket)
