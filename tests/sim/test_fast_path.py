@@ -282,6 +282,20 @@ def test_they_take_the_fast_path(ample: Any, monkeypatch: pytest.MonkeyPatch, na
     assert not names
 
 
+def test_labels_are_asked_for_where_they_differ(
+    ample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real accelerator, an operator that may name a device is looked at in the slow path."""
+    (x,) = ready(ample, torch.rand(3, 8))
+    found = []
+    for differ in (False, True, False):
+        monkeypatch.setattr(ample.residency, "labels_differ", differ)
+        with long_way(monkeypatch) as names, torch.no_grad():
+            torch.zeros_like(x), torch.neg(x)
+        found.append(names)
+    assert found == [[], ["aten.zeros_like.default"], []]
+
+
 def test_training_takes_the_fast_path(ample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)

@@ -129,3 +129,11 @@ def test_what_a_list_operator_writes_is_counted(manage):
     assert [weight._version for weight in weights] == [version + 1 for version in before]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_any_operator_writes_to_a_list_is_counted(manager):
+    source, parts = torch.rand(6), [torch.rand(3), torch.rand(3)]
+    for whole, halves in ((source, parts), (manager.adopt(source), [*map(manager.adopt, parts)])):
+        before = [half._version for half in halves]
+        torch.split_copy(whole, 3, out=halves)
+        assert [half._version for half in halves] == [version + 1 for version in before]

@@ -17,17 +17,6 @@ from ..operators.schema import OpPlan
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def labels_differ(accelerators: list[Device]) -> bool:
-    """Whether plain tensors lie on devices of their own: a real accelerator is in use.
-
-    Then operators that mind labels take the slow path, which looks where things lie.
-    """
-    for device in accelerators:  # noqa: SIM110 (a generator takes longer than the answer)
-        if device.torch_device.type != "cpu":
-            return True
-    return False
-
-
 def is_guest(tensor: torch.Tensor, accelerator: Device) -> bool:
     """Whether a plain operand lies on the accelerator itself: made there by the program."""
     here = accelerator.torch_device

@@ -19,7 +19,6 @@ from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..operators.schema import plan_of
 from .by_value import run_with_carried
-from .device_labels import labels_differ
 from .higher_order import run_higher_order
 from .ready_path import SLOW, WAYS
 from .slow_path import OpCall
@@ -51,7 +50,7 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     if (
         way is not None
         and not watch.on
-        and not (plan.minds_labels and labels_differ(tensorsManager.residency.accelerators))
+        and not (plan.minds_labels and tensorsManager.residency.labels_differ)
     ):
         result = way(plan, args, kwargs)
         if result is SLOW and not _function_modes():

@@ -74,7 +74,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
                 return SLOW
             else:
                 plain_args.append(arg)
-        if plan.may_conjugate and plain_args[0].is_complex():
+        if not plan.makes_dense and plain_args[0].is_complex():
             return SLOW
         writes = plan.writes
         if writes and not first._ttr_block.owned:
@@ -142,7 +142,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if (
         type(first) is not TensorRef
         or (kwargs and not plan.allows(kwargs))
-        or (plan.may_conjugate and first.is_complex())
+        or (not plan.makes_dense and first.is_complex())
     ):
         return SLOW
     kwargs = kwargs or _NO_KWARGS

@@ -185,7 +185,7 @@ class OpCall(Ladder):
         return self.plan.op(*args, **kwargs)
 
     def _wrap(self, out: Any, device: Device) -> Any:
-        for name in self.plan.write_names if not self.plan.is_flat else ():
+        for name in self.plan.write_names if self.plan.list_positions else ():
             lists = self.plan.argument(name, self.args, self.kwargs)
             for original in lists if isinstance(lists, (list, tuple)) else ():
                 self._follow_metadata(original, device)

@@ -47,6 +47,9 @@ class Books:
         #: Where operators run that need no decision.
         self.fast_device: Any = self.main
         self.fast_host: Any = host
+        #: A real accelerator is in use: plain tensors lie on devices of their own, so that what a
+        #: call says of a device differs from where its operands are.
+        self.labels_differ = False
         #: Whether anything ever had to be given back: until then strategies need not watch.
         self.is_pressed = False
         self.strategy = strategy

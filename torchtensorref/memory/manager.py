@@ -101,6 +101,8 @@ class TensorsManager(Custody):
         self._others.watch(residency, device, setting)
         residency.open_ledger(device, budget)
         residency.ledgers[device].scratch_nbytes = 0
+        if device.torch_device.type != "cpu":
+            residency.labels_differ = True
         cap_allocator(device, setting, budget.limit_nbytes)
 
     @property

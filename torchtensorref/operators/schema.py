@@ -48,10 +48,10 @@ class OpPlan:
     # -- arguments --
 
     argument_names: tuple[str, ...]
+    #: The value that each has where a call leaves it out.
+    defaults: tuple[Any, ...]
     #: Positions of the lists of tensors.
     list_positions: tuple[int, ...]
-    #: No lists of tensors: operands are found in one flat pass.
-    is_flat: bool
     has_kwarg_tensors: bool
     #: A call may say on which device its results are to be: a label (`device_labels.py`).
     has_device: bool
@@ -84,11 +84,10 @@ class OpPlan:
     #: Reads one number of a tensor: the host waits for it.
     is_number: bool
     #: Its results, strided operands given, are strided and take the bytes of their elements:
-    #: elementwise, a product, a sum, a gathering.
+    #: elementwise, a product, a sum, a gathering. The kernel of any other may be made of others and
+    #: conjugate lazily between them, which only the slow path provides for: complex operands go
+    #: there.
     makes_dense: bool
-    #: Its kernel may be made of others and conjugate lazily between them, which only the slow path
-    #: provides for (`OpCall._call_kernel`): complex operands go there.
-    may_conjugate: bool
 
     # -- random numbers --
 
@@ -136,9 +135,7 @@ class OpPlan:
         if name in kwargs:
             return kwargs[name]
         position = self.argument_names.index(name)
-        if position < len(args):
-            return args[position]
-        return self.op._schema.arguments[position].default_value
+        return args[position] if position < len(args) else self.defaults[position]
 
     def __repr__(self) -> str:
         return f"<OpPlan {self.name}>"
@@ -170,7 +167,6 @@ def compiled(row: Row) -> OpPlan:
     writes = tuple(names.index(name) for name in write_names)
     is_composite = _has_kernel(op, "CompositeImplicitAutograd")
     is_declared = any(r.alias_info is not None and not _is_written(r) for r in schema.returns)
-    makes_dense = row.is_exact or torch.Tag.pointwise in op.tags
     has_device = "device" in names
     run: Any = op
     if row.elsewhere is not None or row.at_home is not None:
@@ -180,8 +176,8 @@ def compiled(row: Row) -> OpPlan:
         number=next(_numbers),
         name=str(op),
         argument_names=names,
+        defaults=tuple(argument.default_value for argument in schema.arguments),
         list_positions=lists,
-        is_flat=not lists,
         has_kwarg_tensors=any(
             argument.kwarg_only and "Tensor" in kind
             for argument, kind in zip(schema.arguments, types, strict=True)
@@ -200,8 +196,7 @@ def compiled(row: Row) -> OpPlan:
         is_true_view=row.is_view
         or (is_declared and not is_composite and not writes and op.is_view and _is_first(schema)),
         is_number=results == ["number"] and not is_composite,
-        makes_dense=makes_dense,
-        may_conjugate=not makes_dense,
+        makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,
         ready_way=ReadyWay.NONE,
@@ -236,7 +231,7 @@ def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:
         and str(results[0].type) == "Tensor"
         and not (plan.is_random or plan.shares)
     ):
-        if plan.is_flat and plan.writes in ((), (0,)):
+        if not plan.list_positions and plan.writes in ((), (0,)):
             return ReadyWay.ONE
         if plan.list_positions == (0,) and str(arguments[0].type) == "List[Tensor]":
             return ReadyWay.ANY if plan.writes else ReadyWay.LISTED
