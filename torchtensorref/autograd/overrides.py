@@ -5,6 +5,9 @@ gradient, nor an operator that C++ takes apart before it arrives. Autograd's C++
 tensor is a subclass, and if it is, takes another formula: as good, but other bits. A TensorRef
 therefore carries one dispatch key more than other tensors have, above autograd. For the operators
 in the table it leads here; for all others it falls through inside torch and costs nothing.
+
+The table is not part of `operators.table`: what it says is how torch's C++ treats a subclass, not
+what an operator does, and each treatment acts through autograd.
 """
 
 from __future__ import annotations

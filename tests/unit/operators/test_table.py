@@ -7,7 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from torchTensorRef.operators.row import Row
+from torchTensorRef.autograd.overrides import AHEAD
+from torchTensorRef.interception.handlers import HANDLERS
+from torchTensorRef.interception.ready_path import WAYS
+from torchTensorRef.operators.row import Row, Special
 from torchTensorRef.operators.schema import ReadyWay, compiled, plan_of
 from torchTensorRef.operators.table import ROWS
 
@@ -39,6 +42,16 @@ def test_every_row_says_something_that_can_be(row):
     assert named <= names_of(row)
     declared = Row(row.op)
     assert not set(row.writes) & set(compiled(declared).write_names), "the schema says so itself"
+
+
+def test_every_special_kind_has_a_handler_and_operators():
+    assert set(HANDLERS) == set(Special) == {row.special for row in ROWS} - {None}
+
+
+def test_every_ready_way_has_a_function():
+    assert len(WAYS) == len(ReadyWay)
+    assert WAYS[ReadyWay.NONE] is None
+    assert all(plan_of(op).ready_way != ReadyWay.NONE for op in AHEAD)
 
 
 def test_an_operator_has_one_row():
