@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchTensorRef.operators.costs import flop_rule, touched_nbytes
-from torchTensorRef.operators.schema import plan_of
+from torchTensorRef.operators.plan import plan_of
 
 #: Places in the program between which stretches are looked for.
 STRETCH_EDGES = 150

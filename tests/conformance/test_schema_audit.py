@@ -16,7 +16,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchTensorRef.operators.schema import OpPlan, plan_of
+from torchTensorRef.operators.plan import OpPlan, plan_of
 
 from ..support.differential import bits
 from ..support.operator_cases import operators, seed, turn_of

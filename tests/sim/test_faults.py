@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.memory.transfer import ATTEMPTS
-from torchTensorRef.operators import schema
+from torchTensorRef.operators.plan import OpPlan
 
 from ..support.programs import Adversary, RandomEviction, assert_same, unchanged
 
@@ -150,7 +150,7 @@ class Bomb:
         self.error, self.after = error, after
         self.countdown = 0
         for slot in ("op", "binding"):
-            monkeypatch.setattr(schema.OpPlan, slot, _BombedOp(getattr(schema.OpPlan, slot), self))
+            monkeypatch.setattr(OpPlan, slot, _BombedOp(getattr(OpPlan, slot), self))
 
     def explode(self) -> bool:
         self.countdown -= 1

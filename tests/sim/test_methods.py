@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import TensorRef
-from torchTensorRef.operators.schema import ReadyWay, plan_of
+from torchTensorRef.operators.plan import ReadyWay, plan_of
 from torchTensorRef.tensor import methods
 from torchTensorRef.tensor.methods import TABLE
 

@@ -12,7 +12,7 @@ import torch
 
 from torchTensorRef.base.errors import InvariantError
 from torchTensorRef.base.options import options
-from torchTensorRef.operators.schema import plan_of
+from torchTensorRef.operators.plan import plan_of
 
 
 def test_the_shadow_agrees_with_what_is_right(manager):

@@ -26,7 +26,7 @@ from ..interception.ready_path import SLOW, WAYS
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
 from ..memory.ref import TensorRef
-from ..operators.schema import plan_of
+from ..operators.plan import plan_of
 from ..operators.table import ROWS
 from .formulas import (
     Treatment,

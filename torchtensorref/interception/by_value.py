@@ -18,7 +18,7 @@ from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
-from ..operators.schema import OpPlan
+from ..operators.plan import OpPlan
 from .ready_path import SLOW, WAYS, flattened, folded
 
 #: So many operators are given a number by value; for the next one it is fetched.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..devices.base import Device
-from ..operators.schema import OpPlan
+from ..operators.plan import OpPlan
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

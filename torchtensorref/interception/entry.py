@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..base.activation import watch
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
-from ..operators.schema import plan_of
+from ..operators.plan import plan_of
 from .by_value import run_with_carried
 from .higher_order import run_higher_order
 from .ready_path import SLOW, WAYS

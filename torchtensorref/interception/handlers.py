@@ -15,8 +15,8 @@ from ..memory.block import Block
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, replace_metadata
 from ..memory.ref import TensorRef
+from ..operators.plan import OpPlan
 from ..operators.row import Special
-from ..operators.schema import OpPlan
 
 Handler = Callable[[OpPlan, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -10,7 +10,7 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
-from ..operators.schema import OpPlan
+from ..operators.plan import OpPlan
 from ..strategy import OpSnapshot
 from .device_labels import Guests, is_guest
 

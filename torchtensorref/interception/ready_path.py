@@ -18,7 +18,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
 from ..memory.ref import TensorRef
 from ..operators.costs import operator_cost
-from ..operators.schema import OpPlan, ReadyWay
+from ..operators.plan import OpPlan, ReadyWay
 from . import handlers
 
 #: Returned where the operator has to take the long way. Nothing has happened then.

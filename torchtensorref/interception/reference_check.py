@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import InvariantError
 from ..devices.base import Device
-from ..operators.schema import OpPlan
+from ..operators.plan import OpPlan
 
 aten = torch.ops.aten
 

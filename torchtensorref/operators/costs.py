@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .schema import OpPlan
+from .plan import OpPlan
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ..interception.ready_path import SLOW, WAYS, can_look, charge, fresh
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
-from ..operators.schema import OpPlan, plan_of
+from ..operators.plan import OpPlan, plan_of
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ import torch
 from torchTensorRef.autograd.overrides import AHEAD
 from torchTensorRef.interception.handlers import HANDLERS
 from torchTensorRef.interception.ready_path import WAYS
+from torchTensorRef.operators.plan import ReadyWay, compiled, plan_of
 from torchTensorRef.operators.row import Row, Special
-from torchTensorRef.operators.schema import ReadyWay, compiled, plan_of
 from torchTensorRef.operators.table import ROWS
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,7 +207,9 @@ def compiled(row: Row) -> OpPlan:
         peak_nbytes=row.peak_nbytes,
         own_flops=flops_of(op),
     )
-    return replace(plan, ready_way=int(_ready_way(plan, row)))
+    # It follows from the rest; nobody has seen the plan yet.
+    object.__setattr__(plan, "ready_way", int(_ready_way(plan, row)))
+    return plan
 
 
 def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:
