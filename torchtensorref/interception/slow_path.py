@@ -43,8 +43,8 @@ class OpCall(Ladder):
         if plan.is_true_view and type(self.args[0]) is TensorRef:
             return self.view()
         device = self.place()
-        self.residency.tick += 1
-        self.residency.counts.op_count += 1
+        self.residency.books.tick += 1
+        self.residency.books.counts.op_count += 1
         self._tell_accesses(device)
         if self.residency.recorder is not None:
             self.residency.recorder.note(self, device)
@@ -57,15 +57,15 @@ class OpCall(Ladder):
 
     def _tell_accesses(self, device: Device) -> None:
         residency = self.residency
-        strategy, tick = residency.strategy, residency.tick
+        strategy, tick = residency.feed.strategy, residency.books.tick
         if residency.unheard or residency.young:
-            residency.tell_births()
-        with residency.strategy_lock:
+            residency.feed.tell_births()
+        with residency.feed.lock:
             for block in self.blocks:
                 block.last_use = tick
                 block.use_count += 1
                 if block.use_count == 1:
-                    residency.known[block.block_id] = block
+                    residency.books.known[block.block_id] = block
                 elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
                 if device.is_host:
@@ -109,7 +109,7 @@ class OpCall(Ladder):
             return self._wrap(out, device)
         finally:
             residency.release(held)
-            with residency.lock:
+            with residency.books.lock:
                 for block in self.blocks:
                     if device.is_host:
                         residency.settle_at_home(block)
@@ -130,7 +130,7 @@ class OpCall(Ladder):
             kwargs.update(tree_map_only(torch.Tensor, at_hand, kwargs))
         for name in self.plan.host_operands:
             original = self.plan.argument(name, self.args, self.kwargs)
-            home = self.manager.plain_at_home(self.foreign.get(id(original), original))
+            home = self.manager.ownership.plain_at_home(self.foreign.get(id(original), original))
             if name in kwargs:
                 kwargs[name] = home
             else:
@@ -158,13 +158,13 @@ class OpCall(Ladder):
         device.before_operator(reads, writes)
         shadow = Shadow(self.plan, args, kwargs) if settings.shadow else None
         if settings.trace >= 3:
-            self.residency.log.note("-", self.plan.name, f"on {device.name}")
+            self.residency.books.log.note("-", self.plan.name, f"on {device.name}")
         try:
             out = self._call_kernel(args, kwargs)
         finally:
             # Also after an exception: a kernel may have written part of what it writes.
             for block in self.written:
-                self.residency.written(block, device)
+                self.residency.copier.written(block, device)
             if self.plan.counts_lists:
                 self.plan.count_writes(self.args, self.kwargs)
         if shadow is not None:
@@ -238,7 +238,7 @@ class OpCall(Ladder):
             # What it has written cannot be written again, so it cannot run again: the result is
             # there, and goes home.
             self._note_shortage(error)
-            plain, device = plain.cpu(), self.residency.host
+            plain, device = plain.cpu(), self.residency.books.host
             block = self.residency.born(plain, device)
         self._note_birth(block)
         return make_ref(plain, block, device, label)
@@ -246,7 +246,7 @@ class OpCall(Ladder):
     def _device_of(self, plain: torch.Tensor) -> Device | None:
         """Where a result lies that a kernel has made elsewhere than where it ran."""
         if plain.is_cpu:
-            return self.residency.host
+            return self.residency.books.host
         is_there = plain.device == self.accelerator.torch_device
         return self.accelerator if is_there else None
 
@@ -262,7 +262,7 @@ class OpCall(Ladder):
 
         def held(value: Any) -> Any:
             if type(value) is TensorRef:
-                return self.manager.exposed_plain(value, f"part of what {self.plan.name} made")
+                return self.manager.ownership.exposed_plain(value, f"part of what {self.plan.name} made")
             return value
 
         again: torch.Tensor = self.plan.op(
@@ -333,10 +333,10 @@ class OpCall(Ladder):
         ref = self.args[0]
         block: Block = ref._ttr_block
         residency = self.residency
-        with residency.lock:
+        with residency.books.lock:
             device = self._where_readable(block)
             out = self.plan.op(plain_on(ref, device), *self.args[1:], **self.kwargs)
-            if block.ready is None and device is residency.fast_device:
+            if block.ready is None and device is residency.books.ready_device:
                 residency.set_ready(block, device)
         if type(out) in (list, tuple):
             return type(out)(make_ref(part, block, device, ref.device) for part in out)
@@ -347,15 +347,15 @@ class OpCall(Ladder):
             return self.accelerator
         for replica in block.readable_replicas():
             return replica.device
-        self.residency.bring_home(block)
-        return self.residency.host
+        self.residency.copier.bring_home(block)
+        return self.residency.books.host
 
     # -- afterwards -----------------------------------------------------------------------------
 
     def _after(self) -> None:
         """Let the strategy give back, write back and look ahead; tell it who died."""
-        self.residency.tell_deaths()
-        if self.residency.accelerators:
-            self.manager.after_operator(self.accelerator, [*self.blocks, *self.born])
+        self.residency.feed.tell_deaths()
+        if self.residency.books.accelerators:
+            self.residency.after_operator(self.accelerator, [*self.blocks, *self.born])
         if settings.check >= 2:
             self.manager.check()
