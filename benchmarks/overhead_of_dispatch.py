@@ -247,21 +247,21 @@ PROGRAMS: tuple[tuple[str, Callable[[], tuple[Run, Run]], int, bool], ...] = (
 
 def _print_slow_operators(run: Run) -> None:
     """Count the operators of one run that do not take the fast path, and what regions doubt."""
-    from torchTensorRef.interception.slow_path import OpCall
+    from torchTensorRef.interception.slow_path import SlowPath
 
     counts: collections.Counter[str] = collections.Counter()
-    whole = OpCall.run
+    whole = SlowPath.run
 
     def counted(call: Any) -> Any:
         counts[call.plan.name] += 1
         return whole(call)
 
-    OpCall.run = counted  # type: ignore[method-assign]
+    SlowPath.run = counted  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             run()
     finally:
-        OpCall.run = whole  # type: ignore[method-assign]
+        SlowPath.run = whole  # type: ignore[method-assign]
     for name, count in counts.most_common(12):
         print(f"    {count:6} x {name}")
     for region in tensorsManager.native.all_regions():

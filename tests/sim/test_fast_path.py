@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.interception import ready_path as fast_path
-from torchTensorRef.interception.slow_path import OpCall
+from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.memory import budget
 from torchTensorRef.operators.composites import TABLE
 from torchTensorRef.operators.schema import EXACT
@@ -37,14 +37,14 @@ def ample(manage: Callable[..., Any]) -> Any:
 def long_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note the operators that take the six phases."""
     names: list[str] = []
-    whole = OpCall.run
+    whole = SlowPath.run
 
     def run(call: Any) -> Any:
         names.append(call.plan.name)
         return whole(call)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpCall, "run", run)
+        patch.setattr(SlowPath, "run", run)
         yield names
 
 

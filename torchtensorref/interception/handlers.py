@@ -17,7 +17,7 @@ from ..memory.plain_views import make_ref, replace_metadata
 from ..memory.ref import TensorRef
 from ..operators import substitutes as variants
 from ..operators.schema import plan_of
-from .slow_path import OpCall
+from .slow_path import SlowPath
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 SHARE_FROM_NBYTES = 1 << 16
 
 
-def _share(call: OpCall) -> Any:
+def _share(call: SlowPath) -> Any:
     """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
     source = call.args[0]
     if type(source) is not TensorRef or not _keeps_everything(source, call.kwargs):
@@ -74,7 +74,7 @@ def _non_overlapping(sizes: Any, strides: Any) -> bool:
     return True
 
 
-def _resize_at_home(call: OpCall) -> Any:
+def _resize_at_home(call: SlowPath) -> Any:
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
     ref = call.args[0]
     if type(ref) is not TensorRef:
@@ -94,15 +94,13 @@ def _resize_at_home(call: OpCall) -> Any:
         replace_metadata(ref, other)
         return ref
     block: Block = ref._ttr_block
-    block.nbytes = before.nbytes()
-    for replica in block.replicas.values():
-        replica.nbytes = block.nbytes
+    residency.note_resized(block, before.nbytes())
     ref._ttr_home = None
     replace_metadata(ref, make_ref(plain, block, residency.host, ref.device))
     return ref
 
 
-def _choose_attention(call: OpCall) -> Any:
+def _choose_attention(call: SlowPath) -> Any:
     """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
 
     def stand_in(value: Any) -> Any:
@@ -117,22 +115,22 @@ def _choose_attention(call: OpCall) -> Any:
     return call.plan.op(*args, **{name: stand_in(arg) for name, arg in call.kwargs.items()})
 
 
-def _false(call: OpCall) -> Any:
+def _false(call: SlowPath) -> Any:
     """The program's tensors are never page-locked as far as it can tell."""
     return False
 
 
-def _same(call: OpCall) -> Any:
+def _same(call: SlowPath) -> Any:
     """Page-locking is the runtime's business: the tensor itself is as good."""
     return call.args[0]
 
 
-def _both_are_refs(call: OpCall) -> Any:
+def _both_are_refs(call: SlowPath) -> Any:
     """One TensorRef can take the place of another: asked before each `.data = `."""
     return all(type(arg) is TensorRef for arg in call.args[:2]) or NotImplemented
 
 
-def _has_same_storage(call: OpCall) -> Any:
+def _has_same_storage(call: SlowPath) -> Any:
     """`is_set_to`: the same block, read with the same metadata."""
     a, b = call.args[:2]
     if type(a) is not TensorRef or type(b) is not TensorRef:
@@ -146,7 +144,7 @@ def _has_same_storage(call: OpCall) -> Any:
 
 
 #: Operator, treatment, reason.
-TABLE: tuple[tuple[Any, Callable[[OpCall], Any], str], ...] = (
+TABLE: tuple[tuple[Any, Callable[[SlowPath], Any], str], ...] = (
     (aten.clone.default, _share, "a copy costs nothing until it is written"),
     (aten._to_copy.default, _share, "`.to(device)` of 14 GB of weights must not copy them"),
     (aten.resize_.default, _resize_at_home, "changes the size of the storage itself"),

@@ -154,7 +154,7 @@ class Block:
     """
 
     use_count = 0
-    #: Operators that were given its number by value (`carried.py`).
+    #: Operators that were given its number by value (`interception/by_value.py`).
     carried_count = 0
     is_persistent = False
     exposure: Exposure | None = None

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
-from ..strategy import PERSISTENT_AFTER, BlockSnapshot, DeviceSnapshot, Strategy
+from ..strategy import PERSISTENT_AFTER, Access, BlockSnapshot, DeviceSnapshot, Strategy
 from .block import Block, Replica, graveyard
 from .budget import Budget, Ledger
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -275,6 +275,45 @@ class Books:
     def _held_by_exposure(self, block: Block, device: Device) -> bool:
         exposure = block.exposure
         return exposure is not None and exposure.device is device and exposure.alive
+
+    # -- operators ------------------------------------------------------------------------------
+
+    def note_operator(
+        self, device: Device, blocks: Sequence[Block], written: Sequence[Block], number: int
+    ) -> None:
+        """Count an operator that is about to run on a device, and the uses of its operands.
+
+        The strategy is told of those that the accelerator needs (no lock held). `number` is the
+        operator's own: uses by the same operator look alike to a strategy.
+        """
+        self.tick += 1
+        self.counts.op_count += 1
+        strategy, tick = self.strategy, self.tick
+        if self.unheard or self.young:
+            self.tell_births()
+        with self.strategy_lock:
+            for block in blocks:
+                block.last_use = tick
+                block.use_count += 1
+                if block.use_count == 1:
+                    self.known[block.block_id] = block
+                elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
+                    block.is_persistent = True
+                if device.is_host:
+                    continue  # the accelerator does not need it for this
+                if block.is_persistent:
+                    self.told_tick = tick
+                replica = block.replicas.get(self.main)
+                strategy.on_access(
+                    Access(
+                        block.block_id,
+                        block.nbytes,
+                        hash((number, block.nbytes)),
+                        block.is_persistent,
+                        block in written,
+                        replica is not None and replica.state is not INVALID,
+                    )
+                )
 
 
 class Resident(Sequence[BlockSnapshot]):

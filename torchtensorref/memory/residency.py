@@ -366,3 +366,13 @@ class Residency(LookAhead):
                 home.base = copy_of(home.base)
                 block.is_rehoused = True
                 block.ready = None
+
+    def note_resized(self, block: Block, nbytes: int) -> None:
+        """Note that the program has resized a storage: only the bytes at home are current."""
+        block.nbytes = nbytes
+        for replica in block.replicas.values():
+            replica.nbytes = nbytes
+
+    def note_given_by_value(self, block: Block) -> None:
+        """Count that an operator was given the number in a block instead of its bytes."""
+        block.carried_count += 1

@@ -201,7 +201,7 @@ class OpPlan:
         #: elementwise, a product, a sum, a gathering.
         self.makes_dense = torch.Tag.pointwise in op.tags or op in EXACT
         #: Its kernel may be made of others and conjugate lazily between them, which only the long
-        #: way provides for (`OpCall._call_kernel`): complex operands go there.
+        #: way provides for (`slow_path.run_kernel`): complex operands go there.
         self.may_conjugate = not self.makes_dense
         #: May take the fast path: operands are found by position, and the results are fresh, views
         #: of the first operand, or the operands that were written.
