@@ -71,7 +71,7 @@ def test_a_parameter_is_made_anew_on_the_meta_device_from_what_it_notes(manager)
 
 
 def test_two_threads_that_ask_for_the_replicas_of_a_fresh_result_find_the_same(manager):
-    device = manager.residency.main
+    device = manager.residency.books.main
     lock, arrived = threading.RLock(), threading.Event()
 
     class Slow(Ledger):

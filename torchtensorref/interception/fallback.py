@@ -67,9 +67,9 @@ class Fallback:
 
     def run(self, device: Device) -> Any:
         """Run on a device; where it cannot, on the host."""
-        host, plan = self._residency.host, self._operands.plan
+        host, plan = self._residency.books.host, self._operands.plan
         if device is host:
-            self._residency.counts.host_op_count += 1
+            self._residency.books.counts.host_op_count += 1
             return self._run_on(host)
         if self._could_not_run_again():
             self._note("writes and makes results while memory is short")
@@ -115,16 +115,16 @@ class Fallback:
         if device.is_simulated or not out_of_memory or isinstance(error, OutOfBudgetError):
             return _NO_ROOM
         residency = self._residency
-        ledger = residency.ledgers[device]
+        ledger = residency.books.ledgers[device]
         limit_nbytes = ledger.budget.limit_nbytes
         for need_nbytes in (max(LEAST_NBYTES, self._operands.nbytes), limit_nbytes):
             generators.restore()
-            with residency.lock:
+            with residency.books.lock:
                 note_shortage(ledger)
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
-            residency.evict_some(device, max(need_nbytes, excess_nbytes))
+            residency.evictor.evict_some(device, max(need_nbytes, excess_nbytes))
             device.give_up_caches()
-            residency.log.note("-", f"again {self._operands.plan.name}", "a kernel found no memory")
+            residency.books.log.note("-", f"again {self._operands.plan.name}", "a kernel found no memory")
             try:
                 return self._run_on(device)
             except SHORTAGES as again:
@@ -140,7 +140,7 @@ class Fallback:
         operands = self._operands
         if not operands.written or all(twin is not None for twin in operands.plan.result_of_write):
             return False
-        ledger = self._residency.ledgers[operands.accelerator]
+        ledger = self._residency.books.ledgers[operands.accelerator]
         return 3 * operands.nbytes > ledger.budget.limit_nbytes
 
     def _note(self, reason: str) -> None:
@@ -149,9 +149,9 @@ class Fallback:
 
 def note_fallback(residency: Residency, plan: OpPlan, reason: str) -> None:
     """Count that the host did what the accelerator should have done."""
-    fallbacks = residency.counts.host_fallbacks
+    fallbacks = residency.books.counts.host_fallbacks
     fallbacks[reason] = fallbacks.get(reason, 0) + 1
-    residency.log.note("-", f"host fallback {plan.name}", reason)
+    residency.books.log.note("-", f"host fallback {plan.name}", reason)
 
 
 def reason_of(error: BaseException) -> str:

@@ -96,7 +96,7 @@ def analyse(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], manager: TensorsManager
 ) -> Operands:
     """Find the operands: TensorRefs, plain tensors that take part, and what is written."""
-    operands = Operands(plan, args, kwargs, manager.residency.main)
+    operands = Operands(plan, args, kwargs, manager.residency.books.main)
     for arg in args:
         _collect(arg, operands, manager)
     for arg in kwargs.values():
@@ -139,7 +139,7 @@ def _collect_plain(tensor: torch.Tensor, operands: Operands, manager: TensorsMan
     ):
         operands.unmanaged.append(tensor)
     elif tensor.dim() > 0 or operands.plan.writes:
-        ref = manager.adopt_operand(tensor)
+        ref = manager.ownership.adopt_operand(tensor)
         if ref is None:
             operands.unmanaged.append(tensor)
         else:

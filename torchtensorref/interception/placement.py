@@ -18,8 +18,8 @@ TABLE_SHARE = 0.5
 def place(operands: Operands, manager: TensorsManager) -> Device:
     """Decide where an operator runs: the strategy is asked where nothing else decides it."""
     residency, plan = manager.residency, operands.plan
-    host, accelerator = residency.host, operands.accelerator
-    if not residency.accelerators or operands.unmanaged:
+    host, accelerator = residency.books.host, operands.accelerator
+    if not residency.books.accelerators or operands.unmanaged:
         return host
     if operands.on_accelerator is not None:
         return accelerator  # the program has put one of its operands there
@@ -46,9 +46,9 @@ def _table_is_away(operands: Operands, residency: Residency) -> bool:
     block: Block = operands.refs[0]._ttr_block
     if block.readable_on(operands.accelerator) is not None:
         return False
-    ledger = residency.ledgers[operands.accelerator]
+    ledger = residency.books.ledgers[operands.accelerator]
     room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
-    is_wanted = block.use_count >= TABLE_USES and not residency.is_pressed
+    is_wanted = block.use_count >= TABLE_USES and not residency.books.is_pressed
     return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
 
 
@@ -62,6 +62,6 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
         flops=0,
         default_device=accelerator.name,
     )
-    with residency.strategy_lock:
-        name = residency.strategy.place(snapshot)
+    with residency.feed.lock:
+        name = residency.feed.strategy.place(snapshot)
     return manager.device_named(name)

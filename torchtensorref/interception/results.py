@@ -91,7 +91,7 @@ class _Results:
         if plain.device == device.torch_device:
             return device
         if plain.is_cpu:
-            return self._residency.host
+            return self._residency.books.host
         return accelerator if plain.device == accelerator.torch_device else None
 
     def _wrap_fresh(self, plain: torch.Tensor, device: Device) -> Any:
@@ -105,7 +105,7 @@ class _Results:
             # What it has written cannot be written again, so it cannot run again: the result is
             # there, and goes home.
             note_fallback(self._residency, self._plan, reason_of(error))
-            plain, device = plain.cpu(), self._residency.host
+            plain, device = plain.cpu(), self._residency.books.host
             block = self._residency.born(plain, device)
         if self._residency.recorder is not None:
             self._residency.recorder.birth(block)
@@ -126,7 +126,7 @@ class _Results:
 
         def held(value: Any) -> Any:
             if type(value) is TensorRef:
-                return self._manager.exposed_plain(value, f"part of what {self._plan.name} made")
+                return self._manager.ownership.exposed_plain(value, f"part of what {self._plan.name} made")
             return value
 
         again: torch.Tensor = self._plan.op(

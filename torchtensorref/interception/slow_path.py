@@ -97,7 +97,7 @@ def before_kernel(staged: Staged) -> ReferenceCheck | None:
     device.before_operator(staged.reads, staged.writes)
     check = ReferenceCheck(plan, staged.args, staged.kwargs) if settings.shadow else None
     if settings.trace >= 3:
-        staged.manager.residency.log.note("-", plan.name, f"on {device.name}")
+        staged.manager.residency.books.log.note("-", plan.name, f"on {device.name}")
     return check
 
 
@@ -116,7 +116,7 @@ def commit(staged: Staged) -> None:
     """Make what was written current on the device, stale elsewhere, and count its versions."""
     operands = staged.operands
     for block in operands.written:
-        staged.manager.residency.written(block, staged.device)
+        staged.manager.residency.copier.written(block, staged.device)
     if operands.plan.counts_lists:
         operands.plan.count_writes(operands.args, operands.kwargs)
 
@@ -144,10 +144,10 @@ def view(operands: Operands, residency: Residency) -> Any:
     """Make a view: address arithmetic, for which any readable replica will do."""
     ref = operands.args[0]
     block: Block = ref._ttr_block
-    with residency.lock:
+    with residency.books.lock:
         device = _where_readable(block, operands.accelerator, residency)
         out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
-        if block.ready is None and device is residency.fast_device:
+        if block.ready is None and device is residency.books.ready_device:
             residency.set_ready(block, device)
     if type(out) in (list, tuple):
         return type(out)(make_ref(part, block, device, ref.device) for part in out)
@@ -159,8 +159,8 @@ def _where_readable(block: Block, accelerator: Device, residency: Residency) -> 
         return accelerator
     for replica in block.readable_replicas():
         return replica.device
-    residency.bring_home(block)
-    return residency.host
+    residency.copier.bring_home(block)
+    return residency.books.host
 
 
 def note_operator(operands: Operands, device: Device, residency: Residency) -> None:
@@ -172,8 +172,8 @@ def note_operator(operands: Operands, device: Device, residency: Residency) -> N
 
 def after_operator(operands: Operands, born: list[Block], manager: TensorsManager) -> None:
     """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
-    manager.residency.tell_deaths()
-    if manager.residency.accelerators:
+    manager.residency.feed.tell_deaths()
+    if manager.residency.books.accelerators:
         manager.after_operator(operands.accelerator, [*operands.blocks, *born])
     if settings.check >= 2:
         manager.check()

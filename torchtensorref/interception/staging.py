@@ -136,7 +136,7 @@ class Staged:
         plan, operands = self.operands.plan, self.operands
         for name in plan.reads_at_home:
             original = operands.argument(name)
-            home = self.manager.plain_at_home(operands.adopted.get(id(original), original))
+            home = self.manager.ownership.plain_at_home(operands.adopted.get(id(original), original))
             if name in self.kwargs:
                 self.kwargs[name] = home
             else:
@@ -146,7 +146,7 @@ class Staged:
         """Let go of the operands; those about which nothing is left to decide are ready again."""
         residency, device = self.manager.residency, self.device
         residency.release(self._held)
-        with residency.lock:
+        with residency.books.lock:
             for block in self.operands.blocks:
                 if device.is_host:
                     residency.settle_at_home(block)
