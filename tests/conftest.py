@@ -45,16 +45,16 @@ def manage() -> Iterator[Callable[..., Any]]:
     gc.collect()
     residency = tensorsManager.residency
     tensorsManager.check()
-    assert not residency._pins_by_thread, "an operator ended and still holds operands"
-    assert not residency.hazards, "an operator ended and is still announced"
-    for ledger in residency.ledgers.values():
+    assert not residency.holds.pins_by_thread, "an operator ended and still holds operands"
+    assert not residency.holds.announced, "an operator ended and is still announced"
+    for ledger in residency.books.ledgers.values():
         assert not [r for r in ledger.replicas() if r.pins]
     tensorsManager.bring_all_home()
-    for device in residency.accelerators:
+    for device in residency.books.accelerators:
         held = [
             block
-            for replica in residency.ledgers[device].replicas()
-            if (block := residency.block_of(replica)) is not None and block.exposure is None
+            for replica in residency.books.ledgers[device].replicas()
+            if (block := residency.books.block_of(replica)) is not None and block.exposure is None
         ]
         assert held == []
     tensorsManager.check()

@@ -56,7 +56,7 @@ SHARES = [8.0, 0.5, 0.2, 0.05, 0.01]
 @pytest.mark.parametrize("share", SHARES)
 def test_no_strategy_changes_a_bit_or_passes_the_budget(manage, strategy, share):
     manager = manage(strategy, nbytes=1 << 20)
-    device = manager.residency.main
+    device = manager.residency.books.main
     for program, nbytes in PROGRAMS.values():
         limit_nbytes = manager.budget = int(nbytes * share)
         manager.reset_stats()
@@ -70,7 +70,7 @@ def test_the_results_keep_right_when_everything_has_gone_home(manage, strategy):
     manager = manage(strategy, nbytes=10_000)
     ours = managed_result(scattered, manager)
     manager.bring_all_home()
-    assert manager.residency.main.resident_nbytes == 0
+    assert manager.residency.books.main.resident_nbytes == 0
     plain = plain_result(scattered)
     assert all(
         torch.equal(manager.release(b), a) for a, b in zip(plain[:-1], ours[:-1], strict=True)
@@ -80,11 +80,11 @@ def test_the_results_keep_right_when_everything_has_gone_home(manage, strategy):
 def test_what_dies_is_given_back_at_once(manage, strategy):
     manager = manage(strategy)
     held = manager.adopt(torch.rand(10, 10)) * 2
-    before = manager.residency.main.resident_nbytes
+    before = manager.residency.books.main.resident_nbytes
     for _ in range(20):
         passing = manager.adopt(torch.rand(10, 10)) @ held
         del passing
-    assert manager.residency.main.resident_nbytes <= max(before, held.nbytes)
+    assert manager.residency.books.main.resident_nbytes <= max(before, held.nbytes)
 
 
 def largest_operator_nbytes(sizes: list[int]) -> int:
@@ -109,7 +109,7 @@ def chain_of(manager: Any) -> tuple[list[Any], Any]:
 def test_genoa_holds_one_operator_and_copies_nothing_clean_back(manage):
     manager = manage("genoa")
     weights, x = chain_of(manager)
-    device = manager.residency.main
+    device = manager.residency.books.main
     for weight in weights:
         before = manager.stats()
         x = x @ weight
@@ -189,7 +189,7 @@ def test_a_strategy_that_raises_does_not_hurt_the_books(manage):
     with pytest.raises(ZeroDivisionError):
         sweep_sum(refs)
     manager.check()
-    assert not manager.residency._pins_by_thread
+    assert not manager.residency.holds.pins_by_thread
     manager.strategy = "lru"
     sweep_sum(refs)
 

@@ -186,7 +186,7 @@ def main(arguments: list[str]) -> int:
     with torchTensorRef.disabled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensorsManager.device = name
-        device = tensorsManager.residency.main
+        device = tensorsManager.residency.books.main
         findings = audit(
             tensorsManager, device, ops, samples=chosen.samples, seconds=chosen.seconds
         )

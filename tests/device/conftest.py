@@ -102,7 +102,7 @@ def managed_by(device: Any) -> Iterator[Callable[..., Any]]:
         yield make
     gc.collect()
     tensorsManager.check()
-    assert not tensorsManager.residency._pins_by_thread
+    assert not tensorsManager.residency.holds.pins_by_thread
     tensorsManager.bring_all_home()
     device.limit(device.capacity_nbytes)
     device.synchronize()

@@ -47,7 +47,7 @@ def test_one_after_the_other_a_budget_is_lowered_and_raised(manage, device, scal
     for size in (9, 20, 6, 30):
         manager.budget = scale.nbytes(size * MIB)
         assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
-        assert manager.residency.ledgers[device].resident_nbytes <= manager.budget
+        assert manager.residency.books.ledgers[device].resident_nbytes <= manager.budget
 
 
 class StarvedKernels:
@@ -90,7 +90,7 @@ def test_a_kernel_without_memory_is_run_again_there(manage, device, scale, monke
     assert_same([plain], ours(manager, [result]))
     assert manager.stats()["host_fallback_count"] == 0
     assert manager.budget == budget, "what the user said stays"
-    ledger = manager.residency.ledgers[device]
+    ledger = manager.residency.books.ledgers[device]
     assert ledger.budget.limit_nbytes < budget, "and more is left to kernels"
 
 
@@ -129,7 +129,7 @@ def test_a_factory_that_finds_no_room_gets_what_can_be_evicted(manage, device):
 
     def factory(size: int) -> torch.Tensor:
         manager.stats()  # takes the dead off the books
-        calls.append(manager.residency.ledgers[device].resident_nbytes)
+        calls.append(manager.residency.books.ledgers[device].resident_nbytes)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("no room")
         return torch.zeros(size, device=device.torch_device)
@@ -163,7 +163,7 @@ def test_what_others_take_is_given_up_and_taken_again(manage, device, scale, mon
     emptied_before = device.double.emptied_count
     device.double.others_nbytes = 16 * MIB
     assert until(lambda: manager.budget <= alone - 10 * MIB)
-    ledger = manager.residency.ledgers[device]
+    ledger = manager.residency.books.ledgers[device]
     assert until(lambda: ledger.resident_nbytes <= ledger.budget.limit_nbytes)
     assert until(lambda: device.double.emptied_count > emptied_before), "also what was only cached"
     assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
@@ -180,7 +180,7 @@ def test_a_look_that_has_begun_does_not_undo_what_the_user_says(manage, device, 
     """The watching thread has seen what others take; meanwhile the user sets a budget."""
     manager = manage("lru", None)
     manager.budget = None
-    residency, ledger = manager.residency, manager.residency.ledgers[device]
+    residency, ledger = manager.residency, manager.residency.books.ledgers[device]
 
     def resolve(setting: Any, of: Any) -> Any:
         manager.budget = device.capacity_nbytes // 2

@@ -49,7 +49,7 @@ def test_a_number_at_home_is_given_by_value(ample: Any, value: Any, is_first: bo
         result = torch.mul(made, ref) if is_first else torch.mul(ref, made)
         expected = torch.mul(number, plain) if is_first else torch.mul(plain, number)
     assert differences(expected, result) == []
-    assert result.proxyInfo.device == ample.residency.main.name
+    assert result.proxyInfo.device == ample.residency.books.main.name
     assert ample.stats()["fetched_nbytes"] == fetched
     assert made.proxyInfo.device == "cpu"
 

@@ -127,7 +127,7 @@ def test_a_source_that_the_host_writes_next_was_read_before(manage, device, scal
             total = x + 1
             settle(device)
             x.fill_(float(turn))
-            manager.to_host(x)
+            manager.ownership.to_host(x)
         total = x + 1
         view = x.numpy()
         view[:] = -5

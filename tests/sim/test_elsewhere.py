@@ -34,13 +34,13 @@ def manager() -> Any:
         yield tensorsManager
     tensorsManager.check()
     # Not `bring_all_home`: on `meta` there are no bytes to bring, and nobody wants them.
-    tensorsManager.residency.ledgers.clear()
+    tensorsManager.residency.books.ledgers.clear()
     tensorsManager.budget = None
     tensorsManager.device = "sim"
 
 
 def is_there(manager: Any, ref: Any) -> bool:
-    return ref._ttr_block.readable_on(manager.residency.main) is not None
+    return ref._ttr_block.readable_on(manager.residency.books.main) is not None
 
 
 def test_a_step_of_training_stays_there(manager):
@@ -138,6 +138,6 @@ def test_the_operator_database(manager, number, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ops = audit.op_db[number::16]
-        found = audit.audit(manager, manager.residency.main, ops, samples=1)
+        found = audit.audit(manager, manager.residency.books.main, ops, samples=1)
     assert found.called > 20
     assert found.failures == []

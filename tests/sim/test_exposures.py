@@ -107,7 +107,7 @@ def test_a_budget_below_what_a_target_holds(manager, ref):
 
 
 def break_link(manager, attempts):
-    device = manager.residency.main
+    device = manager.residency.books.main
     for attempt in range(1, attempts + 1):
         device.fail_next("copy", attempt)
 

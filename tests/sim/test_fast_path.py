@@ -14,7 +14,7 @@ from torch import nn
 
 from torchTensorRef.interception import ready_path as fast_path
 from torchTensorRef.interception.slow_path import OpCall
-from torchTensorRef.memory import budget
+from torchTensorRef.memory import ledger as ledgers
 from torchTensorRef.operators.composites import TABLE
 from torchTensorRef.operators.schema import EXACT
 
@@ -334,7 +334,7 @@ def test_exact_operators_take_the_bytes_of_their_elements() -> None:
 
 
 def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
-    ledger = ample.residency.ledgers[ample.residency.main]
+    ledger = ample.residency.books.ledgers[ample.residency.books.main]
     x = ample.adopt(torch.rand(64, 64)).toGPU()
     with torch.no_grad():
         before = ledger.resident_nbytes
@@ -343,10 +343,10 @@ def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
         assert ledger.resident_nbytes == before + 6 * x.nbytes
         assert results[1]._ttr_block.replicas  # settled: counted once
         ample.check()
-        assert ledger.recount_nbytes() == ledger.resident_nbytes == before + 6 * x.nbytes
+        assert ledger.both_sums() == (before + 6 * x.nbytes,) * 2
         del results
         gc.collect()
-        ample.residency.bury()
+        ample.residency.books.bury()
         assert ledger.resident_nbytes == before
 
 
@@ -354,9 +354,9 @@ def test_a_result_borne_while_another_is_borne_is_counted(
     ample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making objects can collect garbage, whose finalizers may run operators."""
-    ledger = ample.residency.ledgers[ample.residency.main]
+    ledger = ample.residency.books.ledgers[ample.residency.books.main]
     monkeypatch.setattr(ledger, "_is_witnessed", False)
-    results, blocks, make = [torch.rand(4), torch.rand(8)], [], budget.Block
+    results, blocks, make = [torch.rand(4), torch.rand(8)], [], ledgers.Block
 
     def make_and_bear_another(*args: Any) -> Any:
         if len(results) == 1:
@@ -364,17 +364,17 @@ def test_a_result_borne_while_another_is_borne_is_counted(
         return make(*args)
 
     before = ledger.resident_nbytes
-    monkeypatch.setattr(budget, "Block", make_and_bear_another)
+    monkeypatch.setattr(ledgers, "Block", make_and_bear_another)
     blocks.append(ledger.bear_if_room(results.pop(0), 16, 0))
-    assert ledger.resident_nbytes == ledger.recount_nbytes() == before + 48
+    assert ledger.both_sums() == (before + 48,) * 2
     blocks.clear()
-    ample.residency.bury()
+    ample.residency.books.bury()
     assert ledger.resident_nbytes == before
 
 
 def test_threads_bear_and_settle_at_once(ample: Any) -> None:
     x = ample.adopt(torch.rand(8, 8)).toGPU()
-    ledger, done = ample.residency.ledgers[ample.residency.main], threading.Event()
+    ledger, done = ample.residency.books.ledgers[ample.residency.books.main], threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -388,7 +388,7 @@ def test_threads_bear_and_settle_at_once(ample: Any) -> None:
     def look() -> None:
         try:
             while not done.is_set():
-                with ample.residency.lock:
+                with ample.residency.books.lock:
                     ledger.replicas()
         except BaseException as error:
             errors.append(error)
@@ -416,7 +416,7 @@ def test_a_table_is_fetched_when_it_is_read_again_and_there_is_room(
             for _ in range(6):
                 assert_equal(F.embedding(torch.tensor([[3, 5]]), table), F.embedding(ids, ours))
                 manager.check()
-        assert (manager.where(ours._ttr_block) is manager.residency.main) == comes
+        assert (manager.ownership.where(ours._ttr_block) is manager.residency.books.main) == comes
         del ours, ids
 
 

@@ -75,10 +75,10 @@ def assert_nothing_leaks(manager: Any) -> None:
     """No pins, no copies in flight, and the allocator agrees with the ledger and with itself."""
     residency = manager.residency
     manager.check()
-    device = residency.main
-    ledger = residency.ledgers[device]
-    assert not residency._pins_by_thread
-    assert not residency.hazards
+    device = residency.books.main
+    ledger = residency.books.ledgers[device]
+    assert not residency.holds.pins_by_thread
+    assert not residency.holds.announced
     assert not [r for r in ledger.replicas() if r.pins]
     assert device.resident_nbytes == device.recount_nbytes() == ledger.resident_nbytes
     assert ledger.resident_nbytes == sum(r.nbytes for r in ledger.replicas())
@@ -97,7 +97,7 @@ def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes)
     while True:
         number += 1
         manager = manage(strategy, nbytes=nbytes)
-        device = manager.residency.main
+        device = manager.residency.books.main
         step = Step(manager.adopt)
         device.fail_next(kind, number)
         first = state_of(step, step.run())
@@ -124,7 +124,7 @@ def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes):
     while True:
         number += 3
         manager = manage(made.get(strategy, lambda: strategy)(), nbytes=nbytes)
-        device = manager.residency.main
+        device = manager.residency.books.main
         step = Step(manager.adopt)
         for attempt in range(ATTEMPTS):
             device.fail_next("copy", number + attempt)

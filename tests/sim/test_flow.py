@@ -84,7 +84,7 @@ class TestFollowing:
     def test_the_books_are_right_after_every_operator(self, manage):
         manager = manage(Flow(), 6 * LAYER_NBYTES, **SLOW_LINK)
         model = manager.adopt(stack(12))
-        device = manager.residency.main
+        device = manager.residency.books.main
         with torch.inference_mode():
             x = torch.ones(1, WIDTH)
             for number in sweeps(12, 5):
@@ -139,7 +139,7 @@ class TestSurprises:
 
         expected, found, manager = run_both(manage, program, 16, 0.5)
         assert torch.equal(expected, found)
-        assert not manager.residency.hazards
+        assert not manager.residency.holds.announced
 
     def test_training_and_evaluation_by_turns(self, manage):
         def program(model: nn.ModuleList) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ class TestSurprises:
         model = manager.adopt(stack(16))
         use_in_order(model, sweeps(16, 3))
         for number in (1, 4, 9):
-            manager.residency.main.fail_next("copy", number)
+            manager.residency.books.main.fail_next("copy", number)
         found = manager.release(use_in_order(model, sweeps(16, 3)))
         assert torch.equal(found, use_in_order(stack(16), sweeps(16, 3)))
 
@@ -199,11 +199,11 @@ class TestSurprises:
         refs = [manager.adopt(torch.full((WIDTH, WIDTH), float(n))) for n in range(6)]
         for ref in refs:
             ref.add_(1)
-        residency.main.synchronize()
-        before_ns = residency.main.now_ns()
+        residency.books.main.synchronize()
+        before_ns = residency.books.main.now_ns()
         for ref in refs:
             ref.mul_(2)
-        assert residency.main.now_ns() - before_ns < LAYER_NBYTES / 20e6 * 1e9 * 6
+        assert residency.books.main.now_ns() - before_ns < LAYER_NBYTES / 20e6 * 1e9 * 6
         for number, ref in enumerate(refs):
             assert (manager.release(ref) == 2 * (number + 1)).all()
 

@@ -52,7 +52,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_at_home_waits(manager, change):
     x = manager.adopt(torch.ones(1000), sole=True)
-    home = x._ttr_block.replicas[manager.residency.host]
+    home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
     before = home.base.untyped_storage().tolist()[:4]
     home_bytes.note_reader(home.base, reading)
@@ -63,7 +63,7 @@ def test_a_change_at_home_waits(manager, change):
 
 def test_releasing_waits(manager):
     x = manager.adopt(torch.ones(1000), sole=True)
-    home = x._ttr_block.replicas[manager.residency.host]
+    home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
     home_bytes.note_reader(home.base, reading)
     manager.release(x)
@@ -72,7 +72,7 @@ def test_releasing_waits(manager):
 
 def test_reading_at_home_does_not_wait(manager):
     x = manager.adopt(torch.ones(1000), sole=True)
-    home = x._ttr_block.replicas[manager.residency.host]
+    home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
     home_bytes.note_reader(home.base, reading)
     assert x.tolist() == [1.0] * 1000
@@ -97,7 +97,7 @@ class Device:
 def test_bytes_that_others_may_write_are_read_before_the_copy_is_left_alone(manager, is_exposed):
     x = manager.adopt(torch.ones(1000), sole=True)
     array = x.numpy() if is_exposed else None
-    home = x._ttr_block.replicas[manager.residency.host]
+    home = x._ttr_block.replicas[manager.residency.books.host]
     reading, device = Reading(home.base), Device()
     Transfer._mind_source(home, device, reading)  # type: ignore[arg-type]
     assert reading.was_finished is is_exposed

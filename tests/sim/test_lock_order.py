@@ -57,7 +57,7 @@ def curious(manage):
     manager = manage(strategy, nbytes=2_000)
 
     def take_lock() -> None:
-        with manager.residency.lock:
+        with manager.residency.books.lock:
             pass
 
     strategy.take_lock = take_lock
@@ -80,7 +80,7 @@ def test_when_the_device_refuses_a_result(curious):
     """Found by the soak: a result that the device had no room for was made room for with the lock
     held, while another thread told the strategy of an access and waited for the lock."""
     manager, strategy = curious
-    device = manager.residency.main
+    device = manager.residency.books.main
     x, y = manager.adopt(torch.rand(100)), manager.adopt(torch.ones(100))
     _ = y + 1
     for number in (1, 1, 1, 2, 2, 3, 3):
@@ -93,7 +93,7 @@ def test_when_the_device_refuses_a_result(curious):
 
 def test_when_the_device_refuses_a_fetch(curious):
     manager, strategy = curious
-    device = manager.residency.main
+    device = manager.residency.books.main
     x, y = manager.adopt(torch.rand(100)), manager.adopt(torch.ones(100))
     _ = y + 1
     for number in range(1, 5):

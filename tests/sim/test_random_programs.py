@@ -194,9 +194,9 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_one(self, data: Any) -> None:
         ref = self.pick(data)[1]
-        replica = ref._ttr_block.replicas.get(self.manager.residency.main)
+        replica = ref._ttr_block.replicas.get(self.manager.residency.books.main)
         if replica is not None:
-            self.manager.residency.evict(replica, "the test says so")
+            self.manager.residency.evictor.evict(replica, "the test says so")
 
     @rule(budget=st.sampled_from(BUDGETS))
     def change_the_budget(self, budget: int) -> None:
@@ -241,12 +241,12 @@ class Programs(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self) -> None:
         self.manager.check()
-        assert not self.manager.residency._pins_by_thread
+        assert not self.manager.residency.holds.pins_by_thread
 
     @invariant()
     def every_value_is_that_of_plain_torch(self) -> None:
         for plain, ours in self.pairs:
-            seen = self.manager.peek(ours)
+            seen = self.manager.ownership.peek(ours)
             assert plain.shape == seen.shape
             assert torch.equal(bits(plain), bits(seen)), f"{plain} became {seen}"
         for plain, ours in self.arrays:
@@ -261,7 +261,7 @@ class Programs(RuleBasedStateMachine):
         handlers.SHARE_FROM_NBYTES = self.shared_from
         self.manager.check()
         self.manager.bring_all_home()
-        assert self.manager.residency.main.resident_nbytes == 0
+        assert self.manager.residency.books.main.resident_nbytes == 0
         self.disabled.__exit__(None, None, None)
 
 

@@ -43,8 +43,8 @@ def ample(manage: Callable[..., Any]) -> Any:
     with torch.no_grad():
         yield manager
     manager.regions = True
-    assert not manager.residency.native_blocks
-    assert not manager.residency.native_entries
+    assert not manager.residency.holds.native_blocks
+    assert not manager.residency.holds.native_entries
     assert manager.residency.recorder is None
 
 
@@ -529,8 +529,8 @@ def test_threads_run_the_same_module(ample: Any) -> None:
     assert not found, found[:3]
     ample.check()
     residency = ample.residency
-    assert residency.fast_device is residency.main
-    assert residency.fast_host is residency.host
+    assert residency.books.ready_device is residency.books.main
+    assert residency.books.ready_host is residency.books.host
 
 
 def test_input_exposed_to_numpy(ample: Any) -> None:
@@ -786,9 +786,9 @@ def test_uses_are_told_as_the_operators_tell_them(manage: Callable[..., Any]) ->
             for _ in range(4):
                 ours(x)
             seen = _uses_told(manager.strategy, names)
-            start = manager.residency.tick
+            start = manager.residency.books.tick
             ours(x)
-            told[native] = [*seen, manager.residency.tick - start]
+            told[native] = [*seen, manager.residency.books.tick - start]
             assert bool(manager.native.native_count) == native
         del ours, x
     assert told[True] == told[False]

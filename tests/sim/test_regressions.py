@@ -95,9 +95,9 @@ def test_what_was_fetched_ahead_goes_with_the_last_ref(manager):
     could evict them."""
     ref = manager.adopt(torch.rand(50)) + 0
     ref.toCPU()
-    device = manager.residency.main
-    manager.residency.known[ref._ttr_block.block_id] = ref._ttr_block
-    assert manager.residency.prefetch(device, ref._ttr_block.block_id, ())
+    device = manager.residency.books.main
+    manager.residency.books.known[ref._ttr_block.block_id] = ref._ttr_block
+    assert manager.residency.prefetcher.prefetch(device, ref._ttr_block.block_id, ())
     assert device.resident_nbytes == 200
     del ref
     assert device.resident_nbytes == 0

@@ -55,7 +55,7 @@ def test_fallbacks_are_counted_with_their_reason(manage):
 def test_it_fits_a_screen(manager):
     refs = [manager.adopt(torch.rand(50)) for _ in range(60)]
     arrays = [ref.numpy() for ref in refs]
-    fallbacks = manager.residency.counts.host_fallbacks
+    fallbacks = manager.residency.books.counts.host_fallbacks
     fallbacks.update({f"reason {number}": number for number in range(20)})
     lines = manager.report().splitlines()
     assert len(lines) <= 30

@@ -42,10 +42,11 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 def assert_idle(manager: Any, limit_nbytes: int | None = None) -> None:
     manager.check()
     residency = manager.residency
-    assert not residency._pins_by_thread
-    assert not residency.hazards
-    assert not [r for ledger in residency.ledgers.values() for r in ledger.replicas() if r.pins]
-    device = residency.main
+    assert not residency.holds.pins_by_thread
+    assert not residency.holds.announced
+    ledgers = residency.books.ledgers.values()
+    assert not [r for ledger in ledgers for r in ledger.replicas() if r.pins]
+    device = residency.books.main
     assert device.peak_nbytes <= (limit_nbytes or manager.budget)
     assert device.recount_nbytes() == device.resident_nbytes
 
@@ -219,7 +220,7 @@ def test_a_copy_that_another_thread_is_just_issuing_is_waited_for(manage, monkey
     manager = manage()
     plain = torch.rand(30, 30)
     ref = manager.adopt(plain.clone())
-    gate = gated(monkeypatch, manager.residency.transfer, "fetch")
+    gate = gated(monkeypatch, manager.residency.copier.transfer, "fetch")
     results = two_at_once(gate, lambda: ref + 1, lambda: ref * 2)
     assert_same([plain + 1, plain * 2], results)
     assert_idle(manager)
@@ -232,7 +233,7 @@ def test_what_is_written_while_it_is_evicted_is_not_lost(manage, monkeypatch, wr
     ref = manager.adopt(plain.clone()) + 1
     plain = plain + 1
     other = manager.adopt(torch.rand(60, 60))  # pushes `ref` out
-    gate = gated(monkeypatch, manager.residency.transfer, "write_back")
+    gate = gated(monkeypatch, manager.residency.copier.transfer, "write_back")
     two_at_once(gate, other.toGPU, lambda: write(ref))
     write(plain)
     assert_same(plain, ref)
@@ -247,7 +248,7 @@ def test_a_sharer_writes_while_another_one_is_read(manage, monkeypatch, writes_s
     source = manager.adopt(plain.clone())
     twin = copy.deepcopy(source)
     read, written = (twin, source) if writes_source else (source, twin)
-    device = manager.residency.main
+    device = manager.residency.books.main
     gate = gated(monkeypatch, device, "before_operator")
     results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
     assert_same([plain * 2, torch.zeros(30, 30)], results)
@@ -262,7 +263,7 @@ def test_a_sharer_writes_while_another_one_is_read_at_home(manage, monkeypatch, 
     source = manager.adopt(plain.clone())
     twin = copy.deepcopy(source)
     read, written = (twin, source) if writes_source else (source, twin)
-    gate = gated(monkeypatch, manager.residency.host, "before_operator")
+    gate = gated(monkeypatch, manager.residency.books.host, "before_operator")
     results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
     assert_same([plain * 2, torch.zeros(30, 30)], results)
     assert_idle(manager)
@@ -274,11 +275,11 @@ def test_a_fetch_takes_its_room_or_refuses(manage):
     xs = [manager.adopt(torch.rand(150)) for _ in range(2)]
     residency = manager.residency
     for _ in xs:
-        residency.make_room(residency.main, 600, "both are told so")
-    residency.fetch(xs[0]._ttr_block, residency.main)
+        residency.evictor.make_room(residency.books.main, 600, "both are told so")
+    residency.copier.fetch(xs[0]._ttr_block, residency.books.main)
     with pytest.raises(RoomTakenError):
-        residency.fetch(xs[1]._ttr_block, residency.main)
-    assert residency.main.resident_nbytes == 600
+        residency.copier.fetch(xs[1]._ttr_block, residency.books.main)
+    assert residency.books.main.resident_nbytes == 600
     manager.check()
 
 
@@ -289,13 +290,13 @@ def test_two_fast_operators_do_not_wait_for_each_other(manage, monkeypatch):
     _ = mine + 1, other + 1
     residency = manager.residency
     waits: list[float] = []
-    monkeypatch.setattr(residency.unpinned, "wait", waits.append)
-    residency.hazards[threading.get_ident()] = (mine,)
-    residency.hazards[-1] = (other,)
+    monkeypatch.setattr(residency.books.released, "wait", waits.append)
+    residency.holds.announced[threading.get_ident()] = (mine,)
+    residency.holds.announced[-1] = (other,)
     try:
         with pytest.raises(OutOfBudgetError):
-            residency.make_room_patiently(residency.main, 800, "results")
+            residency.evictor.make_room_patiently(residency.books.main, 800, "results")
     finally:
-        residency.hazards.clear()
+        residency.holds.announced.clear()
     assert len(waits) == 1
     assert_idle(manager)

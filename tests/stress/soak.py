@@ -233,7 +233,7 @@ def again(program: Callable[[torch.Generator], Any], seed: int, plain: Any) -> s
 
 def unsettle(chance: random.Random, tally: Tally) -> None:
     """Change something, or ask for something, while programs run."""
-    device = tensorsManager.residency.main
+    device = tensorsManager.residency.books.main
     kind = chance.choice(("budget", "budget", "strategy", "fault", "check", "report", "home"))
     tally.changes[kind] += 1
     if kind == "budget":
@@ -307,7 +307,7 @@ def look() -> Left:
     kinds = Counter(type(x).__name__ for x in gc.get_objects())
     return Left(
         {name: kinds[name] for name in COUNTED},
-        tensorsManager.residency.main.resident_nbytes,
+        tensorsManager.residency.books.main.resident_nbytes,
         process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
         threading.active_count(),
         process.memory_info().rss,
@@ -331,7 +331,7 @@ def leaks(before: Left, now: Left) -> list[str]:
         grown = now.memory_nbytes - before.memory_nbytes
         found.append(f"the process has grown by {grown >> 20} MiB")
     residency = tensorsManager.residency
-    if residency._pins_by_thread or residency.hazards:
+    if residency.holds.pins_by_thread or residency.holds.announced:
         found.append("operands are still held although no operator runs")
     return found
 

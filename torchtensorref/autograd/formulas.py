@@ -107,7 +107,7 @@ class Gradient:
             or any(map(is_batched, values))
         ):
             return self._of(values)
-        plain = [tensorsManager.plain_at_home(value) for value in values]
+        plain = [tensorsManager.ownership.plain_at_home(value) for value in values]
         return tensorsManager.adopt(self._of(plain), sole=True)
 
     def _of(self, values: Any) -> Any:

@@ -52,7 +52,7 @@ def plain_argument(op: OpOverload, position: int) -> Treatment:
 
 
 def _readable(value: Any) -> Any:
-    return tensorsManager.peek(value) if type(value) is TensorRef else value
+    return tensorsManager.ownership.peek(value) if type(value) is TensorRef else value
 
 
 def whole(name: str) -> Treatment:

@@ -145,10 +145,10 @@ def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return wrapped(*args, **kwargs)
     except torch.OutOfMemoryError:
         residency = _core().manager.residency
-        device = residency.main
+        device = residency.books.main
         if device.is_host or device.is_simulated:
             raise
-        residency.evict_some(device, residency.ledgers[device].resident_nbytes)
+        residency.evictor.evict_some(device, residency.books.ledgers[device].resident_nbytes)
         device.give_up_caches()
     return wrapped(*args, **kwargs)
 
@@ -172,7 +172,7 @@ def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
 def _plain_values(values: Any) -> Any:
     core = _core()
     if type(values) is core.TensorRef:
-        return core.manager.peek(values).clone()
+        return core.manager.ownership.peek(values).clone()
     if not isinstance(values, (list, tuple)):
         return values
     parts = [_plain_values(part) for part in values]
@@ -190,10 +190,10 @@ def _fresh(plain: Tensor) -> Any:
     core = _core()
     residency = core.manager.residency
     if plain.is_cpu:
-        device, label = residency.host, _CPU
+        device, label = residency.books.host, _CPU
     else:
         label = plain.device
-        device = next((d for d in residency.accelerators if d.torch_device == label), None)
+        device = next((d for d in residency.books.accelerators if d.torch_device == label), None)
         if device is None or device.is_simulated:
             return plain
     requires_grad = plain.requires_grad
@@ -232,7 +232,7 @@ def _adopted(plain: Tensor) -> Any:
     """Make the TensorRef over memory that others may hold, too."""
     if plain.device.type == "meta" or plain.layout is not torch.strided:
         return plain
-    return _core().manager.adopt_tensor(plain)
+    return _core().manager.ownership.adopt_tensor(plain)
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ class Adoption:
                 # Read from a file. Were the first of several views adopted alone, the others could
                 # not share a block with it.
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                self._wholes.append(self._manager.adopt_tensor(whole, sole=True))
-        return self._manager.adopt_tensor(tensor, sole=True)
+                self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=True))
+        return self._manager.ownership.adopt_tensor(tensor, sole=True)
 
     def _in_place(self, container: Any) -> Any:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)

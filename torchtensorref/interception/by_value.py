@@ -48,10 +48,10 @@ _empty = torch._C._VariableFunctions.empty
 def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
     residency: Any = tensorsManager._residency
-    device, host = residency.main, residency.fast_host
+    device, host = residency.books.main, residency.books.ready_host
     if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
         return SLOW
-    if residency.fast_device is not device:
+    if residency.books.ready_device is not device:
         return SLOW  # somebody wants to see every operator
     flat = list(flattened(plan, args))
     is_there = False
@@ -86,14 +86,14 @@ def _is_number(ref: Any) -> bool:
 
 def _by_value(ref: Any, residency: Any, device: Device) -> Any:
     """Make a TensorRef with the number of another, counted as results are; None without room."""
-    host = residency.host
+    host = residency.books.host
     home = ref._ttr_plain if ref._ttr_device is host else plain_on(ref, host)
     size, options = ref.size(), {"dtype": ref.dtype, "device": device.torch_device}
     try:
         plain = _full(size, home.item(), **options) if home.numel() else _empty(size, **options)
     except SHORTAGES:
         return None
-    block = residency.ledgers[device].bear_if_room(plain, plain.nbytes, residency.tick)
+    block = residency.books.ledgers[device].bear_if_room(plain, plain.nbytes, residency.books.tick)
     if block is None:
         return None  # the long way makes room
     ref._ttr_block.carried_count += 1

@@ -73,6 +73,6 @@ def _with_constants(tracer: Any, arguments: Any) -> Any:
     def constant(value: Any) -> Any:
         if type(value) is not TensorRef or has_proxy_slot(value, tracer):
             return value
-        return tensorsManager.exposed_plain(value, "a constant of a traced graph")
+        return tensorsManager.ownership.exposed_plain(value, "a constant of a traced graph")
 
     return tree_map(constant, arguments)

@@ -48,9 +48,9 @@ class Ladder(Operands):
 
     def _run_down_the_ladder(self, device: Device) -> Any:
         """Run on a device; where memory is too short for it, on the host."""
-        host = self.residency.host
+        host = self.residency.books.host
         if device is host:
-            self.residency.counts.host_op_count += 1
+            self.residency.books.counts.host_op_count += 1
             return self.run_on(host)
         if self._might_need_a_second_run():
             self._note_fallback("writes and makes results while memory is short")
@@ -96,16 +96,16 @@ class Ladder(Operands):
         if device.is_simulated or not out_of_memory or isinstance(error, OutOfBudgetError):
             return _NO_ROOM
         residency = self.residency
-        ledger = residency.ledgers[device]
+        ledger = residency.books.ledgers[device]
         operands_nbytes = sum(block.nbytes for block in self.blocks)
         for need_nbytes in (max(LEAST_NBYTES, operands_nbytes), ledger.budget.limit_nbytes):
             generators.restore()
-            with residency.lock:
+            with residency.books.lock:
                 note_shortage(ledger)
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
-            residency.evict_some(device, max(need_nbytes, excess_nbytes))
+            residency.evictor.evict_some(device, max(need_nbytes, excess_nbytes))
             device.give_up_caches()
-            residency.log.note("-", f"again {self.plan.name}", "a kernel found no memory")
+            residency.books.log.note("-", f"again {self.plan.name}", "a kernel found no memory")
             try:
                 return self.run_on(device)
             except SHORTAGES as again:
@@ -117,14 +117,14 @@ class Ladder(Operands):
         """What does not fit is made again on the host: impossible once operands have changed."""
         if not self.written or all(twin is not None for twin in self.plan.result_of_write):
             return False
-        ledger = self.residency.ledgers[self.accelerator]
+        ledger = self.residency.books.ledgers[self.accelerator]
         need_nbytes = 3 * sum(block.nbytes for block in self.blocks)
         return need_nbytes > ledger.budget.limit_nbytes
 
     def _note_fallback(self, reason: str) -> None:
-        fallbacks = self.residency.counts.host_fallbacks
+        fallbacks = self.residency.books.counts.host_fallbacks
         fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        self.residency.log.note("-", f"host fallback {self.plan.name}", reason)
+        self.residency.books.log.note("-", f"host fallback {self.plan.name}", reason)
 
     def _note_shortage(self, error: BaseException) -> None:
         self._note_fallback(_reason(error))

@@ -31,7 +31,7 @@ def _share(call: OpCall) -> Any:
     if type(source) is not TensorRef or not _keeps_everything(source, call.kwargs):
         return NotImplemented
     label = torch.device(call.kwargs.get("device") or source.device)
-    return tensorsManager.copy_of(source, None, label=label)
+    return tensorsManager.ownership.copy_of(source, None, label=label)
 
 
 def _changes_something(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -80,25 +80,24 @@ def _resize_at_home(call: OpCall) -> Any:
     if type(ref) is not TensorRef:
         return NotImplemented
     residency = tensorsManager.residency
-    residency.unshare(ref._ttr_block)
-    residency.own_home_bytes(ref._ttr_block)
-    plain_args = [tensorsManager.plain_at_home(arg) for arg in call.args]
-    kwargs = {name: tensorsManager.plain_at_home(arg) for name, arg in call.kwargs.items()}
-    tensorsManager.forget_accelerators(ref._ttr_block)
+    residency.sharing.unshare(ref._ttr_block)
+    residency.sharing.own_home_bytes(ref._ttr_block)
+    at_home = tensorsManager.ownership.plain_at_home
+    plain_args = [at_home(arg) for arg in call.args]
+    kwargs = {name: at_home(arg) for name, arg in call.kwargs.items()}
+    residency.forget_accelerators(ref._ttr_block)
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
     plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
     call.plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:
-        other = tensorsManager.block_of_storage(plain, call.args[1:])
+        other = tensorsManager.ownership.block_of_storage(plain, call.args[1:])
         replace_metadata(ref, other)
         return ref
     block: Block = ref._ttr_block
-    block.nbytes = before.nbytes()
-    for replica in block.replicas.values():
-        replica.nbytes = block.nbytes
+    residency.resized(block, before.nbytes())
     ref._ttr_home = None
-    replace_metadata(ref, make_ref(plain, block, residency.host, ref.device))
+    replace_metadata(ref, make_ref(plain, block, residency.books.host, ref.device))
     return ref
 
 

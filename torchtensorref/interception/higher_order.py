@@ -22,7 +22,7 @@ def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
     """Run what is no plain operator on plain tensors at home."""
 
     def plain(value: Any) -> Any:
-        return tensorsManager.plain_at_home(value) if type(value) is TensorRef else value
+        return tensorsManager.ownership.plain_at_home(value) if type(value) is TensorRef else value
 
     def wrapped(value: Any) -> Any:
         return tensorsManager.adopt(value) if type(value) is torch.Tensor else value

@@ -54,7 +54,7 @@ class Operands:
         self.kwargs = kwargs
         self.manager = manager
         self.residency = manager.residency
-        self.accelerator = self.residency.main
+        self.accelerator = self.residency.books.main
         self.born: list[Block] = []
 
     # -- analyse --------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Operands:
         ):
             self.special.append(tensor)
         elif tensor.dim() > 0 or self.plan.writes:
-            ref = self.manager.adopt_operand(tensor)
+            ref = self.manager.ownership.adopt_operand(tensor)
             if ref is None:
                 self.special.append(tensor)
             else:
@@ -126,8 +126,8 @@ class Operands:
 
     def place(self) -> Device:
         """Decide where the operator runs."""
-        residency, host, plan = self.residency, self.residency.host, self.plan
-        if not residency.accelerators or self.special:
+        residency, host, plan = self.residency, self.residency.books.host, self.plan
+        if not residency.books.accelerators or self.special:
             return host
         if self.guests is not None:
             return self.accelerator  # the program has put one of its operands there
@@ -157,9 +157,9 @@ class Operands:
         if block.readable_on(self.accelerator) is not None:
             return False
         residency = self.residency
-        ledger = residency.ledgers[self.accelerator]
+        ledger = residency.books.ledgers[self.accelerator]
         room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
-        is_wanted = block.use_count >= TABLE_USES and not residency.is_pressed
+        is_wanted = block.use_count >= TABLE_USES and not residency.books.is_pressed
         return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
 
     def _dtype(self) -> torch.dtype:
@@ -174,6 +174,6 @@ class Operands:
             flops=0,
             default_device=self.accelerator.name,
         )
-        with residency.strategy_lock:
-            name = residency.strategy.place(snapshot)
+        with residency.feed.lock:
+            name = residency.feed.strategy.place(snapshot)
         return self.manager.device_named(name)

@@ -69,17 +69,17 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         return SLOW
     device = first._ttr_block.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
-    if device is not residency.fast_device and device is not residency.fast_host:
+    if device is not residency.books.ready_device and device is not residency.books.ready_host:
         return SLOW
     ident = get_ident()
-    hazards = residency.hazards
+    hazards = residency.holds.announced
     outer = hazards.get(ident)
     # Announce first, look second: an evictor closes first and looks second (Movement._seize), so
     # that one of the two sees the other.
     hazards[ident] = args if outer is None else outer + args
     try:
         plain_args = []
-        tick = residency.tick
+        tick = residency.books.tick
         for arg in args:
             kind = type(arg)
             if kind is TensorRef:
@@ -103,7 +103,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         writes = plan.writes
         if writes and not first._ttr_block.owned:
             return SLOW
-        residency.tick = tick + 1
+        residency.books.tick = tick + 1
         run = plan.op if _function_modes() else plan.binding
         if listed_count:
             out = run(
@@ -148,7 +148,7 @@ def _whole(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if not taken_nbytes:
         return run_one(plan, args, kwargs)
     device, residency = args[0]._ttr_block.ready, tensorsManager._residency
-    ledger = residency.ledgers.get(device)  # type: ignore[union-attr]
+    ledger = residency.books.ledgers.get(device)  # type: ignore[union-attr]
     if ledger is None or ledger.resident_nbytes + taken_nbytes > ledger.budget.high_nbytes:
         return SLOW
     try:
@@ -173,13 +173,13 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     device = first._ttr_block.ready
     if (
-        (device is not residency.fast_device and device is not residency.fast_host)
+        (device is not residency.books.ready_device and device is not residency.books.ready_host)
         or (first._ttr_block.nbytes >= plan.fast_below_nbytes and not plan.fast_above(args, kwargs))
         or plan.draws_random(args, kwargs)
     ):
         return SLOW
     ident = get_ident()
-    hazards = residency.hazards
+    hazards = residency.holds.announced
     outer = hazards.get(ident)
     hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
     try:
@@ -190,7 +190,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
                     arg._ttr_device is not device and not can_look(arg, device)
                 ):
                     return SLOW
-                arg._ttr_block.last_use = residency.tick
+                arg._ttr_block.last_use = residency.books.tick
                 plain.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
                 return SLOW
@@ -198,7 +198,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
                 plain.append(arg)
         if plan.writes and not _all_owned(plan, args):
             return SLOW
-        residency.tick += 1
+        residency.books.tick += 1
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
@@ -288,11 +288,12 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
     if not is_dense and _has_no_bytes_of_its_own(out):
         return out
     block: Block | None = None
-    # Under pressure the strategy may want to hear of it.
-    ledger = None if residency.is_pressed else residency.ledgers.get(device)
+    books = residency.books
+    # Under pressure the strategy may want to hear of it; who counts for himself may refuse.
+    ledger = None if books.is_pressed or device.is_witness else books.ledgers.get(device)
     if ledger is not None:
         nbytes = out.nbytes if is_dense else out.untyped_storage().nbytes()
-        block = ledger.bear_if_room(out, nbytes, residency.tick)
+        block = ledger.bear_if_room(out, nbytes, books.tick)
     if block is None:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:
@@ -340,7 +341,7 @@ def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     block, device = first._ttr_block, first._ttr_device
     residency: Any = tensorsManager._residency
     if block.ready is not device or (
-        device is not residency.fast_device and device is not residency.fast_host
+        device is not residency.books.ready_device and device is not residency.books.ready_host
     ):
         return SLOW
     if _is_inference_mode() and not first.is_inference():

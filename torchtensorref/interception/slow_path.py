@@ -14,7 +14,6 @@ from ..memory.budget import SHORTAGES
 from ..memory.plain_views import make_ref, parts_of, plain_on, replace_metadata, view_with
 from ..memory.ref import TensorRef
 from ..operators.costs import operator_cost
-from ..strategy import PERSISTENT_AFTER, Access
 from .device_labels import exchange_device, is_guest
 from .fallback import Ladder
 from .reference_check import Shadow
@@ -42,46 +41,15 @@ class OpCall(Ladder):
         if plan.is_true_view and type(self.args[0]) is TensorRef:
             return self.view()
         device = self.place()
-        self.residency.tick += 1
-        self.residency.counts.op_count += 1
-        self._tell_accesses(device)
+        self.residency.books.tick += 1
+        self.residency.books.counts.op_count += 1
+        self.residency.feed.tell_uses(device, self.blocks, self.written, self.plan.number)
         if self.residency.recorder is not None:
             self.residency.recorder.note(self, device)
         try:
             return self._run_down_the_ladder(device)
         finally:
             self._after()
-
-    # -- tell ---------------------------------------------------------------------------------
-
-    def _tell_accesses(self, device: Device) -> None:
-        residency = self.residency
-        strategy, tick = residency.strategy, residency.tick
-        if residency.unheard or residency.young:
-            residency.tell_births()
-        with residency.strategy_lock:
-            for block in self.blocks:
-                block.last_use = tick
-                block.use_count += 1
-                if block.use_count == 1:
-                    residency.known[block.block_id] = block
-                elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
-                    block.is_persistent = True
-                if device.is_host:
-                    continue  # the accelerator does not need it for this
-                if block.is_persistent:
-                    residency.told_tick = tick
-                replica = block.replicas.get(self.accelerator)
-                strategy.on_access(
-                    Access(
-                        block.block_id,
-                        block.nbytes,
-                        hash((self.plan.number, block.nbytes)),
-                        block.is_persistent,
-                        block in self.written,
-                        replica is not None and replica.state.value != "invalid",
-                    )
-                )
 
     # -- fetch, run, commit, wrap ---------------------------------------------------------------
 
@@ -108,7 +76,7 @@ class OpCall(Ladder):
             return self._wrap(out, device)
         finally:
             residency.release(held)
-            with residency.lock:
+            with residency.books.lock:
                 for block in self.blocks:
                     if device.is_host:
                         residency.settle_at_home(block)
@@ -129,7 +97,7 @@ class OpCall(Ladder):
             kwargs.update(tree_map_only(torch.Tensor, at_hand, kwargs))
         for name in self.plan.reads_at_home:
             original = self.plan.argument(name, self.args, self.kwargs)
-            home = self.manager.plain_at_home(self.foreign.get(id(original), original))
+            home = self.manager.ownership.plain_at_home(self.foreign.get(id(original), original))
             if name in kwargs:
                 kwargs[name] = home
             else:
@@ -157,13 +125,13 @@ class OpCall(Ladder):
         device.before_operator(reads, writes)
         shadow = Shadow(self.plan, args, kwargs) if settings.shadow else None
         if settings.trace >= 3:
-            self.residency.log.note("-", self.plan.name, f"on {device.name}")
+            self.residency.books.log.note("-", self.plan.name, f"on {device.name}")
         try:
             out = self._call_kernel(args, kwargs)
         finally:
             # Also after an exception: a kernel may have written part of what it writes.
             for block in self.written:
-                self.residency.written(block, device)
+                self.residency.copier.written(block, device)
             if self.plan.counts_lists:
                 self.plan.count_writes(self.args, self.kwargs)
         if shadow is not None:
@@ -237,7 +205,7 @@ class OpCall(Ladder):
             # What it has written cannot be written again, so it cannot run again: the result is
             # there, and goes home.
             self._note_shortage(error)
-            plain, device = plain.cpu(), self.residency.host
+            plain, device = plain.cpu(), self.residency.books.host
             block = self.residency.born(plain, device)
         self._note_birth(block)
         return make_ref(plain, block, device, label)
@@ -245,7 +213,7 @@ class OpCall(Ladder):
     def _device_of(self, plain: torch.Tensor) -> Device | None:
         """Where a result lies that a kernel has made elsewhere than where it ran."""
         if plain.is_cpu:
-            return self.residency.host
+            return self.residency.books.host
         is_there = plain.device == self.accelerator.torch_device
         return self.accelerator if is_there else None
 
@@ -261,7 +229,9 @@ class OpCall(Ladder):
 
         def held(value: Any) -> Any:
             if type(value) is TensorRef:
-                return self.manager.exposed_plain(value, f"part of what {self.plan.name} made")
+                return self.manager.ownership.exposed_plain(
+                    value, f"part of what {self.plan.name} made"
+                )
             return value
 
         again: torch.Tensor = self.plan.op(
@@ -332,10 +302,10 @@ class OpCall(Ladder):
         ref = self.args[0]
         block: Block = ref._ttr_block
         residency = self.residency
-        with residency.lock:
+        with residency.books.lock:
             device = self._where_readable(block)
             out = self.plan.op(plain_on(ref, device), *self.args[1:], **self.kwargs)
-            if block.ready is None and device is residency.fast_device:
+            if block.ready is None and device is residency.books.ready_device:
                 residency.set_ready(block, device)
         if type(out) in (list, tuple):
             return type(out)(make_ref(part, block, device, ref.device) for part in out)
@@ -346,15 +316,15 @@ class OpCall(Ladder):
             return self.accelerator
         for replica in block.readable_replicas():
             return replica.device
-        self.residency.bring_home(block)
-        return self.residency.host
+        self.residency.copier.bring_home(block)
+        return self.residency.books.host
 
     # -- afterwards -----------------------------------------------------------------------------
 
     def _after(self) -> None:
         """Let the strategy give back, write back and look ahead; tell it who died."""
-        self.residency.tell_deaths()
-        if self.residency.accelerators:
-            self.manager.after_operator(self.accelerator, [*self.blocks, *self.born])
+        self.residency.feed.tell_deaths()
+        if self.residency.books.accelerators:
+            self.residency.after_operator(self.accelerator, [*self.blocks, *self.born])
         if settings.check >= 2:
             self.manager.check()

@@ -69,11 +69,11 @@ class Entry(Hold):
             finally:
                 self._withdraw()
                 self._release()
-        self.manager.after_operator(device, self.blocks)
+        self.residency.after_operator(device, self.blocks)
         return out
 
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
-        entries, ident = self.residency.native_entries, threading.get_ident()
+        entries, ident = self.residency.holds.native_entries, threading.get_ident()
         outer = entries.get(ident)
         entries[ident] = self
         try:
@@ -153,7 +153,7 @@ class Entry(Hold):
 
     def _note_write(self, ref: Any, block: Block) -> None:
         self.has_changed = True
-        self.residency.written(block, self.device)
+        self.residency.copier.written(block, self.device)
         if not ref.is_inference():
             torch.autograd.graph.increment_version(ref)
 
@@ -185,13 +185,13 @@ class Entry(Hold):
         for plain, ref, version in self.unwrapped:
             if plain.is_inference():
                 if not ref._ttr_block.owned:
-                    self.residency.written(ref._ttr_block, self.device)
+                    self.residency.copier.written(ref._ttr_block, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._ttr_block)
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
-                    self.residency.written(block, self.device)
+                    self.residency.copier.written(block, self.device)
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
@@ -229,13 +229,13 @@ class Entry(Hold):
         if not plain.untyped_storage().resizable():
             plain = _copied(plain)
         try:
-            if device not in residency.ledgers:
+            if device not in residency.books.ledgers:
                 raise TransferError(f"{device.name} is not in use any more")
             block = residency.born(plain, device)
         except SHORTAGES:
             at_home = bytes_of(plain).to("cpu", copy=True)
             plain = view_over(plain, at_home.untyped_storage())
-            return plain, residency.born(plain, residency.host), residency.host
+            return plain, residency.born(plain, residency.books.host), residency.books.host
         self.made[plain.untyped_storage()._cdata] = block
         return plain, block, device
 

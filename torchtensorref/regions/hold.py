@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..base.options import settings
-from ..memory.budget import SHORTAGES, Ledger
+from ..memory.budget import SHORTAGES
+from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager
-from ..strategy import Access
+from ..memory.strategy_feed import note_use
 from .recorder import Use
 from .region import Region, Structure
 
@@ -28,7 +29,7 @@ class Hold:
         self.region = region
         self.structure = structure
         self.residency = manager.residency
-        self.device = self.residency.main
+        self.device = self.residency.books.main
         self.slots = region.slots
         self.own = region.own
         self.given = tuple(
@@ -41,7 +42,7 @@ class Hold:
     def acquire(self) -> bool:
         """Hold all blocks on the device, with room for what passes; False if that cannot be."""
         residency, passing = self.residency, self.structure.passing_nbytes
-        ledger = residency.ledgers[self.device]
+        ledger = residency.books.ledgers[self.device]
         if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
             return False
         for block in self.blocks:
@@ -57,7 +58,7 @@ class Hold:
                 # What is given may be written inside, unseen: a static cache.
                 self.held = residency.acquire(self.device, self.blocks, self.given, passing)
             if self.device.is_witness:
-                residency.make_room_patiently(self.device, passing, "a native region")
+                residency.evictor.make_room_patiently(self.device, passing, "a native region")
                 self.reserve = self.device.allocate(passing)
             self._tell_accesses()
         except SHORTAGES:
@@ -79,7 +80,7 @@ class Hold:
         """
         if settings.regions == "forced":
             return True
-        if not self.residency.is_pressed:
+        if not self.residency.books.is_pressed:
             return True
         room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
         return passing_nbytes <= room_nbytes and all(
@@ -88,12 +89,12 @@ class Hold:
 
     def _announce(self) -> None:
         """From here on nobody evicts the blocks, this thread's own operators included."""
-        entries, key = self.residency.native_blocks, threading.get_ident()
+        entries, key = self.residency.holds.native_blocks, threading.get_ident()
         self.outer = entries.get(key)
         entries[key] = (*(self.outer or ()), *self.blocks)
 
     def _withdraw(self) -> None:
-        entries, key = self.residency.native_blocks, threading.get_ident()
+        entries, key = self.residency.holds.native_blocks, threading.get_ident()
         if self.outer is None:
             del entries[key]
         else:
@@ -109,20 +110,17 @@ class Hold:
 
     def _tell_accesses(self) -> None:
         """Tell what the recorded operators told: how they run makes no difference to forecasts."""
-        residency, structure = self.residency, self.structure
-        if residency.unheard or residency.young:
-            residency.tell_births()
-        tick = residency.tick
+        books, feed = self.residency.books, self.residency.feed
+        feed.tell_births()
+        tick = books.tick
         for block in self.blocks:
-            block.last_use = tick + 1
-            block.use_count += 1
-            if block.use_count == 1:
-                residency.known[block.block_id] = block
-        if residency.strategy.watches_accesses and residency.is_pressed:
-            with residency.strategy_lock:
+            note_use(books, block, tick + 1)
+        if feed.wants_every_use:
+            with feed.lock:
                 for use in self._uses():
-                    self._tell_use(use, tick)
-        residency.tick = tick + max(structure.op_count, 1)
+                    block = self.blocks[use.place]
+                    feed.tell_access(block, use.kind, tick + use.number, writes=use.writes)
+        books.tick = tick + max(self.structure.op_count, 1)
 
     def _uses(self) -> Iterable[Use]:
         """Return the recorded uses; each block once where the blocks are others now."""
@@ -131,21 +129,12 @@ class Hold:
         kinds = (hash(("region", block.nbytes)) for block in self.blocks)
         return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
 
-    def _tell_use(self, use: Use, tick: int) -> None:
-        block = self.blocks[use.place]
-        if block.is_persistent:
-            self.residency.told_tick = tick + use.number
-        there = block.readable_on(self.device) is not None
-        self.residency.strategy.on_access(
-            Access(block.block_id, block.nbytes, use.kind, block.is_persistent, use.writes, there)
-        )
-
     def _release(self) -> None:
         if not self.held:
             return
         residency = self.residency
         residency.release(self.held)
         self.held = []
-        with residency.lock:
+        with residency.books.lock:
             for block in self.blocks:
                 residency.set_ready(block, self.device)

@@ -31,23 +31,24 @@ def learn(
     own = set(in_order)
     given = [block for block in dict.fromkeys(ref._ttr_block for ref in inputs) if block not in own]
     recorder: Recorder | None = Recorder(tuple(in_order), given)
-    with residency.lock:
+    with residency.books.lock:
         if residency.recorder is not None:
             recorder = None
         else:
             residency.recorder = recorder
-            residency.fast_device = residency.fast_host = NOWHERE
+            residency.books.ready_device = residency.books.ready_host = NOWHERE
     if recorder is None:
         return module._call_impl(*args, **kwargs)
-    before_ns = residency.main.clocks().compute_ns
-    before_ops = residency.counts.op_count
+    before_ns = residency.books.main.clocks().compute_ns
+    before_ops = residency.books.counts.op_count
     had_gradients = [ref.requires_grad for ref in inputs]
     try:
         out = module._call_impl(*args, **kwargs)
     finally:
-        with residency.lock:
+        with residency.books.lock:
             residency.recorder = None
-            residency.fast_device, residency.fast_host = residency.main, residency.host
+            books = residency.books
+            books.ready_device, books.ready_host = books.main, books.host
     if had_gradients != [ref.requires_grad for ref in inputs]:
         recorder.mistrust("it decides whether what it is given has a gradient")
     structure.call_count += 1
@@ -55,8 +56,8 @@ def learn(
         structure.input_nbytes, sum(ref._ttr_block.nbytes for ref in inputs)
     )
     structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
-    structure.compute_ns = residency.main.clocks().compute_ns - before_ns
-    structure.op_count = residency.counts.op_count - before_ops
+    structure.compute_ns = residency.books.main.clocks().compute_ns - before_ns
+    structure.op_count = residency.books.counts.op_count - before_ops
     structure.uses, structure.block_count = tuple(recorder.uses), len(own) + len(given)
     structure.writes_inputs = structure.writes_inputs or recorder.writes_any(set(given))
     structure.is_random = structure.is_random or recorder.is_random

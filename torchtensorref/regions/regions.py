@@ -147,18 +147,18 @@ class Regions:
         On a real accelerator code that asks a tensor for its device gets another answer inside a
         region than outside: not before that has been seen to be harmless there.
         """
-        return self.manager.residency.main.torch_device.type == "cpu"
+        return self.manager.residency.books.main.torch_device.type == "cpu"
 
     def _could_be(self, module: nn.Module) -> bool:
         """Whether a module has managed parameters, and they fit the budget together."""
         residency = self.manager.residency
-        ledger = residency.ledgers.get(residency.main)
+        ledger = residency.books.ledgers.get(residency.books.main)
         if ledger is None:
             return False
         nbytes = self._nbytes.get(module)
         if nbytes is None:
             nbytes = self._nbytes[module] = self._own_nbytes(module)
-        is_short = residency.is_pressed and settings.regions != "forced"
+        is_short = residency.books.is_pressed and settings.regions != "forced"
         share = SHARE_UNDER_PRESSURE if is_short else LARGEST_SHARE
         return 0 < nbytes <= ledger.budget.limit_nbytes * share
 
@@ -170,7 +170,7 @@ class Regions:
         is seen: measured, the program took up to 4 % longer, and never less.
         """
         nbytes = self._nbytes.get(module, 0)
-        ledger = self.manager.residency.ledgers.get(self.manager.residency.main)
+        ledger = self.manager.residency.books.ledgers.get(self.manager.residency.books.main)
         return (
             ledger is not None
             and settings.regions != "forced"
@@ -210,7 +210,7 @@ class Regions:
         module = region.module()
         assert module is not None, "a region is called through its module"
         me = threading.get_ident()
-        if region.runner == me or me in self.manager.residency.native_entries:
+        if region.runner == me or me in self.manager.residency.holds.native_entries:
             return module._call_impl(*args, **kwargs)
         if self._must_be_intercepted(module):
             return module._call_impl(*args, **kwargs)
@@ -224,7 +224,7 @@ class Regions:
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
             return module._call_impl(*args, **kwargs)
-        if self.manager.residency.is_pressed and not self._could_be(module):
+        if self.manager.residency.books.is_pressed and not self._could_be(module):
             self._uncover(module)
             return module._call_impl(*args, **kwargs)
         exchange = Exchange()
@@ -261,7 +261,7 @@ class Regions:
 
     def _must_be_intercepted(self, module: nn.Module) -> bool:
         """Whether something outside the module wants to see its operators, or its tensors."""
-        if not self.manager.residency.strategy.allows_regions:
+        if not self.manager.residency.feed.strategy.allows_regions:
             return True
         if not self.enabled or settings.check >= 2 or settings.trace:
             return True

@@ -47,10 +47,10 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
     block = first._ttr_block
     device = block.ready
     residency: Any = tensorsManager._residency
-    if device is not residency.fast_device and device is not residency.fast_host:
+    if device is not residency.books.ready_device and device is not residency.books.ready_host:
         return SLOW
     ident, operands = get_ident(), (first, second)
-    hazards = residency.hazards
+    hazards = residency.holds.announced
     outer = hazards.get(ident)
     hazards[ident] = operands if outer is None else outer + operands  # first, as there
     try:
@@ -59,7 +59,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
             first._ttr_device is not device and not can_look(first, device)
         ):
             return SLOW
-        tick = residency.tick
+        tick = residency.books.tick
         block.last_use = tick
         value = second
         if type(second) is TensorRef:
@@ -70,7 +70,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
                 return SLOW
             other.last_use = tick
             value = second._ttr_plain
-        residency.tick = tick + 1
+        residency.books.tick = tick + 1
         out = plan.binding(first._ttr_plain, value)
         if device.is_simulated:
             charge(plan, operands, [first._ttr_plain, value], {}, out, device)

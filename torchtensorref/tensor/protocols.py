@@ -37,7 +37,7 @@ class Protocols:
 
     def _peek(self) -> Tensor:
         """A plain look at the current values; moves nothing, and may not be written or kept."""
-        return tensorsManager.peek(self)
+        return tensorsManager.ownership.peek(self)
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Print as a torch.Tensor prints."""
@@ -87,7 +87,7 @@ class Protocols:
 
     def exposed_plain(self: Any, why: str) -> Tensor:
         """Return a plain host tensor over the same bytes, which stay at home while it lives."""
-        return tensorsManager.exposed_plain(self, why)
+        return tensorsManager.ownership.exposed_plain(self, why)
 
     def numpy(self: Any, *, force: bool = False) -> Any:
         """Return an array that shares the memory, as torch does and under its conditions."""
@@ -119,9 +119,9 @@ class Protocols:
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if caller in READ_AT_ONCE:
             # Copies that still share their bytes must not look like one tensor.
-            tensorsManager.residency.unshare(self._ttr_block)
-            return tensorsManager.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
-        tensorsManager.expose(self, "data_ptr", forever=True)
+            tensorsManager.residency.sharing.unshare(self._ttr_block)
+            return tensorsManager.ownership.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
+        tensorsManager.ownership.expose(self, "data_ptr", forever=True)
         return self.exposed_plain("data_ptr").data_ptr()  # type: ignore[no-any-return]
 
     def as_subclass(self: Any, cls: Any) -> Any:
@@ -132,7 +132,7 @@ class Protocols:
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
         """Return the storage of the bytes at home, held there while somebody uses it."""
-        return tensorsManager.expose(self, "untyped_storage")
+        return tensorsManager.ownership.expose(self, "untyped_storage")
 
     def storage(self: Any) -> Any:
         """Return the typed storage; see `untyped_storage`."""
@@ -156,12 +156,12 @@ class Protocols:
 
     def share_memory_(self: Any) -> Any:
         """Move the bytes at home into shared memory, where they stay."""
-        tensorsManager.share_memory(self)
+        tensorsManager.ownership.share_memory(self)
         return self
 
     def is_shared(self: Any) -> bool:
         """Whether the bytes at home are in shared memory."""
-        return tensorsManager.is_shared_memory(self)
+        return tensorsManager.ownership.is_shared_memory(self)
 
     def is_pinned(self: Any, device: Any = None) -> bool:
         """Whether the bytes are page-locked: not as far as the program can tell."""
@@ -185,7 +185,7 @@ class Protocols:
 
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
-        plain = tensorsManager.plain_to_serialise(self)
+        plain = tensorsManager.ownership.plain_to_serialise(self)
         state = _of_the_program(self.__dict__)
         if getattr(self, "_is_param", False):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
@@ -213,7 +213,7 @@ class Protocols:
             twin = self.detach().clone(memory_format=torch.preserve_format)
         else:
             # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
-            twin = tensorsManager.copy_of(self, memo.get(id(self._ttr_block)))
+            twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
             memo[id(self._ttr_block)] = twin._ttr_block
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
@@ -234,7 +234,7 @@ class Protocols:
         args, kwargs, wished = _without_foreign_device(args, kwargs)
         if wished and not args and not (set(kwargs) - {"non_blocking", "copy"}):
             # The program asks for its own copy on an accelerator that this torch cannot name.
-            return tensorsManager.labelled_copy(self, wished)
+            return tensorsManager.ownership.labelled_copy(self, wished)
         return Tensor.to(self, *args, **kwargs)
 
     def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -260,14 +260,14 @@ def empty_like(ref: Any) -> Tensor:
 def _readable(values: Any) -> Any:
     """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
     if type(values) is TensorRef:
-        return tensorsManager.peek(values).clone()
+        return tensorsManager.ownership.peek(values).clone()
     if type(values) not in (list, tuple):
         return values
     return type(values)(map(_readable, values))
 
 
 def _adopted(plain: Tensor) -> Any:
-    return tensorsManager.adopt_tensor(plain, sole=True)
+    return tensorsManager.ownership.adopt_tensor(plain, sole=True)
 
 
 def reduce_for_process(ref: Any) -> Any:
@@ -278,9 +278,9 @@ def reduce_for_process(ref: Any) -> Any:
             "does not support crossing process boundaries. If you just want to transfer the data, "
             "call detach() on the tensor before serializing (e.g., putting it on the queue)."
         )
-    tensorsManager.share_memory(ref)
+    tensorsManager.ownership.share_memory(ref)
     # Over the very storage at home, whose file the other process maps; a twin would be copied.
-    plain = tensorsManager.plain_at_home(ref).detach()
+    plain = tensorsManager.ownership.plain_at_home(ref).detach()
     if getattr(ref, "_is_param", False):
         plain = torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
     return reduce_tensor(plain.requires_grad_(ref.requires_grad))

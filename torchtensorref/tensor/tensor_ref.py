@@ -60,13 +60,13 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
     def proxyInfo(self) -> ProxyInfo:
         """Where the bytes are and how they have been used; looking moves nothing."""
         block = self._ttr_block
-        device = tensorsManager.where(block)
+        device = tensorsManager.ownership.where(block)
         return ProxyInfo(device.name, block.nbytes, block.name, block.use_count, block.last_use)
 
     @property
     def target(self) -> Tensor:
         """The plain torch.Tensor where it is now; it stays there as long as you hold it."""
-        return tensorsManager.target(self)
+        return tensorsManager.ownership.target(self)
 
     def toGPU(self) -> Surface:
         """Fetch the bytes to the accelerator now; return the same object.
@@ -76,12 +76,12 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
         OutOfBudgetError
             The block does not fit the budget; it is where it was.
         """
-        tensorsManager.to_accelerator(self)
+        tensorsManager.ownership.to_accelerator(self)
         return self
 
     def toCPU(self) -> Surface:
         """Bring the bytes home now and give the accelerator's back; return the same object."""
-        tensorsManager.to_host(self)
+        tensorsManager.ownership.to_host(self)
         return self
 
     @property
