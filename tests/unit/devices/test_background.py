@@ -26,7 +26,7 @@ atexit.register(lambda: [callback() for callback in at_last])  # the first comes
 
 import sys, torch
 import torchTensorRef
-from torchTensorRef.devices.staging import Copier, StagedCopy, StagingRing
+from torchTensorRef.devices.accelerator.staging import Copier, StagedCopy, StagingRing
 
 class Lane:
     def hold_back(self, event): pass
@@ -72,7 +72,7 @@ at_last.append(move)
 """
 
 PAGE_LOCKS = """
-from torchTensorRef.devices.page_lock import PageLocks
+from torchTensorRef.devices.host.page_lock import PageLocks
 
 class Locker:
     locks_in_place = True
@@ -141,11 +141,11 @@ for n in range(4):
 
 WATCH = """
 from tests.support.device_double import LateDevice
-from torchTensorRef import headroom
-from torchTensorRef.manager import tensorsManager
+from torchTensorRef.memory import external_pressure
+from torchTensorRef.memory.manager import tensorsManager
 
-headroom.PERIOD_S = 1e-5
-headroom.OthersWatch.look = lambda self, residency, device: Lane().issue(source, target)
+external_pressure.PERIOD_S = 1e-5
+external_pressure.OthersWatch.look = lambda self, residency, device: Lane().issue(source, target)
 tensorsManager.device = LateDevice()
 torch.rand(3)
 """
