@@ -123,7 +123,6 @@ class Device(ABC):
     kind: str
     index: int
     capacity_nbytes: int
-    stall_ns: int = 0
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
@@ -305,6 +304,11 @@ class Device(ABC):
     @abstractmethod
     def now_ns(self) -> int:
         """The host's clock as this device sees it."""
+
+    @property
+    def stall_ns(self) -> int:
+        """How long compute stood idle for no other reason than a copy it waited for."""
+        return 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

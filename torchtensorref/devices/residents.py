@@ -11,7 +11,7 @@ from .base import storage_nbytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CountsResidents", "Resident", "Residents"]
+__all__ = ["Resident", "Residents"]
 
 
 class Resident(weakref.ref[Any]):
@@ -92,32 +92,11 @@ class Residents:
         while self.take_dead() is not None:
             pass
 
+    def reset_peak(self) -> None:
+        """Start `peak_nbytes` again from what is counted now. The dead must have been settled."""
+        self.peak_nbytes = self.nbytes
+
     def recount(self) -> int:
         """The sum again, from the storages themselves: equal to `nbytes` or the books are wrong."""
         bases = [resident() for resident in list(self.present.values())]
         return sum(storage_nbytes(base) for base in bases if base is not None)
-
-
-class CountsResidents:
-    """What a device says of its bytes where nothing but `Residents` has to be asked."""
-
-    _lock: Any
-    _residents: Residents
-
-    @property
-    def resident_nbytes(self) -> int:
-        """The bytes of the replicas here; what kernels use meanwhile is not among them."""
-        with self._lock:
-            self._residents.settle()
-            return self._residents.nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most of them since the last `reset_peak`."""
-        return self._residents.peak_nbytes
-
-    def reset_peak(self) -> None:
-        """Start `peak_nbytes` again from what is resident now."""
-        with self._lock:
-            self._residents.settle()
-            self._residents.peak_nbytes = self._residents.nbytes

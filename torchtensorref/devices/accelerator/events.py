@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..base import Event
     from .staging import StagedCopy
 
-__all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits"]
+__all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits", "events_of"]
 
 
 class Waits(Protocol):
@@ -22,6 +23,17 @@ class Waits(Protocol):
     def compute_stream(self) -> Any:
         """The stream that operators of this thread go to."""
         ...
+
+
+def events_of(event: Event | None) -> tuple[Any, ...]:
+    """What a stream has to wait for; what is not of a stream is waited for here."""
+    if event is None:
+        return ()
+    events = getattr(event, "events", None)
+    if events is None:
+        event.synchronize()
+        return ()
+    return tuple(events)
 
 
 class AcceleratorEvent:

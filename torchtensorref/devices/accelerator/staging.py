@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.errors import TransferError
 from ..background import Background
+from ..base import empty_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Copier", "Lane", "StagedCopy", "StagingRing"]
+__all__ = ["HostCopier", "Lane", "StagedCopy", "StagingRing"]
 
 #: Size and number of the slots. One is filled while one is copied, and one is free.
 SLOT_NBYTES = 32 << 20
@@ -31,7 +32,7 @@ COPY_THREADS = 4
 PART_NBYTES = 1 << 20
 
 
-class Copier:
+class HostCopier:
     """Copies host bytes with several threads, and without holding Python's lock."""
 
     def __init__(self, thread_count: int = 0) -> None:
@@ -149,7 +150,7 @@ class StagingRing:
         *,
         into: bool,
         make_slot: Callable[[int], Tensor | None],
-        copier: Copier,
+        copier: HostCopier,
         slot_nbytes: int = SLOT_NBYTES,
         slot_count: int = SLOT_COUNT,
     ) -> None:
@@ -190,8 +191,6 @@ class StagingRing:
         while len(self._slots) < self._slot_count:
             slot = self._make_slot(self._slot_nbytes)
             if slot is None:
-                from ..base import empty_bytes
-
                 slot = empty_bytes(self._slot_nbytes)
             self._slots.append(slot)
             self._busy.append(None)

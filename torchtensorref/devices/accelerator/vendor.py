@@ -63,6 +63,10 @@ class Vendor:
         event.record(stream)
         return event
 
+    def record_compute(self) -> Any:
+        """Make an event at the end of what operators of this thread have given so far."""
+        return self.record(self.current_stream())
+
     def synchronize(self) -> None:
         """Make the host wait for everything."""
         if self._kind == "mps":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
-from ..residents import CountsResidents, Residents
+from ..residents import Residents
 from .readers import home_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["HostDevice"]
 
 
-class HostDevice(CountsResidents, Device):
+class HostDevice(Device):
     """The host's memory and processor.
 
     Parameters
@@ -42,7 +42,6 @@ class HostDevice(CountsResidents, Device):
     def __init__(self, capacity_nbytes: int | None = None) -> None:
         self.capacity_nbytes = _installed_nbytes() if capacity_nbytes is None else capacity_nbytes
         self.machines: list[Machine] = []
-        self.stall_ns = 0
         self._lock = threading.RLock()
         self._residents = Residents()
         self._alloc_count = 0
@@ -87,6 +86,23 @@ class HostDevice(CountsResidents, Device):
         import psutil
 
         return int(psutil.virtual_memory().available)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """The bytes of the replicas here; what kernels use meanwhile is not among them."""
+        with self._lock:
+            self._residents.settle()
+            return self._residents.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most of them since the last `reset_peak`."""
+        return self._residents.peak_nbytes
+
+    def reset_peak(self) -> None:  # noqa: D102
+        with self._lock:
+            self._residents.settle()
+            self._residents.reset_peak()
 
     @staticmethod
     def _raise_out_of_memory(nbytes: int, cause: RuntimeError) -> None:

@@ -25,7 +25,7 @@ class Engine(Enum):
 
 
 class Observer(Protocol):
-    """What an event needs of its device."""
+    """What an event needs of the device's engines."""
 
     def has_fired(self, event: SimEvent) -> bool:
         """Whether the host's clock has passed it; if so, its bytes arrive."""
@@ -43,24 +43,24 @@ class Observer(Protocol):
 class SimEvent:
     """A moment in virtual time at which one engine has finished something."""
 
-    __slots__ = ("device", "end_ns", "engine")
+    __slots__ = ("end_ns", "engine", "observer")
 
-    def __init__(self, device: Observer, engine: Engine, end_ns: int) -> None:
-        self.device = device
+    def __init__(self, observer: Observer, engine: Engine, end_ns: int) -> None:
+        self.observer = observer
         self.engine = engine
         self.end_ns = end_ns
 
     def is_done(self) -> bool:
         """Whether it has fired at the host's present time; then the bytes have arrived."""
-        return self.device.has_fired(self)
+        return self.observer.has_fired(self)
 
     def wait(self) -> None:
         """Make compute wait for it: operators issued later see the bytes."""
-        self.device.wait_on_compute(self)
+        self.observer.wait_on_compute(self)
 
     def synchronize(self) -> None:
         """Make the host wait for it: its clock moves on to the end."""
-        self.device.wait_on_host(self)
+        self.observer.wait_on_host(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.engine.value} ends at {self.end_ns} ns>"
@@ -78,7 +78,7 @@ class Copy(SimEvent):
 
     def __init__(
         self,
-        device: Observer,
+        observer: Observer,
         engine: Engine,
         end_ns: int,
         *,
@@ -86,7 +86,7 @@ class Copy(SimEvent):
         resident: Resident,
         after: Event | None,
     ) -> None:
-        super().__init__(device, engine, end_ns)
+        super().__init__(observer, engine, end_ns)
         self.number = number
         self.resident = resident
         self.after = after
@@ -104,7 +104,7 @@ class Copy(SimEvent):
         self.cancel()
 
     def keep_source(self) -> None:
-        """Take the bytes now: the room they lie in is about to lose them."""
+        """Take the bytes now: the base is about to be emptied."""
         if self.source is not None:
             self.source = self.source.clone()
 

@@ -117,12 +117,12 @@ class Machine:
             del self.landing[address]
         self.landing[destination.data_ptr()] = (copy, destination)
 
-    def land(self, device: object, end_ns: int) -> None:
+    def land(self, observer: object, end_ns: int) -> None:
         """Forget the copies of one device that ended by `end_ns`: the host has waited for them."""
         landed = [
             at
             for at, (copy, _) in self.landing.items()
-            if copy.device is device and copy.end_ns <= end_ns
+            if copy.observer is observer and copy.end_ns <= end_ns
         ]
         for address in landed:
             del self.landing[address]
