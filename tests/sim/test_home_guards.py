@@ -84,8 +84,6 @@ def test_reading_at_home_does_not_wait(manager):
 class Device:
     """What `Transfer` asks of a real device when it has issued a copy."""
 
-    is_simulated = False
-
     def __init__(self) -> None:
         self.wishes: list[bool] = []
 

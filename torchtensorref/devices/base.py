@@ -110,8 +110,22 @@ class Device(ABC):
     views made of it stay valid objects. Every method may be called from any thread.
     """
 
+    #: The host itself, where blocks are at home.
     is_host: bool = False
-    is_simulated: bool = False
+    #: Its time is virtual: it must be told what operators cost (`after_operator`, `charge`), and
+    #: that the host waits for a number which the program reads.
+    has_virtual_clock: bool = False
+    #: Its kernels are the host's: what one of them refuses the host refuses, too, and operands that
+    #: a kernel reads on the host are there already.
+    has_host_kernels: bool = False
+    #: Kernels and factories allocate from it by themselves, so that one of them may find no memory
+    #: although the ledger has some: then it helps to evict and to call it again.
+    kernels_allocate: bool = False
+    #: Other processes may take its memory while we run: what is free must be asked for again.
+    shares_memory: bool = False
+    #: Copies from page-locked memory are faster, and read their source after they were issued:
+    #: `wish_page_locked`, and `finish_reading` of its events.
+    prefers_page_locked: bool = False
     #: Counts the results of kernels itself, by `account`, to the byte and beside the ledger.
     is_witness: bool = False
     #: `empty` may follow a `copy_out` at once: the bytes under way are kept until they have left.

@@ -48,7 +48,7 @@ def run_with_carried(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs:
     """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
     residency: Any = tensorsManager._residency
     device, host = residency.main, residency.fast_host
-    if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
+    if plan.writes or plan.is_true_view or device.is_witness or device.is_host:
         return SLOW
     if residency.fast_device is not device:
         return SLOW  # somebody wants to see every operator

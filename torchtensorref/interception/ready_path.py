@@ -112,7 +112,7 @@ def run_one(
             )
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(ref_type, plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
@@ -206,7 +206,7 @@ def _any(ref_type: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(ref_type, plan, flat, plain, kwargs, out, device)
         if plan.writes:
             return _written(plan, args)

@@ -24,7 +24,7 @@ def ledger_violations(device: Device, ledger: Any, held_nbytes: int) -> list[str
     counted, recount = ledger.resident_nbytes, ledger.recount_nbytes()
     if counted != recount:
         found.append(f"{device.name}: the ledger says {counted} bytes, its entries {recount}")
-    if device.is_simulated:
+    if device.is_witness:
         counted, allocated = _both_sums(device, ledger)
         if counted != allocated:
             found.append(

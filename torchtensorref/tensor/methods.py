@@ -69,7 +69,7 @@ def _run_two(ref_type: Any, plan: OpPlan, first: Any, second: Any) -> Any:
             value = second._t
         residency.tick = tick + 1
         out = plan.binding(first._t, value)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(ref_type, plan, operands, [first._t, value], {}, out, device)
         return fresh(ref_type, plan, out, residency, device, first)
     except SHORTAGES:

@@ -93,6 +93,9 @@ class AcceleratorDevice(Device):
     Operators are expected on one stream per device, the current one of the thread that runs them.
     """
 
+    kernels_allocate = True
+    shares_memory = True
+    prefers_page_locked = True
     #: Room is given to copies only after the last reader: the manager says who that was.
     notes_uses = True
     #: Room that a copy home still reads is given to copies that wait for it, or compute waits.

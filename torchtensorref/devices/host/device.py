@@ -38,6 +38,9 @@ class HostDevice(Device):
     name = "cpu"
     index = 0
     is_host = True
+    has_host_kernels = True
+    kernels_allocate = True
+    shares_memory = True
 
     def __init__(self, capacity_nbytes: int | None = None) -> None:
         self.capacity_nbytes = _installed_nbytes() if capacity_nbytes is None else capacity_nbytes

@@ -77,7 +77,8 @@ class SimDevice(Device):
     """
 
     kind = "sim"
-    is_simulated = True
+    has_virtual_clock = True
+    has_host_kernels = True
     is_witness = True
     keeps_leaving_bytes = True
 
