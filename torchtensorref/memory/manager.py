@@ -16,7 +16,7 @@ from ..base.options import settings
 from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
-from ..devices.host.readers import home_bytes
+from ..devices.host.readers import host_readers
 from ..operators.schema import mind_labels
 from ..strategy import Strategy
 from ..strategy.choice import make_strategy
@@ -124,7 +124,7 @@ class TensorsManager(Custody):
             self._device_setting = setting
             if self._residency is not None:
                 self.bring_all_home()
-                home_bytes.forget_finished()
+                host_readers.forget_finished()
                 self._residency.ledgers.clear()
                 self._residency.accelerators[:] = devices
                 self._residency.fast_device = self._residency.main

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import DONE, Event, bytes_of, move_bytes
 from ..host.page_lock import PageLocks
-from ..host.readers import home_bytes
+from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .staging import HostCopier, StagedCopy, StagingRing
 from .vendor import Vendor
@@ -99,7 +99,7 @@ class LinkCopier:
         if not self._vendor.has_streams:
             return self._copy_in_order(source, target, after)
         waits = events_of(after)
-        mirror = home_bytes.mirror(source)
+        mirror = host_readers.mirror(source)
         if mirror is not None:
             return self._keep(base, self._issue(self.in_lane, mirror, target, waits))
         if source.numel() < STAGED_FROM_NBYTES:
@@ -110,7 +110,7 @@ class LinkCopier:
             event = self._issue(self.in_lane, source, target, waits)
         else:
             event = self._stage_in(source, target, waits)
-        home_bytes.note_reader(source, event)
+        host_readers.note_reader(source, event)
         return self._keep(base, event)
 
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
@@ -120,7 +120,7 @@ class LinkCopier:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.
         waits = (self._vendor.record_compute(),) if after is None else events_of(after)
-        home_bytes.about_to_be_filled(destination, self)
+        host_readers.about_to_be_filled(destination, self)
         if self.is_page_locked(destination):
             return self._keep(base, self._issue(self.out_lane, source, destination, waits))
         # Also small ones: into pageable memory the driver would make the host wait for compute.
@@ -131,7 +131,7 @@ class LinkCopier:
         mirror = self._page_locks.take_prepared(source)
         when_filled = None
         if mirror is not None:
-            when_filled = functools.partial(home_bytes.set_mirror, source, mirror)
+            when_filled = functools.partial(host_readers.set_mirror, source, mirror)
         copy = StagedCopy(source, target, waits, mirror=mirror, when_filled=when_filled)
         return StagedEvent(self._in_ring.submit(copy), self)
 

@@ -15,7 +15,7 @@ from ...base.options import settings
 from ..base import DONE, Device, Event, bytes_of, empty_bytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
-from ..host.page_locked_pool import HomePool
+from ..host.page_locked_pool import PageLockedPool
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, events_of
@@ -128,7 +128,7 @@ class AcceleratorDevice(Device):
         self.capacity_nbytes = self.vendor.total_nbytes()
         self._copies_own_their_room = self.vendor.has_pool_per_stream
         self.page_locks = PageLocks(_locker_of(self.vendor), share_of_ram(settings.page_lock))
-        self._page_locked_pool = HomePool(self.page_locks)
+        self._page_locked_pool = PageLockedPool(self.page_locks)
         self._copier = LinkCopier(self.vendor, self.page_locks, lock=self._lock, new_lane=new_lane)
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
 from ..residents import Residents
-from .readers import home_bytes
+from .readers import host_readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,9 +141,9 @@ class HostDevice(Device):
 
         Refuse an operator on bytes that a simulated device has not finished copying here.
         """
-        if home_bytes.are_watched:
+        if host_readers.are_watched:
             for base in writes:
-                home_bytes.about_to_change(base)
+                host_readers.about_to_change(base)
         for machine in self.machines:
             if machine.landing:
                 machine.check_landed(reads, "reads")
@@ -151,11 +151,11 @@ class HostDevice(Device):
 
     def about_to_change(self, base: Tensor) -> None:
         """Wait until no copy reads these bytes any more: somebody may write them unseen."""
-        home_bytes.about_to_change(base)
+        host_readers.about_to_change(base)
 
     def about_to_move(self, base: Tensor) -> None:
         """`about_to_change`, and undo page-locking: the memory is about to be exchanged."""
-        home_bytes.about_to_move(base)
+        host_readers.about_to_move(base)
 
     def after_operator(  # noqa: D102
         self,
@@ -166,8 +166,8 @@ class HostDevice(Device):
         nbytes: int,
         dtype_name: str,
     ) -> None:
-        if writes and home_bytes.watchers:
-            home_bytes.were_written(writes)
+        if writes and host_readers.watchers:
+            host_readers.were_written(writes)
         self.charge(flops, nbytes, dtype_name)
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:

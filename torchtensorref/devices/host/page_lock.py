@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..background import Background
-from .readers import home_bytes
+from .readers import host_readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,7 +167,7 @@ class PageLocks:
         self._own: dict[int, int] = {}
         self._background = Background("torchTensorRef-page-lock")
         self._has_complained = False
-        home_bytes.watchers.add(self)
+        host_readers.watchers.add(self)
 
     # looking ------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class PageLocks:
             return
         mirror = self.allocate(nbytes) if may_mirror and _has_spare_ram(nbytes) else None
         if mirror is not None:
-            weakref.finalize(base, home_bytes.drop_mirror, address).atexit = False
+            weakref.finalize(base, host_readers.drop_mirror, address).atexit = False
             with self._lock:
                 self._prepared[address] = (weakref.ref(base), mirror)
 

@@ -14,10 +14,10 @@ from .page_lock import LEAST_NBYTES, PageLocks
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HomePool"]
+__all__ = ["PageLockedPool"]
 
 
-class HomePool:
+class PageLockedPool:
     """Page-locked memory of the sizes that were wanted before.
 
     Notes

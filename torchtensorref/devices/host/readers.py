@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HomeBytes", "Reader", "Watcher", "home_bytes"]
+__all__ = ["HostReaders", "Reader", "Watcher", "host_readers"]
 
 
 class Reader(Protocol):
@@ -37,7 +37,7 @@ class Watcher(Protocol):
         ...
 
 
-class HomeBytes:
+class HostReaders:
     """Which host bytes are being read by copies, and which have a page-locked mirror.
 
     Notes
@@ -140,4 +140,4 @@ class HomeBytes:
 
 
 #: The ones of this process. All accelerators copy from the same host.
-home_bytes = HomeBytes()
+host_readers = HostReaders()
