@@ -15,7 +15,7 @@ __all__ = ["Resident", "Residents"]
 
 
 class Resident(weakref.ref[Any]):
-    """One base on a device. It is the weak reference itself, so that death names its victim."""
+    """One base on a device. It is a weak reference, so that its callback gets the whole record."""
 
     __slots__ = ("entered_ns", "key", "nbytes", "number", "room_ns", "used_ns", "written_ns")
 
@@ -25,7 +25,7 @@ class Resident(weakref.ref[Any]):
     used_ns: int  # end of the last operator known to touch it
     written_ns: int  # end of the last operator known to write it
     entered_ns: int  # end of the last operator that cannot have touched it
-    room_ns: int  # the room it took was still read by others until then
+    room_ns: int  # until then copies or operators still used the freed bytes it was given
 
     def __str__(self) -> str:
         return f"allocation {self.number} ({self.nbytes:,} bytes)"
@@ -77,7 +77,7 @@ class Residents:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def take_dead(self) -> Resident | None:
-        """Forget one base that died; return it if its bytes had still counted."""
+        """Forget one base that died; return it if its bytes were still counted."""
         while self.dead:
             resident = self.dead.popleft()
             if self.present.get(resident.key) is resident:

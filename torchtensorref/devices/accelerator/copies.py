@@ -103,7 +103,7 @@ class LinkCopier:
         if mirror is not None:
             return self._keep(base, self._issue(self.in_lane, mirror, target, waits))
         if source.numel() < STAGED_FROM_NBYTES:
-            # A copy of its own: nobody has to be careful with the source then.
+            # From a clone: the source may be written at once.
             return self._keep(base, self._issue(self.in_lane, source.clone(), target, waits))
         event: AcceleratorEvent | StagedEvent
         if self.is_page_locked(source):
@@ -148,7 +148,7 @@ class LinkCopier:
         return self._page_locks.is_locked(memory) or memory.is_pinned()
 
     def _keep(self, base: Tensor, event: Event) -> Event:
-        """Hold a copy's ends until it has fired, even if the caller forgets its event."""
+        """Hold a copy's ends until it has fired, even if the caller drops its event."""
         with self._lock:
             self._retire()
             self._in_flight.append((id(base), event))
@@ -161,7 +161,7 @@ class LinkCopier:
             return [event for key, event in self._in_flight if key == id(base)]
 
     def _retire(self) -> None:
-        """Let go of the copies that have fired."""
+        """Drop the copies that have fired."""
         in_flight = self._in_flight
         for _ in range(len(in_flight)):
             entry = in_flight.popleft()

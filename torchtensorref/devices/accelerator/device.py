@@ -35,7 +35,7 @@ SETTLE_ROOM_FROM = 256
 
 
 class _Room(weakref.ref[Any]):
-    """The room of one fetched replica. It is the weak reference itself: death names it."""
+    """The memory of one fetched replica. A weak reference: its callback gets the whole record."""
 
     __slots__ = ("after", "is_known", "key", "mark", "nbytes", "start")
 
@@ -43,8 +43,8 @@ class _Room(weakref.ref[Any]):
     start: int
     nbytes: int
     after: list[Any]  # events before which it must not be written,
-    is_known: bool  # and whether they are all: else operators of no known replica may have used it
-    mark: int  # `UseMarks.mark` after the last use; -1: operators may have used it unseen
+    is_known: bool  # and whether they are all: else it may have unknown users
+    mark: int  # `UseMarks.mark` after the last use; -1: operators use it without a note
 
 
 class AcceleratorDevice(Device):
@@ -96,9 +96,9 @@ class AcceleratorDevice(Device):
     kernels_allocate = True
     shares_memory = True
     prefers_page_locked = True
-    #: Room is given to copies only after the last reader: the manager says who that was.
+    #: A copy into freed memory waits for its last reader, which the manager has to name.
     notes_uses = True
-    #: Room that a copy home still reads is given to copies that wait for it, or compute waits.
+    #: Whatever gets memory that a copy home still reads waits for that copy.
     keeps_leaving_bytes = True
 
     def __init__(
@@ -219,7 +219,7 @@ class AcceleratorDevice(Device):
                 del self._rooms[room.key]
 
     def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued, and no more will be without another note."""
+        """Operators on this base were issued; later ones will be noted again."""
         room = self._rooms.get(id(base))
         if room is not None and room() is base:
             room.mark = self._marks.mark
@@ -231,7 +231,7 @@ class AcceleratorDevice(Device):
             room.mark = -1
 
     def about_to_change(self, base: Tensor) -> None:
-        """Operators that nobody sees may use this base from now on."""
+        """Operators may use this base from now on without a note."""
         self.forget_use(base)
 
     def available(self, base: Tensor) -> Event | None:
@@ -263,7 +263,7 @@ class AcceleratorDevice(Device):
 
     @property
     def resident_nbytes(self) -> int:
-        """What torch's allocator has given out, to kernels and to anybody; else the replicas'."""
+        """What torch's allocator has given out, to whatever; else the bytes of the replicas."""
         allocated = self.vendor.allocated_nbytes()
         if allocated is None:
             with self._lock:

@@ -16,7 +16,7 @@ __all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits", "events_of"]
 
 
 class Waits(Protocol):
-    """Whoever lets compute wait, and keeps count of how long the host did."""
+    """What events need of their device: compute's stream, and a count of the host's waiting."""
 
     stall_ns: int
 
@@ -114,7 +114,7 @@ class StagedEvent:
         if not copy.landed.is_set():
             return False
         if copy.error is not None:
-            return True  # who waits is told
+            return True  # `wait` and `synchronize` raise it
         if copy.last is not None and not copy.last.query():
             return False
         self._copy = None

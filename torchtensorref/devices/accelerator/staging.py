@@ -97,14 +97,14 @@ class StagedCopy:
         self.after = after
         #: Page-locked memory to be filled instead of slots, and to be kept.
         self.mirror = mirror
-        #: Called when the mirror is full, before anybody is told that the source has been read.
+        #: Called when the mirror is full, before `issued` tells that the source has been read.
         self.when_filled = when_filled
         #: The event of its last slice, on the stream; None until that is issued, or if it failed.
         self.last: Any = None
         self.error: BaseException | None = None
         #: All slices are issued: the stream may be told to wait, and a host source has been read.
         self.issued = threading.Event()
-        #: All is where it belongs.
+        #: All bytes have arrived, or the copy has failed.
         self.landed = threading.Event()
 
     def join(self) -> None:
@@ -139,8 +139,8 @@ class StagingRing:
 
     Notes
     -----
-    A slot is used again when the event of its last slice has fired: the ring's own thread waits
-    for that, and nobody else. Threads fill a slot together, since page faults of a mapped file and
+    A slot is used again when the event of its last slice has fired: only the ring's own thread
+    waits for that. Threads fill a slot together, since page faults of a mapped file and
     the speed of one core would else be the limit.
     """
 
@@ -181,7 +181,7 @@ class StagingRing:
                 self._open_slots()
                 self._carry_in(copy) if self._into else self._carry_out(copy)
                 return
-            except BaseException as error:  # handed to whoever waits for the copy
+            except BaseException as error:  # raised where the copy is waited for
                 is_hiccup = isinstance(error, Exception) and not copy.issued.is_set()
                 if attempt == ATTEMPTS - 1 or not is_hiccup:
                     copy.error = error

@@ -91,7 +91,7 @@ class Vendor:
         return int(recommended()) if recommended is not None else 0  # mps shares the host's
 
     def driver_free_nbytes(self) -> int | None:
-        """What the driver could give to anybody; None where nobody knows."""
+        """What the driver has free; None where it does not say."""
         info = getattr(self._module, "mem_get_info", None)
         return None if info is None else int(info(self._index)[0])
 

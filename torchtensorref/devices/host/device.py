@@ -150,11 +150,11 @@ class HostDevice(Device):
                 machine.check_landed(writes, "writes")
 
     def about_to_change(self, base: Tensor) -> None:
-        """Wait until no copy reads these bytes any more: somebody may write them unseen."""
+        """Wait until no copy reads these bytes any more: they may be written unseen from now on."""
         host_readers.about_to_change(base)
 
     def about_to_move(self, base: Tensor) -> None:
-        """`about_to_change`, and undo page-locking: the memory is about to be exchanged."""
+        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
         host_readers.about_to_move(base)
 
     def after_operator(  # noqa: D102

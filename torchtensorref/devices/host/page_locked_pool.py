@@ -1,4 +1,4 @@
-"""Page-locked homes for what kernels make: taken when it has to leave, given back when it dies."""
+"""A pool of page-locked host memory for the results of kernels, when they are first copied home."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class ComputeEngine:
     awaited_ns : int
         When the last of the events that it was told to wait for fires.
     unnoted_ns : int
-        The end of the last operator whose operands nobody noted.
+        The end of the last operator whose operands were not noted.
     worked_ns : int
         What its operators took, waiting not counted.
     stall_ns : int
@@ -50,7 +50,7 @@ class ComputeEngine:
 
     @property
     def reached_ns(self) -> int:
-        """When all is over that it was given, or told to wait for."""
+        """When it has finished what it was given, and what it waits for has fired."""
         return max(self.end_ns, self.awaited_ns)
 
     def wait_for(self, end_ns: int) -> None:
@@ -70,7 +70,7 @@ class ComputeEngine:
         return self.end_ns
 
     def run_unseen(self, compute_ns: int, op_count: int) -> None:
-        """Issue operators that nobody saw singly, and that take so long together."""
+        """Issue operators that were not seen one by one; `compute_ns` is their sum."""
         machine = self._machine
         start_ns = self._start_ns(machine.now_ns)
         machine.now_ns += op_count * self._dispatch_ns
@@ -78,7 +78,7 @@ class ComputeEngine:
         self.end_ns = self.unnoted_ns = max(start_ns + compute_ns, machine.now_ns)
 
     def _start_ns(self, issued_ns: int) -> int:
-        """When an operator starts; what it waits for a copy is a stall."""
+        """When an operator starts; the time it waits for a copy is added to the stalls."""
         free_ns = max(issued_ns, self.end_ns)
         stalled_ns = max(0, self.awaited_ns - free_ns)
         self.stall_ns += stalled_ns

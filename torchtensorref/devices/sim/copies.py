@@ -30,12 +30,12 @@ class _CopyEngine:
         self.free_ns = 0
         #: copies whose bytes have not arrived, in their order
         self.pending: deque[Copy] = deque()
-        #: copies that nobody has waited for, by the id of their base; the memory looks at them, too
+        #: copies that were not waited for, by the id of their base; shared with the memory
         self.not_awaited = not_awaited
 
 
 class CopyEngines:
-    """Issues copies in virtual time, and moves their bytes when somebody may see them.
+    """Issues copies in virtual time, and moves their bytes when their events are waited for.
 
     Parameters
     ----------
@@ -94,11 +94,11 @@ class CopyEngines:
         }
 
     def free_ns(self, engine: Engine) -> int:
-        """When a copy engine is through with what it was given."""
+        """When a copy engine has finished what it was given."""
         return self._engines[engine].free_ns
 
     def bytes_per_s(self, engine: Engine) -> float:
-        """How fast a copy engine is when nobody else needs the host's memory."""
+        """How fast a copy engine is while nothing else uses the host's memory."""
         return self._engines[engine].bytes_per_ns * 1e9
 
     # copies -------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class CopyEngines:
         return copy
 
     def _check_ends(self, what: str, base: Tensor, host_side: Tensor) -> Resident:
-        """Refuse a copy whose ends do not fit each other."""
+        """Refuse a copy whose base is not here, or whose two ends differ in size."""
         memory = self._memory
         memory.settle()
         resident = memory.resident(what, base)
@@ -145,7 +145,7 @@ class CopyEngines:
         return resident
 
     def _check_order(
-        self, what: str, base: Tensor, free_at_ns: int, after: Event | None, whom: str
+        self, what: str, base: Tensor, free_at_ns: int, after: Event | None, user: str
     ) -> None:
         """Refuse a copy that could start before the users of its bytes have finished."""
         now_ns = self._machine.now_ns
@@ -154,7 +154,7 @@ class CopyEngines:
             self._memory.refuse(
                 what,
                 base,
-                f"may be touched at {ordered_ns:,} ns, but {whom} will not have finished before "
+                f"may be touched at {ordered_ns:,} ns, but {user} will not have finished before "
                 f"{free_at_ns:,} ns; pass `after`",
             )
 
@@ -227,11 +227,11 @@ class CopyEngines:
             self._observe(direction, engine.free_ns, on_host=True)
 
     def deliver(self, copy: Copy) -> None:
-        """Move the bytes of a copy and of those before it, and let nobody use them yet."""
+        """Move the bytes of a copy and of those before it; they may not be used yet."""
         self._deliver(copy.engine, copy.end_ns)
 
     def _observe(self, direction: Engine, end_ns: int, *, on_host: bool) -> None:
-        """Let the copies that one engine has finished by `end_ns` arrive, and be used."""
+        """Let the copies that one engine has finished by `end_ns` arrive; they may be used."""
         if direction is Engine.COMPUTE:
             return
         self._deliver(direction, end_ns)
@@ -247,6 +247,6 @@ class CopyEngines:
             copy = pending.popleft()
             before = copy.after
             if isinstance(before, Copy):
-                # What it waited for arrived first, whether anybody has looked or not.
+                # The copy it waited for arrived before it, although its event was not asked.
                 before.observer.deliver(before)
             copy.arrive()

@@ -1,4 +1,4 @@
-"""A simulated accelerator: real bytes, virtual time, and no mercy for illegal accesses.
+"""A simulated accelerator: real bytes, virtual time, and errors for illegal accesses.
 
 It holds its bytes in host tensors and runs the host's kernels. Each of its engines (compute, and
 one copy engine per direction) has a clock; the host that feeds them has another, shared by all
@@ -15,7 +15,7 @@ devices of one `Machine`. The rules of time:
 * Its bytes arrive when its event fires (`wait`, `synchronize`, or `is_done` once the host's clock
   has passed its end), never before. Events of one engine fire in their order, so that waiting for
   one waits for those before it; nothing orders one engine with another but `after` and `wait`.
-* Freed room may be written again when its last user has finished (`available`).
+* Freed bytes may be written again when their last user has finished (`available`).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SimDevice(Device):
     An access that a real device would answer with wrong bits raises `InvariantError` and names
     both accesses. `account` a kernel's results after its `after_operator` or `charge`, or name
     them among its writes: then `copy_out` can tell whether it would read them too early. Where
-    `charge` is used, nobody knows which bases were read, so that `available` takes every base that
-    was there for used until the end of the last such operator.
+    `charge` is used, it is not known which bases were read, so that `available` takes every base
+    that was there for used until the end of the last such operator.
     """
 
     kind = "sim"

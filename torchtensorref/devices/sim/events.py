@@ -17,7 +17,7 @@ __all__ = ["Copy", "Engine", "Observer", "SimEvent"]
 
 
 class Engine(Enum):
-    """What works by itself on a simulated device, each with its own clock."""
+    """The engines of a simulated device, each with its own clock."""
 
     COMPUTE = "compute"
     H2D = "h2d"  # copies from the host to the device
@@ -37,7 +37,7 @@ class Observer(Protocol):
         """Let the host wait for it; its bytes arrive."""
 
     def deliver(self, copy: Copy) -> None:
-        """Move the bytes of a copy and of those before it, and let nobody use them yet."""
+        """Move the bytes of a copy and of those before it; they may not be used yet."""
 
 
 class SimEvent:
@@ -71,7 +71,8 @@ class Copy(SimEvent):
 
     Notes
     -----
-    The bytes are moved by `arrive`, not before: who reads too early reads old bytes or poison.
+    The bytes are moved by `arrive`, not before: a read that comes too early sees old bytes or
+    poison.
     """
 
     __slots__ = ("after", "number", "resident", "source", "target")
@@ -109,11 +110,11 @@ class Copy(SimEvent):
             self.source = self.source.clone()
 
     def cancel(self) -> None:
-        """Let nothing arrive any more, and hold nothing."""
+        """Let no bytes arrive any more; release both ends."""
         self.source = self.target = self.after = None
 
     def is_past(self, now_ns: int) -> bool:
-        """Whether its bytes have been moved, for somebody, and the clock has passed its end."""
+        """Whether its bytes have been moved and the clock has passed its end."""
         return self.source is None and self.end_ns <= now_ns
 
     def __str__(self) -> str:

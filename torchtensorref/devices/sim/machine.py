@@ -32,11 +32,11 @@ class SharedMemory:
 
     def __init__(self) -> None:
         #: (start, end, bytes per ns) of the copies that may still be running, in the order of time,
-        #: by who makes them: the copies of one engine never overlap
+        #: by engine: the copies of one engine never overlap
         self._reserved: dict[object, deque[tuple[float, float, float]]] = {}
 
     def forget_before(self, now_ns: float) -> None:
-        """Drop the reservations that ended: nobody can start before `now_ns` any more."""
+        """Drop the reservations that ended: no copy can start before `now_ns` any more."""
         for lane in self._reserved.values():
             while lane and lane[0][1] <= now_ns:
                 lane.popleft()
@@ -57,7 +57,7 @@ class SharedMemory:
         total_rate : float
             What the memory gives to all users together, bytes per ns.
         lane : object, optional
-            Who makes the copy: later users find this bandwidth taken. None reserves nothing.
+            Which engine copies: later users find this bandwidth taken. None reserves nothing.
         """
         others = self._running_after(start_ns)
         changes = sorted({edge for entry in others for edge in entry[:2] if edge > start_ns})

@@ -25,14 +25,14 @@ POISON = 0xFF
 
 
 class BusyRoom:
-    """Freed bytes that somebody may still be reading, by the moment when the reading ends.
+    """Freed bytes that are still being read, by the moment when the reading ends.
 
     Notes
     -----
     The simulated memory has no addresses and therefore no fragmentation. What matters is kept:
-    bytes freed now may still be read by operators that were issued but have not run yet, and who
-    gets this room must not write it before. Room that is free already is taken first, then the
-    room that becomes free first.
+    bytes freed now may still be read by operators that were issued but have not run yet, and must
+    not be written before. Bytes that are free already are taken first, then those that become
+    free first.
     """
 
     def __init__(self) -> None:
@@ -40,20 +40,20 @@ class BusyRoom:
         self.busy_nbytes = 0  # their sum
 
     def give(self, nbytes: int, free_at_ns: int, now_ns: int) -> None:
-        """Take back room that is free from `free_at_ns` on, later than now."""
+        """Note freed bytes that may be written from `free_at_ns` on, later than now."""
         self._forget_free(now_ns)
         heappush(self._freed, (free_at_ns, nbytes))
         self.busy_nbytes += nbytes
 
     def take(self, nbytes: int, spare_nbytes: int, now_ns: int) -> int:
-        """Use up room for `nbytes`; return the moment from which all of it is free.
+        """Use up `nbytes`; return the moment from which all of them may be written.
 
         Parameters
         ----------
         nbytes : int
             How much is wanted; no more than `spare_nbytes`.
         spare_nbytes : int
-            All that is not resident, busy room included.
+            All that is not resident, busy bytes included.
         now_ns : int
             The host's clock.
 
@@ -80,7 +80,7 @@ class BusyRoom:
 
 
 class SimMemory:
-    """The bytes on a simulated device, counted one by one, and who may touch them when.
+    """The bytes on a simulated device: counted exactly, with the times when they may be touched.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class SimMemory:
     machine : Machine
         Has the host's clock.
     compute : ComputeEngine
-        Uses the bytes; it waits where its results need room that a copy still reads.
+        Uses the bytes; waits where its results get bytes that a copy still reads.
     faults : FaultPlan
         Which allocations fail.
     poison : bool
@@ -104,7 +104,7 @@ class SimMemory:
     residents : Residents
         What is here.
     arriving, leaving : dict of int to Copy
-        The copies to here and from here that nobody has waited for, by the id of their base.
+        The copies to here and from here that were not waited for, by the id of their base.
 
     Notes
     -----
@@ -141,7 +141,7 @@ class SimMemory:
         self._count_allocation()
         room_ns = self._take_room(nbytes)
         base = empty_bytes(nbytes)
-        # Another thread's base may have died since, and this one have got its number.
+        # Another thread's base may have died since, and this one have got its id.
         self.settle()
         resident = self.residents.enter(base, nbytes, self.alloc_count)
         resident.room_ns = room_ns
@@ -178,7 +178,7 @@ class SimMemory:
         self._give_room(resident)
 
     def account(self, base: Tensor) -> None:
-        """Count a kernel's result. Compute has waited for room that a copy still read."""
+        """Count a kernel's result; compute waits until no copy reads the bytes it was given."""
         nbytes = storage_nbytes(base)
         self._count_allocation()
         if id(base) in self.residents.present:
@@ -188,12 +188,12 @@ class SimMemory:
         resident.used_ns = resident.written_ns = self._compute.end_ns
 
     def settle(self) -> None:
-        """Take the bases that died out of the books."""
+        """Stop counting the bases that died."""
         while (resident := self.residents.take_dead()) is not None:
             self._give_room(resident)
 
     def poison(self, tensor: Tensor) -> None:
-        """Overwrite bytes that nobody may read, where that was asked for."""
+        """Overwrite bytes that must not be read, where that was asked for."""
         if self._poison:
             fill_bytes(tensor, POISON)
 
@@ -204,7 +204,7 @@ class SimMemory:
             self._out_of_memory(f"Allocation {self.alloc_count} was made to fail.")
 
     def _take_room(self, nbytes: int) -> int:
-        """Find room for an allocation; return when it is free to write."""
+        """Find bytes for an allocation; return when they may be written."""
         held, capacity = self.residents.nbytes, self._capacity_nbytes
         spare = capacity - held
         if nbytes > spare:
@@ -215,7 +215,7 @@ class SimMemory:
         return self._busy.take(nbytes, spare, self._machine.now_ns)
 
     def _give_room(self, resident: Resident) -> None:
-        """Take back the room of a base that was emptied or died."""
+        """Free the bytes of a base that was emptied or died, once they are not used any more."""
         free_at_ns = self.available_ns(resident)
         self.leaving.pop(resident.key, None)
         arriving = self.arriving.pop(resident.key, None)
@@ -243,9 +243,9 @@ class SimMemory:
         return resident
 
     def available_ns(self, resident: Resident) -> int:
-        """When nobody reads or writes the bytes under a base any more."""
+        """When the last copy or operator that uses the bytes of a base ends."""
         end_ns = max(resident.used_ns, resident.room_ns)
-        # Any operator issued since it came may have used it, if nobody noted the operands.
+        # Any operator issued since it came may have used it, where operands were not noted.
         if resident.entered_ns < self._compute.unnoted_ns:
             end_ns = max(end_ns, self._compute.unnoted_ns)
         for copies in (self.arriving, self.leaving):
