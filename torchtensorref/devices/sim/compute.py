@@ -60,14 +60,17 @@ class ComputeEngine:
     def run(self, flops: int, nbytes: int, dtype_name: str) -> int:
         """Issue one operator; return when it ends."""
         machine, queue, slot = self._machine, self._queue, self._queue_next
-        machine.now_ns = max(machine.now_ns + self._dispatch_ns, queue[slot])
-        start_ns = self._start_ns(machine.now_ns)
+        issued_ns = machine.now_ns + self._dispatch_ns
+        if queue[slot] > issued_ns:
+            issued_ns = queue[slot]
+        machine.now_ns = issued_ns
         work_ns = flops * self._ns_per_flop.get(dtype_name, self._ns_per_other_flop)
-        took_ns = self._launch_ns + int(max(work_ns, nbytes * self._ns_per_byte))
+        move_ns = nbytes * self._ns_per_byte
+        took_ns = self._launch_ns + int(work_ns if work_ns > move_ns else move_ns)
         self.worked_ns += took_ns
-        self.end_ns = queue[slot] = start_ns + took_ns
-        self._queue_next = (slot + 1) % len(queue)
-        return self.end_ns
+        self.end_ns = end_ns = queue[slot] = self._start_ns(issued_ns) + took_ns
+        self._queue_next = slot + 1 if slot + 1 < len(queue) else 0
+        return end_ns
 
     def run_unseen(self, compute_ns: int, op_count: int) -> None:
         """Issue operators that were not seen one by one; `compute_ns` is their sum."""
@@ -79,7 +82,8 @@ class ComputeEngine:
 
     def _start_ns(self, issued_ns: int) -> int:
         """When an operator starts; the time it waits for a copy is added to the stalls."""
-        free_ns = max(issued_ns, self.end_ns)
-        stalled_ns = max(0, self.awaited_ns - free_ns)
-        self.stall_ns += stalled_ns
-        return free_ns + stalled_ns
+        start_ns = self.end_ns if self.end_ns > issued_ns else issued_ns
+        if self.awaited_ns > start_ns:
+            self.stall_ns += self.awaited_ns - start_ns
+            start_ns = self.awaited_ns
+        return start_ns

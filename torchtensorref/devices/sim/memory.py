@@ -183,7 +183,8 @@ class SimMemory:
         self._count_allocation()
         if id(base) in self.residents.present:
             self.refuse("account", base, "is counted already")
-        self._compute.wait_for(self._take_room(nbytes))
+        if self.residents.nbytes + nbytes + self._busy.busy_nbytes > self._capacity_nbytes:
+            self._compute.wait_for(self._take_room(nbytes))
         resident = self.residents.enter(base, nbytes, self.alloc_count)
         resident.used_ns = resident.written_ns = self._compute.end_ns
 
@@ -198,7 +199,8 @@ class SimMemory:
             fill_bytes(tensor, POISON)
 
     def _count_allocation(self) -> None:
-        self.settle()
+        if self.residents.dead:
+            self.settle()
         self.alloc_count += 1
         if self._faults.fire("alloc", self.alloc_count):
             self._out_of_memory(f"Allocation {self.alloc_count} was made to fail.")
@@ -256,22 +258,25 @@ class SimMemory:
 
     def check_operands(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator whose bases are not here, still arriving, or still being copied."""
-        self.settle()
+        if self.residents.dead:
+            self.settle()
+        present, arriving, leaving = self.residents.present, self.arriving, self.leaving
         for base in reads:
-            self._check_arrived("reads", base)
+            key = id(base)
+            if key not in present or key in arriving:
+                self._refuse_operand("reads", base)
         for base in writes:
-            self._check_arrived("writes", base)
-            leaving = self.leaving.get(id(base))
-            if leaving is not None:
-                why = f"is being read by {leaving}, and compute has not waited for it"
-                self.refuse("an operator that writes it", base, why)
+            key = id(base)
+            if key not in present or key in arriving or key in leaving:
+                self._refuse_operand("writes", base)
 
-    def _check_arrived(self, verb: str, base: Tensor) -> None:
-        self.resident(f"an operator that {verb} it", base)
-        arriving = self.arriving.get(id(base))
+    def _refuse_operand(self, verb: str, base: Tensor) -> NoReturn:
+        what = f"an operator that {verb} it"
+        arriving = self.arriving.get(self.resident(what, base).key)
+        how = f"is being read by {self.leaving.get(id(base))}"
         if arriving is not None:
-            why = f"arrives by {arriving}, and compute has not waited for it"
-            self.refuse(f"an operator that {verb} it", base, why)
+            how = f"arrives by {arriving}"
+        self.refuse(what, base, f"{how}, and compute has not waited for it")
 
     def note_operands(self, reads: Sequence[Tensor], writes: Sequence[Tensor], end_ns: int) -> None:
         """Note that an operator, which ends then, uses these bases."""
