@@ -49,7 +49,7 @@ def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
     residency: Any = tensorsManager._residency
     device, host = residency.books.main, residency.books.ready_host
-    if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
+    if plan.writes or plan.is_true_view or device.is_witness or device.is_host:
         return SLOW
     if residency.books.ready_device is not device:
         return SLOW  # somebody wants to see every operator

@@ -64,7 +64,7 @@ class Ladder(Operands):
                 return result
             self._note_fallback(_reason(error))
         except NotImplementedError:
-            if device.is_simulated:
+            if device.has_host_kernels:
                 raise  # the host has the same kernels
             self.manager.unsupported.add((self.plan.number, self._dtype()))
             self._note_fallback(f"no kernel for {self.plan.name} on {device.kind}")
@@ -93,7 +93,7 @@ class Ladder(Operands):
         Kernels allocate before they launch what writes, so operands are as they were before.
         """
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if device.is_simulated or not out_of_memory or isinstance(error, OutOfBudgetError):
+        if not device.kernels_allocate or not out_of_memory or isinstance(error, OutOfBudgetError):
             return _NO_ROOM
         residency = self.residency
         ledger = residency.books.ledgers[device]

@@ -111,7 +111,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
             )
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
@@ -203,7 +203,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, flat, plain, kwargs, out, device)
         if plan.writes:
             return _written(plan, args)

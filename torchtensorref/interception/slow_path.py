@@ -68,7 +68,7 @@ class OpCall(Ladder):
             if self.plan.has_device:
                 asked = exchange_device(self.plan, device, self.accelerator, args, kwargs)
                 self.label = asked or self.label
-            if self.guests is not None or (self.plan.reads_at_home and not device.is_simulated):
+            if self.guests is not None or (self.plan.reads_at_home and not device.has_host_kernels):
                 self._put_where_they_are_read(device, args, kwargs)
             out = self._execute(device, args, kwargs)
             if self.guests is not None:
@@ -136,10 +136,10 @@ class OpCall(Ladder):
                 self.plan.count_writes(self.args, self.kwargs)
         if shadow is not None:
             shadow.compare(out, device)
-        if device.is_simulated or device.is_host:  # a real accelerator has a clock of its own
+        if device.has_virtual_clock or device.is_host:
             flops, nbytes, dtype = operator_cost(self.plan, args, kwargs, out)
             device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype)
-        if device.is_simulated and not self.plan.returns_tensors:
+        if device.has_virtual_clock and not self.plan.returns_tensors:
             device.record().synchronize()  # the program reads a number: the host waits for it
         return out
 

@@ -59,7 +59,7 @@ class OthersWatch:
 
     def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
         """Follow a real device without a budget; leave alone what was followed before."""
-        is_followed = not device.is_simulated and setting_for(setting, device) is None
+        is_followed = device.shares_memory and setting_for(setting, device) is None
         with self._lock:
             self._watched = (residency, device) if is_followed else None
             if is_followed and self._thread is None:

@@ -25,7 +25,7 @@ def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[st
     counted, recount = ledger.both_sums()
     if counted != recount:
         found.append(f"{device.name}: the ledger says {counted} bytes, its entries {recount}")
-    if device.is_simulated:
+    if device.is_witness:
         counted, allocated = _sums_by_both(books, device)
         if counted != allocated:
             found.append(

@@ -16,7 +16,7 @@ from ..base.options import settings
 from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
-from ..devices.host.readers import home_bytes
+from ..devices.host.readers import host_readers
 from ..operators.schema import mind_labels
 from ..strategy.choice import make_strategy
 from .block import Block
@@ -122,7 +122,7 @@ class TensorsManager:
             residency = self._residency
             if residency is not None:
                 self.bring_all_home()
-                home_bytes.forget_finished()
+                host_readers.forget_finished()
                 residency.books.use(devices)
                 self.native.start_again()
                 for device, budget in budgets:
