@@ -215,7 +215,7 @@ class Keeper:
         -------
         int
             The exit status: 1 if a figure is over its bound, or worse than the baseline without
-            becoming the baseline itself.
+            becoming the baseline itself, or if nothing was measured.
 
         Notes
         -----
@@ -232,6 +232,9 @@ class Keeper:
         said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         for line in _wrong(rows):
             said.print(line)
+        if not rows:
+            said.print("Nothing was measured: is a name misspelt?")
+            return 1
         if writes:
             Baseline(settings, here, figures).write(self.path)
             said.print(f"written: {self.path}")

@@ -215,6 +215,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 for strategy, row in rows_of(plain, budget, strategies):
                     results.setdefault(program.name, {}).setdefault(budget, {})[strategy] = row
                     progress.advance(task)
+                rows = results[program.name][budget].items()
+                times = ", ".join(f"{name} {row['time_over_floor']:.3f}" for name, row in rows)
+                progress.console.print(f"{program.name} {budget} %: {times}", soft_wrap=True)
     return results
 
 

@@ -123,6 +123,11 @@ def test_a_run_with_other_settings_is_not_compared(keeper, capsys):
     assert "Not compared: the baseline is of {'device': 'adapter'}" in capsys.readouterr().out
 
 
+def test_a_run_of_nothing_fails(keeper, capsys):
+    assert conclude(keeper, {}) == 1
+    assert "Nothing was measured" in capsys.readouterr().err
+
+
 def test_another_machine_is_named(keeper, capsys, monkeypatch):
     monkeypatch.setattr(baseline, "measured_on", lambda: {"torch": "2.9"})
     conclude(keeper, {"add": Figure(5.0, "x")}, writes=True)
