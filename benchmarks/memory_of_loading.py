@@ -30,6 +30,8 @@ from .baseline import Figure, Keeper, Tolerance
 WAYS = ("from_pretrained", "sharded", "bfloat16", "torch_load", "torch_load_mmap", "load_file")
 #: What issue 5 allows beyond the weights.
 ALLOWED_SHARE, ALLOWED_NBYTES = 0.15, 200e6
+#: Or what plain torch took, and this beyond: of two loadings with plain torch one takes more, too.
+ALLOWED_OVER_PLAIN = 0.01
 KEEPER = Keeper(
     "memory_of_loading",
     "python -m benchmarks.memory_of_loading",
@@ -205,7 +207,7 @@ def figures_of(rows: list[dict[str, object]]) -> dict[str, Figure]:
         if not row["is_plain"]:
             way = row["way"]
             least = row["weights_nbytes"] * (1 + ALLOWED_SHARE) + ALLOWED_NBYTES
-            allowed = round(max(least, plain_peak[way]) / 1e6)
+            allowed = round(max(least, plain_peak[way] * (1 + ALLOWED_OVER_PLAIN)) / 1e6)
             figures[f"{way}/peak"] = Figure(round(row["peak_nbytes"] / 1e6), "MB", allowed)
             figures[f"{way}/after"] = Figure(round(row["after_nbytes"] / 1e6), "MB")
     return figures
