@@ -53,7 +53,7 @@ def run_with_numbers(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run on the accelerator an operator that lacks nothing there but numbers, or return `SLOW`."""
     residency: Any = tensorsManager._residency
     device, host = residency.books.main, residency.books.ready_host
-    if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
+    if plan.writes or plan.is_true_view or device.is_witness or device.is_host:
         return SLOW
     if residency.books.ready_device is not device:
         return SLOW  # a module is being recorded, by the slow path
@@ -83,7 +83,7 @@ def _is_number(ref: Any) -> bool:
     return (
         ref.numel() <= 1
         and ref.dtype in _FILLABLE
-        and ref._ttr_block.carried_count < BY_VALUE_AT_MOST
+        and ref._ttr_block.given_by_value_count < BY_VALUE_AT_MOST
         and not ref.is_neg()
     )
 
@@ -100,5 +100,5 @@ def _by_value(ref: Any, residency: Any, device: Device) -> Any:
     block = residency.books.ledgers[device].bear_if_room(plain, plain.nbytes, residency.books.tick)
     if block is None:
         return None  # the slow path makes room
-    residency.note_given_by_value(ref._ttr_block)
+    residency.given_by_value(ref._ttr_block)
     return make_ref(plain, block, device, ref.device)

@@ -83,7 +83,7 @@ class Fallback:
                 return result
             self._note(reason_of(error))
         except NotImplementedError:
-            if device.is_simulated:
+            if device.has_host_kernels:
                 raise  # the host has the same kernels
             self._unsupported.add((plan.number, self._operands.dtype))
             self._note(f"no kernel for {plan.name} on {device.kind}")
@@ -112,7 +112,7 @@ class Fallback:
         Kernels allocate before they launch what writes, so operands are as they were before.
         """
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if device.is_simulated or not out_of_memory or isinstance(error, OutOfBudgetError):
+        if not device.kernels_allocate or not out_of_memory or isinstance(error, OutOfBudgetError):
             return _NO_ROOM
         residency = self._residency
         ledger = residency.books.ledgers[device]
@@ -124,7 +124,9 @@ class Fallback:
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
             residency.evictor.evict_some(device, max(need_nbytes, excess_nbytes))
             device.give_up_caches()
-            residency.books.log.note("-", f"again {self._operands.plan.name}", "a kernel found no memory")
+            residency.books.log.note(
+                "-", f"again {self._operands.plan.name}", "a kernel found no memory"
+            )
             try:
                 return self._run_on(device)
             except SHORTAGES as again:

@@ -83,8 +83,10 @@ def _resize_at_home(call: SlowPath) -> Any:
     residency.sharing.unshare(ref._ttr_block)
     residency.sharing.own_home_bytes(ref._ttr_block)
     plain_args = [tensorsManager.ownership.plain_at_home(arg) for arg in call.args]
-    kwargs = {name: tensorsManager.ownership.plain_at_home(arg) for name, arg in call.kwargs.items()}
-    tensorsManager.residency.forget_accelerators(ref._ttr_block)
+    kwargs = {
+        name: tensorsManager.ownership.plain_at_home(arg) for name, arg in call.kwargs.items()
+    }
+    residency.forget_accelerators(ref._ttr_block)
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
     plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
@@ -94,7 +96,7 @@ def _resize_at_home(call: SlowPath) -> Any:
         replace_metadata(ref, other)
         return ref
     block: Block = ref._ttr_block
-    residency.note_resized(block, before.nbytes())
+    residency.resized(block, before.nbytes())
     ref._ttr_home = None
     replace_metadata(ref, make_ref(plain, block, residency.books.host, ref.device))
     return ref

@@ -62,6 +62,5 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
         flops=0,
         default_device=accelerator.name,
     )
-    with residency.feed.lock:
-        name = residency.feed.strategy.place(snapshot)
+    name = residency.feed.place(snapshot)
     return manager.device_named(name)

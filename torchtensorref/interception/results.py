@@ -126,7 +126,9 @@ class _Results:
 
         def held(value: Any) -> Any:
             if type(value) is TensorRef:
-                return self._manager.ownership.exposed_plain(value, f"part of what {self._plan.name} made")
+                return self._manager.ownership.exposed_plain(
+                    value, f"part of what {self._plan.name} made"
+                )
             return value
 
         again: torch.Tensor = self._plan.op(

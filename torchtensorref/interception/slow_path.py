@@ -126,12 +126,12 @@ def after_kernel(staged: Staged, out: Any, check: ReferenceCheck | None) -> None
     plan, device = staged.operands.plan, staged.device
     if check is not None:
         check.compare(out, device)
-    if device.is_simulated or device.is_host:  # a real accelerator has a clock of its own
+    if device.has_virtual_clock or device.is_host:  # a real accelerator has a clock of its own
         flops, nbytes, dtype = operator_cost(plan, staged.args, staged.kwargs, out)
         device.after_operator(
             staged.reads, staged.writes, flops=flops, nbytes=nbytes, dtype_name=dtype
         )
-    if device.is_simulated and not plan.returns_tensors:
+    if device.has_virtual_clock and not plan.returns_tensors:
         device.record().synchronize()  # the program reads a number: the host waits for it
     if staged.operands.on_accelerator is not None:
         staged.operands.on_accelerator.copy_back(staged.operands.written_arguments())
@@ -144,23 +144,25 @@ def view(operands: Operands, residency: Residency) -> Any:
     """Make a view: address arithmetic, for which any readable replica will do."""
     ref = operands.args[0]
     block: Block = ref._ttr_block
-    with residency.books.lock:
-        device = _where_readable(block, operands.accelerator, residency)
-        out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
-        if block.ready is None and device is residency.books.ready_device:
-            residency.set_ready(block, device)
+    while True:
+        with residency.books.lock:
+            device = _where_readable(block, operands.accelerator)
+            if device is not None:
+                out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
+                if block.ready is None and device is residency.books.ready_device:
+                    residency.set_ready(block, device)
+                break
+        residency.copier.bring_home(block)
     if type(out) in (list, tuple):
         return type(out)(make_ref(part, block, device, ref.device) for part in out)
     return make_ref(out, block, device, ref.device)
 
 
-def _where_readable(block: Block, accelerator: Device, residency: Residency) -> Device:
+def _where_readable(block: Block, accelerator: Device) -> Device | None:
+    """Return the accelerator if the block is readable there, else any device where it is."""
     if block.readable_on(accelerator) is not None:
         return accelerator
-    for replica in block.readable_replicas():
-        return replica.device
-    residency.copier.bring_home(block)
-    return residency.books.host
+    return next((replica.device for replica in block.readable_replicas()), None)
 
 
 def note_operator(operands: Operands, device: Device, residency: Residency) -> None:
@@ -174,6 +176,6 @@ def after_operator(operands: Operands, born: list[Block], manager: TensorsManage
     """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
     manager.residency.feed.tell_deaths()
     if manager.residency.books.accelerators:
-        manager.after_operator(operands.accelerator, [*operands.blocks, *born])
+        manager.residency.after_operator(operands.accelerator, [*operands.blocks, *born])
     if settings.check >= 2:
         manager.check()

@@ -94,7 +94,9 @@ class Staged:
             self.label = asked or self.label
         if operands.on_accelerator is not None:
             self._bring_device_operands()
-        if plan.reads_at_home and (not device.is_simulated or operands.on_accelerator is not None):
+        if plan.reads_at_home and (
+            not device.has_host_kernels or operands.on_accelerator is not None
+        ):
             self._bring_host_operands()
         #: What owns the bytes of the distinct operands, and of those that are written.
         self.reads = [block.replicas[device].base for block in operands.blocks]
@@ -136,7 +138,9 @@ class Staged:
         plan, operands = self.operands.plan, self.operands
         for name in plan.reads_at_home:
             original = operands.argument(name)
-            home = self.manager.ownership.plain_at_home(operands.adopted.get(id(original), original))
+            home = self.manager.ownership.plain_at_home(
+                operands.adopted.get(id(original), original)
+            )
             if name in self.kwargs:
                 self.kwargs[name] = home
             else:

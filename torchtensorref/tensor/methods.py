@@ -73,7 +73,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
             value = second._ttr_plain
         residency.books.tick = tick + 1
         out = plan.binding(first._ttr_plain, value)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, operands, [first._ttr_plain, value], {}, out, device)
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
