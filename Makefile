@@ -53,7 +53,7 @@ gpu: $(VENV)/test.stamp
 
 # The same harness on the simulated device, the peers on the host: a few minutes, no accelerator.
 gpu-dry: $(VENV)/test.stamp
-	@$(BIN)/python -m benchmarks.small_gpu --dry --write benchmarks/results/small_gpu_dry.md $(GPU_DRY_ARGS)
+	@$(BIN)/python -m benchmarks.small_gpu --dry $(GPU_DRY_ARGS)
 
 # mypy finds only packages that are really there, which an editable install is not, so it gets a
 # plain one in a folder of its own. The tests must not see it: they run against the edited files.

@@ -1,6 +1,6 @@
 """What importing us costs: alone, and on top of `import torch`.
 
-    python -m benchmarks.cost_of_import [--processes 10]
+    python -m benchmarks.cost_of_import [--processes 10] [--write-baseline]
 
 Each figure is a median over fresh processes, the kinds of which take turns, so that a machine that
 slows down slows all. What is measured is the processor time of the import statements: Python's
@@ -11,12 +11,15 @@ all that we add.)
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
+
+from rich.console import Console
+from rich.progress import Progress
+
+from .baseline import Figure, Keeper, Tolerance
 
 #: Each prints the milliseconds that its imports took.
 TIMED = """
@@ -34,6 +37,12 @@ PROGRAMS = {
 }
 #: DESIGN.md, 10.
 BOUND_MS = 50
+#: What is added to torch is the difference of two times, each of more than a second.
+KEEPER = Keeper(
+    "cost_of_import",
+    "python -m benchmarks.cost_of_import",
+    Tolerance(share=0.2, amount=10),
+)
 
 
 def measure(imports: str) -> tuple[float, bool]:
@@ -48,21 +57,12 @@ def measure(imports: str) -> tuple[float, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, default=10, help="of each kind (%(default)s)")
-    chosen = parser.parse_args()
-    for imports in PROGRAMS.values():
-        measure(imports)  # byte code and the disk's cache
-    taken: dict[str, list[float]] = {name: [] for name in PROGRAMS}
-    imports_torch = False
-    for _ in range(chosen.processes):
-        for name, imports in PROGRAMS.items():
-            took_ms, has_torch = measure(imports)
-            taken[name].append(took_ms)
-            imports_torch |= name == "alone" and has_torch
+    chosen = KEEPER.parse(parser, None, defaults=["processes"])
+    taken, imports_torch = measured(chosen.processes)
     median = {name: statistics.median(times) for name, times in taken.items()}
-    spread = {name: f"{min(times):.1f} to {max(times):.1f}" for name, times in taken.items()}
-    print(f"{platform.platform()}, Python {platform.python_version()}; milliseconds, all of them:")
+    print("milliseconds, all of them:")
     for name, figure in median.items():
-        print(f"  {name:20} {figure:8.1f}   ({spread[name]})")
+        print(f"  {name:20} {figure:8.1f}   ({min(taken[name]):.1f} to {max(taken[name]):.1f})")
     first_plain_ms = median["first_plain_tensor"] - median["torch"]
     result = {
         "import_alone_ms": round(median["alone"], 1),
@@ -71,11 +71,34 @@ def main() -> int:
             median["first_tensor"] - median["both"] - first_plain_ms, 1
         ),
         "imports_torch": imports_torch,
-        "bound_ms": BOUND_MS,
-        "processes": chosen.processes,
     }
-    print(f"RESULT {json.dumps(result)}")
-    return 0
+    figures = {
+        "import_alone": Figure(result["import_alone_ms"], "ms", BOUND_MS),
+        "added_to_torch": Figure(result["added_to_torch_ms"], "ms", BOUND_MS),
+        "added_to_first_tensor": Figure(result["added_to_first_tensor_ms"], "ms"),
+        "imports_torch": Figure(imports_torch, "yes or no", False),
+    }
+    result |= {"bound_ms": BOUND_MS, "processes": chosen.processes}
+    return KEEPER.conclude(figures, result, settings={}, writes=chosen.write_baseline)
+
+
+def measured(processes: int) -> tuple[dict[str, list[float]], bool]:
+    """Measure each program in so many processes; say also whether importing us imports torch."""
+    taken: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    imports_torch = False
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("warm-up", total=(processes + 1) * len(PROGRAMS))
+        for imports in PROGRAMS.values():
+            measure(imports)  # byte code and the disk's cache
+            progress.advance(task)
+        for number in range(processes):
+            progress.update(task, description=f"round {number + 1}")
+            for name, imports in PROGRAMS.items():
+                took_ms, has_torch = measure(imports)
+                taken[name].append(took_ms)
+                imports_torch |= name == "alone" and has_torch
+                progress.advance(task)
+    return taken, imports_torch
 
 
 if __name__ == "__main__":

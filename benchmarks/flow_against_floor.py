@@ -1,10 +1,11 @@
 """How near to the floor each strategy comes, at budgets below and above the weights.
 
 `python -m benchmarks.flow_against_floor [--programs decode,training] [--strategies flow,lru]
-[--budgets 50] [--write benchmarks/results/flow_against_floor.md]` runs
-every program under every budget and strategy on a simulated device, in virtual time, and compares
-the results with plain torch. Per row: time over the floor, bytes copied over the exact minimum, the
-share of time that compute stood idle waiting for a copy, peak within the budget, identical.
+[--budgets 50] [--write-baseline]` runs every program under every budget and strategy on a simulated
+device, in virtual time, and compares the results with plain torch. Per row: time over the floor,
+bytes copied over the exact minimum, the share of time that compute stood idle waiting for a copy,
+peak within the budget, identical. With the baseline a page for people is written, which shows the
+same figures.
 
 The device is an 8 GB card on PCIe 4.0 x8 (rx6600xt) whose speeds are divided so that this small
 program has the regime of a model of 16 GB on it: copies of the weights take as long as there.
@@ -21,11 +22,9 @@ what is found for pageable copies (`sim_spec.py`), and the host waits for each. 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +38,7 @@ from torchTensorRef import disabled, tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import SPECS, DeviceSpec
 
+from .baseline import EXACT, WIDTH, Figure, Keeper
 from .floor import Recorder
 from .programs import PROGRAMS, Program
 from .standins import PrefixResident, StreamAhead
@@ -46,6 +46,14 @@ from .standins import PrefixResident, StreamAhead
 #: What the weights would be on the card itself: a model of 8 B parameters in half precision.
 REAL_NBYTES = 16e9
 BUDGETS = (25, 50, 75, 110)
+KEEPER = Keeper("flow_against_floor", "python -m benchmarks.flow_against_floor", EXACT)
+#: What the baseline has of each cell: what the page shows.
+UNITS = {
+    "time_over_floor": "x the floor",
+    "bytes_over_min": "x the minimum",
+    "stall_share": "of the time",
+    "peak_share": "of the budget",
+}
 
 
 class Contender(NamedTuple):
@@ -177,20 +185,28 @@ def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, and last a line RESULT with the same as JSON."""
+    """Print the table and the comparison with the baseline, and a line RESULT with all as JSON."""
     parser = argparse.ArgumentParser(prog="benchmarks.flow_against_floor", description=__doc__)
     parser.add_argument("--programs", default=",".join(p.name for p in PROGRAMS))
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
-    options = parser.parse_args(arguments)
+    parts = ("programs", "strategies", "budgets")
+    options = KEEPER.parse(parser, arguments, defaults=parts)
+    results = measured(options)
+    Console(width=WIDTH).print(table_of(results))
+    if options.write_baseline:
+        KEEPER.path.with_suffix(".md").write_text(markdown_of(results))
+    return KEEPER.conclude(figures_of(results), results, settings={}, writes=options.write_baseline)
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the cells chosen: program -> budget -> strategy -> row."""
     programs = [p for p in PROGRAMS if p.name in options.programs.split(",")]
     strategies = options.strategies.split(",")
     budgets = [int(budget) for budget in options.budgets.split(",")]
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    console = Console(stderr=True)
-    with Progress(console=console) as progress:
+    with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=len(programs) * len(budgets) * len(strategies))
         for program in programs:
             plain = plain_run(program)
@@ -199,12 +215,24 @@ def main(arguments: list[str] | None = None) -> int:
                 for strategy, row in rows_of(plain, budget, strategies):
                     results.setdefault(program.name, {}).setdefault(budget, {})[strategy] = row
                     progress.advance(task)
-    Console(width=110).print(table_of(results))
-    if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(markdown_of(results))
-    print("RESULT " + json.dumps(results))
-    return 0
+                rows = results[program.name][budget].items()
+                times = ", ".join(f"{name} {row['time_over_floor']:.3f}" for name, row in rows)
+                progress.console.print(f"{program.name} {budget} %: {times}", soft_wrap=True)
+    return results
+
+
+def figures_of(results: dict[str, Any]) -> dict[str, Figure]:
+    """Return what is compared with the baseline."""
+    figures: dict[str, Figure] = {}
+    for program, by_budget in results.items():
+        for budget, by_strategy in by_budget.items():
+            for strategy, row in by_strategy.items():
+                cell = f"{program}/{budget}/{strategy}"
+                for name, unit in UNITS.items():
+                    bound = 1.0 if name == "peak_share" else None
+                    figures[f"{cell}/{name}"] = Figure(row[name], unit, bound)
+                figures[f"{cell}/differs"] = Figure(not row["identical"], "yes or no", False)
+    return figures
 
 
 def table_of(results: dict[str, Any]) -> Table:
@@ -235,8 +263,8 @@ def markdown_of(results: dict[str, Any]) -> str:
     lines = [
         "# Flow against the floor",
         "",
-        "Written by `python -m benchmarks.flow_against_floor --write FILE`; its docstring and that",
-        "of `floor.py` say what the columns mean. Virtual time: the same on every machine.",
+        f"Written by `{KEEPER.command} --write-baseline`; its docstring and that of",
+        "`floor.py` say what the columns mean. Virtual time: the same on every machine.",
         "",
         f"Device: {card.name} with speeds divided by (16 GB / weights), h2d and d2h "
         f"{card.h2d_bytes_per_s / 1e9:g} GB/s, memory {card.memory_bytes_per_s / 1e9:g} GB/s, host "

@@ -1,6 +1,7 @@
 """How much memory loading a model takes, with us and without.
 
     python -m benchmarks.memory_of_loading [--layers 4] [--ways from_pretrained sharded ...]
+                                           [--write-baseline]
 
 A Llama of about 1 GB is saved once and loaded in fresh processes, in several ways. What is measured
 is the growth of resident memory from before the loading to its peak, sampled by psutil. Pages of a
@@ -12,19 +13,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from .baseline import Figure, Keeper, Tolerance
 
 WAYS = ("from_pretrained", "sharded", "bfloat16", "torch_load", "torch_load_mmap", "load_file")
 #: What issue 5 allows beyond the weights.
 ALLOWED_SHARE, ALLOWED_NBYTES = 0.15, 200e6
+#: Or what plain torch took, and this beyond: of two loadings with plain torch one takes more, too.
+ALLOWED_OVER_PLAIN = 0.01
+KEEPER = Keeper(
+    "memory_of_loading",
+    "python -m benchmarks.memory_of_loading",
+    Tolerance(share=0.05, amount=20),
+)
 
 
 class Peak:
@@ -138,44 +150,67 @@ def main() -> int:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
+    chosen = KEEPER.parse(parser, None, defaults=["layers", "ways"])
     if chosen.measure:
         measure(chosen.measure, chosen.folder, is_plain=chosen.plain)
         return 0
     if chosen.save:
         save(chosen.folder, chosen.layers)
         return 0
-    print(f"{platform.platform()}, Python {platform.python_version()}")
-    with tempfile.TemporaryDirectory() as name:
-        saving = ["--save", "--folder", name, "--layers", str(chosen.layers)]
+    figures = figures_of(measured(chosen.ways, chosen.layers))
+    result = {
+        way: {
+            "peak_mb": figures[f"{way}/peak"].value,
+            "allowed_mb": figures[f"{way}/peak"].bound,
+            "is_within": figures[f"{way}/peak"].value <= figures[f"{way}/peak"].bound,
+        }
+        for way in chosen.ways
+    }
+    settings = {"layers": chosen.layers}
+    return KEEPER.conclude(figures, result, settings=settings, writes=chosen.write_baseline)
+
+
+def measured(ways: Sequence[str], layers: int) -> list[dict[str, object]]:
+    """Save the model, and load it in each way without us and with us; print each as it is found."""
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Progress(console=Console(stderr=True)) as progress,
+    ):
+        task = progress.add_task("saving", total=1 + 2 * len(ways))
+        saving = ["--save", "--folder", name, "--layers", str(layers)]
         subprocess.run([sys.executable, "-m", __spec__.name, *saving], check=True)
-        rows = [
-            run(way, Path(name), is_plain=is_plain)
-            for way in chosen.ways
-            for is_plain in (True, False)
-        ]
-    return show(rows)
+        progress.advance(task)
+        print(f"{'':16}{'':6}{'weights':>10}{'peak':>10}{'after':>10}  MB", flush=True)
+        for way in ways:
+            for is_plain in (True, False):
+                progress.update(task, description=f"{way} {'plain' if is_plain else 'ours'}")
+                rows.append(run(way, Path(name), is_plain=is_plain))
+                print(line_of(rows[-1]), flush=True)
+                progress.advance(task)
+    return rows
 
 
-def show(rows: list[dict[str, object]]) -> int:
-    """Print a table and the result line."""
-    print(f"{'':18}{'':8}{'weights':>10}{'peak':>10}{'after':>10}  MB")
-    result = {}
+def line_of(row: dict[str, object]) -> str:
+    """Everything known of one loading."""
+    who = "plain" if row["is_plain"] else "ours"
+    sizes = (row[f"{name}_nbytes"] / 1e6 for name in ("weights", "peak", "after"))
+    figures = "".join(f"{size:10.0f}" for size in sizes)
+    return f"{row['way']:16}{who:6}{figures}  {row['took_s']} s, {', '.join(row['kinds'])}"
+
+
+def figures_of(rows: list[dict[str, object]]) -> dict[str, Figure]:
+    """Of the loadings with us; those without are what they may take."""
     plain_peak = {row["way"]: row["peak_nbytes"] for row in rows if row["is_plain"]}
+    figures = {}
     for row in rows:
-        weights, peak, after = (row[f"{name}_nbytes"] for name in ("weights", "peak", "after"))
-        who = "plain" if row["is_plain"] else "ours"
-        figures = f"{weights / 1e6:10.0f}{peak / 1e6:10.0f}{after / 1e6:10.0f}"
-        print(f"{row['way']:18}{who:8}{figures}  {row['took_s']} s, {', '.join(row['kinds'])}")
         if not row["is_plain"]:
-            allowed = max(weights * (1 + ALLOWED_SHARE) + ALLOWED_NBYTES, plain_peak[row["way"]])
-            result[row["way"]] = {
-                "peak_mb": round(peak / 1e6),
-                "allowed_mb": round(allowed / 1e6),
-                "is_within": peak <= allowed,
-            }
-    print(f"RESULT {json.dumps(result)}")
-    return 0
+            way = row["way"]
+            least = row["weights_nbytes"] * (1 + ALLOWED_SHARE) + ALLOWED_NBYTES
+            allowed = round(max(least, plain_peak[way] * (1 + ALLOWED_OVER_PLAIN)) / 1e6)
+            figures[f"{way}/peak"] = Figure(round(row["peak_nbytes"] / 1e6), "MB", allowed)
+            figures[f"{way}/after"] = Figure(round(row["after_nbytes"] / 1e6), "MB")
+    return figures
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
+from ..baseline import EXACT, Keeper
 from . import table
-from .compare import Comparison
+from .compare import Comparison, figures_of_ours
 from .contestants import CONTESTANTS, reason_not
 from .plan import NO_CAP, Seat, Selection, State, seats, selection_of, workloads_of
 from .processes import Ending, Processes
@@ -24,6 +25,8 @@ from .seat import Job
 
 #: The exit status of a run that has to be gone on with: EX_TEMPFAIL.
 UNFINISHED = 75
+#: Times of other devices are those of one machine, and their pages say which.
+KEEPER = Keeper("small_gpu_dry", "python -m benchmarks.small_gpu --dry", EXACT)
 
 
 class OutOfTime(Exception):
@@ -226,9 +229,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seat-seconds", type=float, default=300, help="stopped then")
     parser.add_argument("--state", type=Path, help="a folder (.cache/small_gpu/DEVICE_SCALE)")
     parser.add_argument("--write", type=Path, help="also write the page to this file or folder")
-    options = parser.parse_args(arguments)
+    whole = ("device", "scale", "only", "rounds")
+    options = KEEPER.parse(parser, arguments, defaults=whole)
+    if options.write_baseline and not options.dry:
+        parser.error("only a dry run has a baseline")
     if options.dry:
         options.device = "sim:rx6600xt"
+    if options.write_baseline and options.write is None:
+        options.write = KEEPER.path.with_suffix(".md")
     is_dry = options.device.startswith("sim:")
     options.scale = options.scale or ("small" if is_dry else "full")
     options.expected_seconds = {"full": 60.0, "medium": 15.0}.get(options.scale, 2.0)
@@ -246,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     -------
     int
         0; 75 when this call's minutes were not enough; 1 when a cell has neither figures nor a
-        reason.
+        reason, or a dry run contradicts its baseline.
     """
     options = parse(arguments)
     bench = Bench(options)
@@ -261,10 +269,21 @@ def main(arguments: list[str] | None = None) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page)
     missing = table.unexplained(rows)
-    print("RESULT " + json.dumps(_result(bench, rows, is_finished)))
+    status = _conclude(bench, rows, is_finished)
     if missing:
         print(f"cells without figures and without a reason: {', '.join(missing)}", file=sys.stderr)
         return 1
+    return status
+
+
+def _conclude(bench: Bench, rows: list[dict[str, Any]], is_finished: bool) -> int:
+    """Print RESULT, for a whole dry run after its comparison with the baseline."""
+    result = _result(bench, rows, is_finished)
+    of_ours = figures_of_ours(rows) if is_finished and bench.comparison.is_dry else {}
+    if of_ours:
+        writes = bench.options.write_baseline
+        return KEEPER.conclude(of_ours, result, settings=bench.state.options, writes=writes)
+    print("RESULT " + json.dumps(result))
     return 0 if is_finished else UNFINISHED
 
 

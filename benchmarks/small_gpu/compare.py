@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..baseline import Figure
 from .bound import Bound, Needs, bound, roofline_s
 from .contestants import CONTESTANTS
 from .plan import NO_CAP, Selection, State
@@ -274,4 +275,22 @@ def _of_memory(workload: str, cap: int, row: dict[str, Any]) -> list[dict[str, A
         equal = same["bits"] if same["tokens"] is None else same["tokens"]
         words = "bits equal" if same["bits"] else f"largest difference {same['largest']:.2g}"
         found.append({**place, "what": "equal", "wanted": "yes", "found": words, "met": equal})
+    return found
+
+
+def figures_of_ours(rows: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Return what a dry run compares with its baseline: cells of ours, whose time is virtual."""
+    found = {}
+    for row in rows:
+        if row["status"] == "skipped" or not CONTESTANTS[row["contestant"]].is_ours:
+            continue
+        cell = f"{row['workload']}/{row['cap']}/{row['contestant']}"
+        is_measured = row["status"] == "measured"
+        found[f"{cell}/failed"] = Figure(not is_measured, "yes or no", False)
+        if is_measured:
+            allocated, room = row["memory"]["allocated"], row["cap_nbytes"]
+            found[f"{cell}/step"] = Figure(row["step_s"], "s")
+            found[f"{cell}/first"] = Figure(row["first_s"], "s")
+            found[f"{cell}/allocated"] = Figure(allocated, "bytes", room)
+            found[f"{cell}/differs"] = Figure(not row["same"].get("bits"), "yes or no", False)
     return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import platform
 from typing import Any
 
+from ..baseline import versions
 from .compare import Comparison
 from .plan import NO_CAP, Selection
 from .scales import WORKLOADS
@@ -28,7 +26,6 @@ HEADINGS = (
     "same",
     "note",
 )
-PACKAGES = ("torch", "transformers", "accelerate", "diffusers", "peft", "safetensors")
 
 
 def seconds(s: float | None) -> str:
@@ -124,15 +121,6 @@ def unexplained(rows: list[dict[str, Any]]) -> list[str]:
         if not (row["status"] == "measured" and row.get("step_s", 0) > 0)
         and not str(row.get("reason", "")).strip()
     ]
-
-
-def versions() -> dict[str, str]:
-    """What is installed here."""
-    found = {"Python": platform.python_version()}
-    for name in PACKAGES:
-        is_there = importlib.util.find_spec(name) is not None
-        found[name] = importlib.metadata.version(name) if is_there else "not installed"
-    return found
 
 
 def page(comparison: Comparison, selection: Selection, command: str) -> str:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from torchTensorRef.memory.block import Block
-from torchTensorRef.memory.budget import Budget, Ledger
+from torchTensorRef.memory.budget import Budget
+from torchTensorRef.memory.ledger import Ledger
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.injection import assert_same_injected, injected
@@ -72,7 +73,7 @@ def test_a_parameter_is_made_anew_on_the_meta_device_from_what_it_notes(manager)
 
 def test_two_threads_that_ask_for_the_replicas_of_a_fresh_result_find_the_same(manager):
     device = manager.residency.books.main
-    lock, arrived = threading.RLock(), threading.Event()
+    arrived = threading.Event()
 
     class Slow(Ledger):
         def settle(self, block: Block) -> None:
@@ -80,11 +81,11 @@ def test_two_threads_that_ask_for_the_replicas_of_a_fresh_result_find_the_same(m
             super().settle(block)
 
     for _ in range(20):
-        ledger = Slow(device, Budget(1 << 20), lock, lambda: None)
-        base = device.allocate(64)
-        block = ledger.bear(base, 64, 0)
+        ledger = Slow(device, Budget(1 << 20))
+        base = torch.empty(64, dtype=torch.uint8)
+        block = ledger.bear_if_room(base, 64, 0)
         found = []
-        with lock:
+        with ledger._lock:
             other = threading.Thread(target=lambda b=block, f=found: f.append(b.replicas))
             arrived.clear()
             other.start()

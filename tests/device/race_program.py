@@ -28,7 +28,7 @@ from tests.support.device_double import LateDevice, LateLane
 from tests.support.programs import RandomEviction
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices.accelerator.copies import StreamLane
-from torchTensorRef.interception.slow_path import OpCall
+from torchTensorRef.interception import slow_path
 
 MIB = 1 << 20
 
@@ -70,7 +70,7 @@ def listen_on(kind: str) -> tuple[Listener, Listener]:
 
         sanitizer = cuda_sanitizer.dispatch
     kernels, copies = Listener(sanitizer), Listener(sanitizer)
-    OpCall._call_kernel = listening(OpCall._call_kernel, kernels)  # type: ignore[method-assign]
+    slow_path.run_kernel = listening(slow_path.run_kernel, kernels)
     if kind == "late":
         LateLane._copy = staticmethod(listening(LateLane._copy, copies))  # type: ignore[method-assign]
     else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.interception import fallback as ladder
+from torchTensorRef.interception import fallback, slow_path
 from torchTensorRef.memory import external_pressure as headroom
 from torchTensorRef.memory.budget import Budget
 
@@ -56,24 +56,23 @@ class StarvedKernels:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left = times
         self.calls = 0
-        from torchTensorRef.interception.slow_path import OpCall
+        run_kernel = slow_path.run_kernel
 
-        call_kernel = OpCall._call_kernel
-
-        def starved(call: Any, args: Any, kwargs: Any) -> Any:
+        def starved(staged: Any) -> Any:
+            accelerator = staged.operands.accelerator
             on_device = any(
-                block.replicas.get(call.accelerator) is not None
-                and block.readable_on(call.accelerator) is not None
-                for block in call.blocks
+                block.replicas.get(accelerator) is not None
+                and block.readable_on(accelerator) is not None
+                for block in staged.operands.blocks
             )
             self.calls += 1
             if on_device and self.left:
                 self.left -= 1
-                torch.rand(3, device=call.accelerator.torch_device)  # it had begun to draw
+                torch.rand(3, device=accelerator.torch_device)  # it had begun to draw
                 raise torch.OutOfMemoryError("a kernel found no memory")
-            return call_kernel(call, args, kwargs)
+            return run_kernel(staged)
 
-        monkeypatch.setattr(OpCall, "_call_kernel", starved)
+        monkeypatch.setattr(slow_path, "run_kernel", starved)
 
 
 def test_a_kernel_without_memory_is_run_again_there(manage, device, scale, monkeypatch):
@@ -82,7 +81,7 @@ def test_a_kernel_without_memory_is_run_again_there(manage, device, scale, monke
     plain = home(on(device, layers(width, 4))(on(device, x)))
     manager = manage("lru", scale.nbytes(SMALL))
     model = manager.adopt(layers(width, 4))
-    monkeypatch.setattr(ladder, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(fallback, "LEAST_NBYTES", 1)
     budget = manager.budget
     StarvedKernels(monkeypatch, 1)
     with torch.no_grad():
@@ -104,10 +103,8 @@ def test_a_kernel_that_never_finds_memory_runs_on_the_host(manage, device, monke
 
 def test_a_second_try_draws_the_same_numbers(manage, device, monkeypatch):
     manager = manage("lru", 64 * MIB)
-    from torchTensorRef.interception.operands import Operands
-
     # On the device although it is random, as with a label of the device.
-    monkeypatch.setattr(Operands, "place", lambda call: call.accelerator)
+    monkeypatch.setattr(slow_path, "place", lambda operands, manager: operands.accelerator)
     x = manager.adopt(torch.ones(4000))
     seed = lambda: (torch.manual_seed(5), device.synchronize())  # noqa: E731
     seed()

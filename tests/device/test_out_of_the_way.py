@@ -12,7 +12,7 @@ from torch import nn
 
 from torchTensorRef import TensorRef
 from torchTensorRef.inject import hooks
-from torchTensorRef.interception.by_value import CARRIED_AT_MOST
+from torchTensorRef.interception.by_value import BY_VALUE_AT_MOST
 
 from ..support.differential import differences
 
@@ -58,7 +58,7 @@ def test_a_number_that_is_used_again_and_again_is_fetched(ample: Any) -> None:
     ref, made = ample.adopt(torch.rand(5)).toGPU(), injected(lambda: torch.arange(7, 8))
     before = ample.stats()["fetch_count"]
     with torch.no_grad():
-        for _ in range(CARRIED_AT_MOST + 3):
+        for _ in range(BY_VALUE_AT_MOST + 3):
             ref * made
     assert ample.stats()["fetch_count"] == before + 1
 

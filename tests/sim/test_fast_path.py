@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from torchTensorRef.interception import ready_path as fast_path
-from torchTensorRef.interception.slow_path import OpCall
-from torchTensorRef.memory import budget
+from torchTensorRef.interception.slow_path import SlowPath
+from torchTensorRef.memory import ledger as ledgers
 from torchTensorRef.operators import peaks
 from torchTensorRef.operators.table import ROWS
 
@@ -37,14 +37,14 @@ def ample(manage: Callable[..., Any]) -> Any:
 def long_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note the operators that take the six phases."""
     names: list[str] = []
-    whole = OpCall.run
+    whole = SlowPath.run
 
     def run(call: Any) -> Any:
         names.append(call.plan.name)
         return whole(call)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpCall, "run", run)
+        patch.setattr(SlowPath, "run", run)
         yield names
 
 
@@ -289,7 +289,7 @@ def test_labels_are_asked_for_where_they_differ(
     (x,) = ready(ample, torch.rand(3, 8))
     found = []
     for differ in (False, True, False):
-        monkeypatch.setattr(ample.residency, "labels_differ", differ)
+        monkeypatch.setattr(ample.residency.books, "labels_differ", differ)
         with long_way(monkeypatch) as names, torch.no_grad():
             torch.zeros_like(x), torch.neg(x)
         found.append(names)
@@ -349,7 +349,7 @@ def test_what_is_borne_is_counted_until_it_dies(ample: Any) -> None:
         assert ledger.resident_nbytes == before + 6 * x.nbytes
         assert results[1]._ttr_block.replicas  # settled: counted once
         ample.check()
-        assert ledger.recount_nbytes() == ledger.resident_nbytes == before + 6 * x.nbytes
+        assert ledger.both_sums() == (before + 6 * x.nbytes,) * 2
         del results
         gc.collect()
         ample.residency.books.bury()
@@ -362,7 +362,7 @@ def test_a_result_borne_while_another_is_borne_is_counted(
     """Making objects can collect garbage, whose finalizers may run operators."""
     ledger = ample.residency.books.ledgers[ample.residency.books.main]
     monkeypatch.setattr(ledger, "_is_witnessed", False)
-    results, blocks, make = [torch.rand(4), torch.rand(8)], [], budget.Block
+    results, blocks, make = [torch.rand(4), torch.rand(8)], [], ledgers.Block
 
     def make_and_bear_another(*args: Any) -> Any:
         if len(results) == 1:
@@ -370,9 +370,9 @@ def test_a_result_borne_while_another_is_borne_is_counted(
         return make(*args)
 
     before = ledger.resident_nbytes
-    monkeypatch.setattr(budget, "Block", make_and_bear_another)
+    monkeypatch.setattr(ledgers, "Block", make_and_bear_another)
     blocks.append(ledger.bear_if_room(results.pop(0), 16, 0))
-    assert ledger.resident_nbytes == ledger.recount_nbytes() == before + 48
+    assert ledger.both_sums() == (before + 48,) * 2
     blocks.clear()
     ample.residency.books.bury()
     assert ledger.resident_nbytes == before

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchTensorRef.devices.host.readers import home_bytes
+from torchTensorRef.devices.host.readers import host_readers
 from torchTensorRef.memory.transfer import Transfer
 
 
@@ -55,7 +55,7 @@ def test_a_change_at_home_waits(manager, change):
     home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
     before = home.base.untyped_storage().tolist()[:4]
-    home_bytes.note_reader(home.base, reading)
+    host_readers.note_reader(home.base, reading)
     CHANGES[change](x)
     assert reading.was_finished
     assert reading.seen == before, "the copy has read what was there when it was issued"
@@ -65,7 +65,7 @@ def test_releasing_waits(manager):
     x = manager.adopt(torch.ones(1000), sole=True)
     home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
-    home_bytes.note_reader(home.base, reading)
+    host_readers.note_reader(home.base, reading)
     manager.release(x)
     assert reading.was_finished
 
@@ -74,17 +74,15 @@ def test_reading_at_home_does_not_wait(manager):
     x = manager.adopt(torch.ones(1000), sole=True)
     home = x._ttr_block.replicas[manager.residency.books.host]
     reading = Reading(home.base)
-    home_bytes.note_reader(home.base, reading)
+    host_readers.note_reader(home.base, reading)
     assert x.tolist() == [1.0] * 1000
     assert x.clone().sum().item() == 1000
     assert not reading.was_finished
-    home_bytes.about_to_change(home.base)
+    host_readers.about_to_change(home.base)
 
 
 class Device:
     """What `Transfer` asks of a real device when it has issued a copy."""
-
-    is_simulated = False
 
     def __init__(self) -> None:
         self.wishes: list[bool] = []

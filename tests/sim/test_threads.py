@@ -44,7 +44,8 @@ def assert_idle(manager: Any, limit_nbytes: int | None = None) -> None:
     residency = manager.residency
     assert not residency.holds.pins_by_thread
     assert not residency.holds.announced
-    assert not [r for ledger in residency.books.ledgers.values() for r in ledger.replicas() if r.pins]
+    ledgers = residency.books.ledgers.values()
+    assert not [r for ledger in ledgers for r in ledger.replicas() if r.pins]
     device = residency.books.main
     assert device.peak_nbytes <= (limit_nbytes or manager.budget)
     assert device.recount_nbytes() == device.resident_nbytes

@@ -20,6 +20,7 @@ import torch
 
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+from torchTensorRef.devices.accelerator.events import events_of
 from torchTensorRef.devices.base import move_bytes
 
 _lock = threading.RLock()
@@ -168,23 +169,25 @@ class LateDevice(AcceleratorDevice):
     """The real adapter over the double: `torch.cuda`'s way, on host bytes."""
 
     torch_device = torch.device("cpu")  # type: ignore[assignment]
+    lane = LateLane
 
     def __init__(self, module: LateModule | None = None, index: int = 0) -> None:
         self.double = module or LateModule()
-        super().__init__("cuda", index, module=self.double)  # type: ignore[arg-type]
+        super().__init__(
+            "cuda",
+            index,
+            module=self.double,  # type: ignore[arg-type]
+            new_lane=functools.partial(self.lane, jitter=self.double.random),
+        )
         self.name = f"late:{index}"
         self.double.ours = lambda: self._residents.nbytes
 
     def empty(self, base: torch.Tensor) -> None:
         # A card's memory stays where it is when it is freed; the host's is gone.
-        for key, event in list(self._in_flight):
-            if key == id(base):
-                for part in self._events_of(event):
-                    part.synchronize()
+        for event in self._copier.copies_of(base):
+            for part in events_of(event):
+                part.synchronize()
         super().empty(base)
-
-    def _new_lane(self) -> StreamLane:
-        return LateLane(self.vendor, self.double.random)
 
 
 class MetaLane(LateLane):
@@ -203,6 +206,4 @@ class MetaDevice(LateDevice):
     """
 
     torch_device = torch.device("meta")  # type: ignore[assignment]
-
-    def _new_lane(self) -> StreamLane:
-        return MetaLane(self.vendor, self.double.random)
+    lane = MetaLane

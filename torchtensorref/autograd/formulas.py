@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ..interception.guards import is_watched, would_be_noted
+from ..interception.guards import may_exchange_formula, records_gradient
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS
 
@@ -43,7 +43,7 @@ def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = F
         values = [*args, *kwargs.values()]
         places = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
         tensors = [values[place] for place in places]
-        if not would_be_noted(tensors) or is_watched(tensors):
+        if not (records_gradient(tensors) and may_exchange_formula(tensors)):
             return op(*args, **kwargs)
         # The node keeps the function, so this must not keep the tensors: autograd does.
         rest = [None if place in places else value for place, value in enumerate(values)]
@@ -221,7 +221,7 @@ def product(op: OpOverload, node_name: str) -> Treatment:
 
     def treat(tensor: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         is_number = dtype is None or dtype.is_floating_point or dtype.is_complex
-        if is_number and would_be_noted((tensor,)) and not is_watched((tensor,)):
+        if is_number and records_gradient((tensor,)) and may_exchange_formula((tensor,)):
             return node.apply(op, tensor, dim, keepdim, dtype)
         return op(tensor, dtype=dtype) if dim is None else op(tensor, dim, keepdim, dtype=dtype)
 
@@ -250,14 +250,14 @@ _MaskedFill = node_named("MaskedFillBackward1", MaskedFill)
 
 def masked_fill(tensor: Any, mask: Any, value: Any) -> Any:
     """Treat `masked_fill` by a tensor."""
-    if not would_be_noted((value,)) or is_watched((tensor, mask, value)):
+    if not (records_gradient((value,)) and may_exchange_formula((tensor, mask, value))):
         return aten.masked_fill.Tensor(tensor, mask, value)
     return _MaskedFill.apply(tensor, mask, value)
 
 
 def masked_fill_in_place(tensor: Any, mask: Any, value: Any) -> Any:
     """Treat `masked_fill_` by a tensor."""
-    if not would_be_noted((value,)) or is_watched((tensor, mask, value)):
+    if not (records_gradient((value,)) and may_exchange_formula((tensor, mask, value))):
         return aten.masked_fill_.Tensor(tensor, mask, value)
     return tensor.copy_(_MaskedFill.apply(tensor, mask, value))
 
@@ -266,7 +266,7 @@ def then_copied(op: OpOverload, treatment: Treatment) -> Treatment:
     """Treat an in-place operator: its out-of-place one, whose gradient is treated, and a copy."""
 
     def treat(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if not would_be_noted((tensor,)) or is_watched((tensor,)):
+        if not (records_gradient((tensor,)) and may_exchange_formula((tensor,))):
             return op(tensor, *args, **kwargs)
         # Of a clone, as in torch: the gradient needs what is about to be overwritten.
         return tensor.copy_(treatment(tensor.clone(), *args, **kwargs))

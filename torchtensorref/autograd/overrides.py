@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..interception.entry import dispatch
-from ..interception.guards import is_watched, somebody_looks, would_be_noted
+from ..interception.guards import may_bypass, may_exchange_formula, records_gradient
 from ..interception.ready_path import SLOW, WAYS
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
@@ -65,7 +65,7 @@ def whole(name: str) -> Treatment:
     def treat(*args: Any, **kwargs: Any) -> Any:
         op = _overload(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if would_be_noted(tensors) or is_watched(tensors):
+        if records_gradient(tensors) or not may_exchange_formula(tensors):
             return op(*args, **kwargs)
         result = dispatch(op, (), args, kwargs)
         torch.autograd.graph.increment_version(several_of(result))
@@ -83,7 +83,7 @@ def _as_one(op: OpOverload) -> Treatment:
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
         are_plain = all(type(t) is not TensorRef for t in tensors)
-        if are_plain or would_be_noted(tensors) or is_watched(tensors):
+        if are_plain or records_gradient(tensors) or not may_exchange_formula(tensors):
             return op(*args, **kwargs)
         return dispatch(op, (), args, kwargs)
 
@@ -96,7 +96,7 @@ def _values_alone(op: OpOverload) -> Treatment:
 
     def treat(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        return (op if would_be_noted(tensors) else one)(*args, **kwargs)
+        return (op if records_gradient(tensors) else one)(*args, **kwargs)
 
     return treat
 
@@ -152,7 +152,7 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_noted = _is_grad_enabled() and _any_wants_gradients(tensors_of(args))
-        if not is_noted and not somebody_looks():
+        if not is_noted and may_bypass(function_modes=False):
             result = way(plan, args, kwargs)
             if result is not SLOW:
                 return result
@@ -172,7 +172,7 @@ def _whole_batches(multiply: Treatment) -> Treatment:
     def treat(tensor: Any, other: Any) -> Any:
         are_batches = tensor.dim() == 3 == other.dim()
         is_single = are_batches and other.size(0) == 1 != tensor.size(0)
-        if is_single and not other.requires_grad and not is_watched((tensor, other)):
+        if is_single and not other.requires_grad and may_exchange_formula((tensor, other)):
             other = other.expand(tensor.size(0), -1, -1)
         return multiply(tensor, other)
 

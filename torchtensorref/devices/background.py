@@ -1,4 +1,4 @@
-"""Work that a thread of ours does meanwhile, and that is over before the interpreter is.
+"""Tasks for a background thread, all of them done before the interpreter ends.
 
 A daemon thread that is inside torch when the interpreter ends is unwound through functions of C++,
 and the process is aborted ("terminate called without an active exception"). So these threads are
@@ -49,8 +49,8 @@ class Background:
     def submit(self, task: Task) -> None:
         """Queue a task and return at once. Any finalizer may call this, at any moment.
 
-        Where there are no threads, while the interpreter ends or by a limit of the system, it has
-        been done on return, or is done by whoever is doing those before it.
+        Where no thread can be started (the interpreter ends, or a limit of the system), the task is
+        done before this returns, or by the caller that is doing those before it.
         """
         if self._worker.process != os.getpid():
             self._worker = self._new_worker()  # a forked child has none of the threads
@@ -108,7 +108,7 @@ class _Worker:
         self.at_work.discard(self)
 
     def _do_all(self) -> None:
-        """Do what is queued, unless somebody is at it: he sees it before he leaves."""
+        """Do what is queued, unless another thread does: that one looks again before it stops."""
         while self._tasks and self._at_it.acquire(blocking=False):
             try:
                 while self._tasks:

@@ -110,20 +110,33 @@ class Device(ABC):
     views made of it stay valid objects. Every method may be called from any thread.
     """
 
+    #: The host itself, where blocks are at home.
     is_host: bool = False
-    is_simulated: bool = False
-    #: Counts the results of kernels itself, by `account`, to the byte and beside the ledger.
+    #: Its time is virtual: it must be told what operators cost (`after_operator`, `charge`), and
+    #: that the host waits for a number which the program reads.
+    has_virtual_clock: bool = False
+    #: Its kernels are the host's: what one of them refuses the host refuses, too, and operands that
+    #: a kernel reads on the host are there already.
+    has_host_kernels: bool = False
+    #: Kernels and factories allocate from it by themselves, so that one of them may find no memory
+    #: although the ledger has some: then it helps to evict and to call it again.
+    kernels_allocate: bool = False
+    #: Other processes may take its memory while we run: what is free must be asked for again.
+    shares_memory: bool = False
+    #: Copies from page-locked memory are faster, and read their source after they were issued:
+    #: `wish_page_locked`, and `finish_reading` of its events.
+    prefers_page_locked: bool = False
+    #: Counts the results of kernels itself, by `account`: an independent check of the ledger.
     is_witness: bool = False
-    #: `empty` may follow a `copy_out` at once: the bytes under way are kept until they have left.
+    #: `empty` may follow a `copy_out` at once: the bytes are kept until the copy has read them.
     keeps_leaving_bytes: bool = False
-    #: Wants to be told which replicas operators can no longer use unseen: `note_use`.
+    #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
 
     name: str
     kind: str
     index: int
     capacity_nbytes: int
-    stall_ns: int = 0
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
@@ -212,19 +225,19 @@ class Device(ABC):
         """The event after which a copy engine may write `base`; None if it may at once."""
 
     def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued, and no more will be without another note."""
+        """Operators on this base were issued; later ones will be noted again."""
 
     def forget_use(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
 
     def about_to_change(self, base: Tensor) -> None:
-        """Somebody may write these bytes, or use them, unseen from now on; they are safe to touch.
+        """These bytes may be written or used without our knowledge after this call.
 
         On the host: wait until no copy reads them any more.
         """
 
     def about_to_move(self, base: Tensor) -> None:
-        """`about_to_change`, and the memory itself is about to be exchanged."""
+        """Do what `about_to_change` does; the memory itself is about to be replaced."""
 
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a host base is copied from, so that it may be page-locked if that recurs.
@@ -234,7 +247,7 @@ class Device(ABC):
         base : Tensor
             Owns the bytes of a block at home.
         may_mirror : bool
-            Nobody but operators writes them, so that a second copy of them stays right.
+            Only operators write them, so that a second copy of them stays valid.
         """
 
     def home_memory(self, nbytes: int) -> Tensor | None:
@@ -288,7 +301,7 @@ class Device(ABC):
         """Advance the clock as `after_operator` does, and note no use of any base."""
 
     def charge_time(self, compute_ns: int, op_count: int) -> None:
-        """Advance the clock by operators that nobody saw singly."""
+        """Advance the clock by operators that were not seen one by one."""
 
     @abstractmethod
     def record(self) -> Event:
@@ -305,6 +318,11 @@ class Device(ABC):
     @abstractmethod
     def now_ns(self) -> int:
         """The host's clock as this device sees it."""
+
+    @property
+    def stall_ns(self) -> int:
+        """How long compute stood idle for no other reason than a copy it waited for."""
+        return 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

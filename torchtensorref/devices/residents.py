@@ -11,11 +11,11 @@ from .base import storage_nbytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CountsResidents", "Resident", "Residents"]
+__all__ = ["Resident", "Residents"]
 
 
 class Resident(weakref.ref[Any]):
-    """One base on a device. It is the weak reference itself, so that death names its victim."""
+    """One base on a device. It is a weak reference, so that its callback gets the whole record."""
 
     __slots__ = ("entered_ns", "key", "nbytes", "number", "room_ns", "used_ns", "written_ns")
 
@@ -25,7 +25,7 @@ class Resident(weakref.ref[Any]):
     used_ns: int  # end of the last operator known to touch it
     written_ns: int  # end of the last operator known to write it
     entered_ns: int  # end of the last operator that cannot have touched it
-    room_ns: int  # the room it took was still read by others until then
+    room_ns: int  # until then copies or operators still used the freed bytes it was given
 
     def __str__(self) -> str:
         return f"allocation {self.number} ({self.nbytes:,} bytes)"
@@ -77,7 +77,7 @@ class Residents:
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def take_dead(self) -> Resident | None:
-        """Forget one base that died; return it if its bytes had still counted."""
+        """Forget one base that died; return it if its bytes were still counted."""
         while self.dead:
             resident = self.dead.popleft()
             if self.present.get(resident.key) is resident:
@@ -92,32 +92,11 @@ class Residents:
         while self.take_dead() is not None:
             pass
 
+    def reset_peak(self) -> None:
+        """Start `peak_nbytes` again from what is counted now. The dead must have been settled."""
+        self.peak_nbytes = self.nbytes
+
     def recount(self) -> int:
         """The sum again, from the storages themselves: equal to `nbytes` or the books are wrong."""
         bases = [resident() for resident in list(self.present.values())]
         return sum(storage_nbytes(base) for base in bases if base is not None)
-
-
-class CountsResidents:
-    """What a device says of its bytes where nothing but `Residents` has to be asked."""
-
-    _lock: Any
-    _residents: Residents
-
-    @property
-    def resident_nbytes(self) -> int:
-        """The bytes of the replicas here; what kernels use meanwhile is not among them."""
-        with self._lock:
-            self._residents.settle()
-            return self._residents.nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most of them since the last `reset_peak`."""
-        return self._residents.peak_nbytes
-
-    def reset_peak(self) -> None:
-        """Start `peak_nbytes` again from what is resident now."""
-        with self._lock:
-            self._residents.settle()
-            self._residents.peak_nbytes = self._residents.nbytes

@@ -86,7 +86,7 @@ def _exercise(device: Device) -> Finding:
     if not same:
         return Finding(device.name, "FAIL", f"{size}: bytes came back changed")
     speed = f"{_rate(nbytes, there_ns)} there, {_rate(nbytes, back_ns)} back"
-    clock = " (simulated time)" if device.is_simulated else ""
+    clock = " (simulated time)" if device.has_virtual_clock else ""
     return Finding(device.name, "PASS", f"{size}   copies {speed}{clock}")
 
 

@@ -146,7 +146,7 @@ def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     except torch.OutOfMemoryError:
         residency = _core().manager.residency
         device = residency.books.main
-        if device.is_host or device.is_simulated:
+        if device.is_host or not device.kernels_allocate:
             raise
         residency.evictor.evict_some(device, residency.books.ledgers[device].resident_nbytes)
         device.give_up_caches()
@@ -194,7 +194,7 @@ def _fresh(plain: Tensor) -> Any:
     else:
         label = plain.device
         device = next((d for d in residency.books.accelerators if d.torch_device == label), None)
-        if device is None or device.is_simulated:
+        if device is None:
             return plain
     requires_grad = plain.requires_grad
     if requires_grad:

@@ -1,10 +1,14 @@
-"""Single numbers at home that an operator on the accelerator reads: they travel as arguments do.
+"""Single numbers on the host that an operator on the accelerator reads: given to it by value.
 
 A position, a count, a flag: made by the host, 4 or 8 bytes, and used by an operator or two. To
-fetch it means a replica, room, a copy and its event, all of it for one number. A real device is
-given it by value instead, as kernels are given their arguments: a fresh tensor there is filled
-with it, in the order of compute, and dies after the operator. A number that goes on being used is
-fetched in the end. Simulated devices count every byte that crosses the link, so there it is copied.
+fetch it takes a replica, room, a copy and its event, 350 us on a real device for one number. There
+a fresh tensor is filled with it instead, in the order of compute, and dies after the operator, as
+the arguments of kernels do. A number that goes on being used is fetched in the end. Simulated
+devices count every byte that crosses the link, so there it is always fetched.
+
+This is no part of the slow path's fetch, but a second try at the ready path: with its numbers
+exchanged an operator lacks nothing, so no strategy is asked, nothing is held, and it costs what any
+ready operator costs. On the slow path the rest of the six phases would cost most of what is saved.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from ..operators.plan import OpPlan
 from .ready_path import SLOW, WAYS, flattened, folded
 
 #: So many operators are given a number by value; for the next one it is fetched.
-CARRIED_AT_MOST = 16
+BY_VALUE_AT_MOST = 16
 
 #: What every device can fill a tensor with, exactly.
 _FILLABLE = frozenset(
@@ -45,14 +49,14 @@ _full = torch._C._VariableFunctions.full
 _empty = torch._C._VariableFunctions.empty
 
 
-def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run on the accelerator an operator that lacks nothing there but numbers; else `SLOW`."""
+def run_with_numbers(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run on the accelerator an operator that lacks nothing there but numbers, or return `SLOW`."""
     residency: Any = tensorsManager._residency
     device, host = residency.books.main, residency.books.ready_host
-    if plan.writes or plan.is_true_view or device.is_simulated or device.is_host:
+    if plan.writes or plan.is_true_view or device.is_witness or device.is_host:
         return SLOW
     if residency.books.ready_device is not device:
-        return SLOW  # somebody wants to see every operator
+        return SLOW  # a module is being recorded, by the slow path
     flat = list(flattened(plan, args))
     is_there = False
     numbers = []
@@ -68,10 +72,10 @@ def run_with_carried(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if not is_there or not numbers:
         return SLOW
     for position in numbers:
-        carried = _by_value(flat[position], residency, device)
-        if carried is None:
+        copy = _by_value(flat[position], residency, device)
+        if copy is None:
             return SLOW
-        flat[position] = carried
+        flat[position] = copy
     return WAYS[plan.ready_way](plan, tuple(folded(plan, args, flat)), kwargs)
 
 
@@ -79,7 +83,7 @@ def _is_number(ref: Any) -> bool:
     return (
         ref.numel() <= 1
         and ref.dtype in _FILLABLE
-        and ref._ttr_block.carried_count < CARRIED_AT_MOST
+        and ref._ttr_block.given_by_value_count < BY_VALUE_AT_MOST
         and not ref.is_neg()
     )
 
@@ -95,6 +99,6 @@ def _by_value(ref: Any, residency: Any, device: Device) -> Any:
         return None
     block = residency.books.ledgers[device].bear_if_room(plain, plain.nbytes, residency.books.tick)
     if block is None:
-        return None  # the long way makes room
-    ref._ttr_block.carried_count += 1
+        return None  # the slow path makes room
+    residency.given_by_value(ref._ttr_block)
     return make_ref(plain, block, device, ref.device)

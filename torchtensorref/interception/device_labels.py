@@ -1,8 +1,9 @@
-"""What a call says of devices is a label; where its plain tensors lie is another matter.
+"""The device that a call names is a label; its plain tensors may lie on another device.
 
-On a simulated device both are the host's, and nothing here has anything to do. On a real one the
-plain operands lie on the accelerator, whatever their TensorRefs say, so a device among the
-arguments has to be exchanged for the one that the operator runs on, and the results get the label.
+On a simulated device both are the host, and nothing here is used. On a real one the plain operands
+lie on the accelerator, whatever their TensorRefs say: a device among the arguments is exchanged for
+the one where the operator runs, and the results get the label. Plain tensors that the program has
+made on the accelerator itself take part as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..operators.plan import OpPlan
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_guest(tensor: torch.Tensor, accelerator: Device) -> bool:
+def is_device_operand(tensor: torch.Tensor, accelerator: Device) -> bool:
     """Whether a plain operand lies on the accelerator itself: made there by the program."""
     here = accelerator.torch_device
     return here.type not in ("cpu", "meta") and tensor.device == here and type(tensor) in _PLAIN
@@ -40,33 +41,33 @@ def exchange_device(
         return None
     label = torch.device(asked)
     if label.type not in ("cpu", accelerator.torch_device.type) or label.type == "meta":
-        return None  # made there, or refused, by torch
+        return None  # torch makes it there, or refuses
     holder[key] = device.torch_device
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = None  # page-locking is the runtime's business
     return label
 
 
-class Guests:
-    """Plain tensors on the accelerator among the operands of one call."""
+class DeviceOperands:
+    """Plain tensors on the accelerator, made there by the program, among the operands of a call."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._at_home: dict[int, torch.Tensor] = {}
+        self._on_host: dict[int, torch.Tensor] = {}
 
     def on(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
-        """Return the guest as an operator on `device` can use it: itself, or a copy at home."""
+        """Return what an operator on `device` can use: the tensor itself, or a copy on the host."""
         if not device.is_host:
             return tensor
-        copied = self._at_home.get(id(tensor))
-        if copied is None:
-            copied = self._at_home[id(tensor)] = tensor.detach().cpu()
-        return copied
+        copy = self._on_host.get(id(tensor))
+        if copy is None:
+            copy = self._on_host[id(tensor)] = tensor.detach().cpu()
+        return copy
 
-    def send_back(self, written: list[Any]) -> None:
-        """Give guests that an operator on the host has written their new values."""
+    def copy_back(self, written: list[Any]) -> None:
+        """Copy what an operator on the host has written back to the accelerator."""
         for tensor in self.tensors:
-            copied = self._at_home.get(id(tensor))
-            if copied is not None and any(tensor is one for one in written):
-                tensor.detach().copy_(copied)
-        self._at_home.clear()
+            copy = self._on_host.get(id(tensor))
+            if copy is not None and any(tensor is one for one in written):
+                tensor.detach().copy_(copy)
+        self._on_host.clear()

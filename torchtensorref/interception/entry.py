@@ -1,8 +1,8 @@
-"""What torch calls for every operator that meets a TensorRef.
+"""What torch calls for every operator that meets a TensorRef: from here on, read top-down.
 
-Where every operand is ready on the accelerator nothing has to be decided, so nobody is asked: no
-lock but the one that counts a result, no manager, no flattening, no event (`fast_path.py`). What is
-not plain enough for that goes through the six phases of `op_call.py`, which can do everything.
+`dispatch` tries two paths. Where every operand is ready nothing has to be decided: the ready path
+(`ready_path.py`) takes no lock but the one that counts a result, makes no event and asks nobody.
+Everything else takes the slow path (`slow_path.py`), whose six phases can do all that there is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 from ..base.activation import watch
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
-from ..operators.plan import plan_of
-from .by_value import run_with_carried
+from ..operators.plan import OpPlan, plan_of
+from .by_value import run_with_numbers
 from .higher_order import run_higher_order
 from .ready_path import SLOW, WAYS
-from .slow_path import OpCall
+from .slow_path import SlowPath
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -38,40 +38,53 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             return run_higher_order(op, args, kwargs or {})
         plan = plan_of(op)
     if _dispatch_modes():
-        # They have seen the call and left it to us. Plain tensors over bytes that move, and what
-        # the runtime does to storages, are not for them.
-        tracer = _get_mode(_PROXY)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            if tracer is None:
-                return dispatch(op, types, args, kwargs)
-            args, kwargs = _with_constants(tracer.tracer, (args, kwargs or {}))
-        return op(*args, **kwargs)
+        return _below_dispatch_modes(op, types, args, kwargs)
     way = WAYS[plan.ready_way]
     if (
         way is not None
         and not watch.on
-        and not (plan.minds_labels and tensorsManager.residency.labels_differ)
+        and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
     ):
         result = way(plan, args, kwargs)
         if result is SLOW and not _function_modes():
-            result = run_with_carried(plan, args, kwargs)
+            result = run_with_numbers(plan, args, kwargs)
         if result is not SLOW:
             return result
+    return _take_slow_path(plan, args, kwargs or {})
+
+
+def _take_slow_path(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator in six phases, kept from the modes of this thread."""
+    call = SlowPath(plan, args, kwargs, tensorsManager)
     if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-        # Also there, a view of a normal tensor is a normal tensor: autograd counts its versions.
+        # Also in inference mode a view of a normal tensor is normal: autograd counts its versions.
         with torch.inference_mode(False):
-            return OpCall(plan, args, kwargs or {}, tensorsManager).run()
+            return call.run()
     if _function_modes():
-        # They have seen the call; what the runtime does for it, to storages, is not for them.
+        # They have seen the call already. What the runtime does to storages is not for them.
         with torch._C.DisableTorchFunction():
-            return OpCall(plan, args, kwargs or {}, tensorsManager).run()
-    return OpCall(plan, args, kwargs or {}, tensorsManager).run()
+            return call.run()
+    return call.run()
+
+
+def _below_dispatch_modes(op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run an operator that dispatch modes have seen and left to us, without them.
+
+    Plain tensors over bytes that may be evicted, and what the runtime does to storages, are not for
+    them.
+    """
+    tracer = _get_mode(_PROXY)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        if tracer is None:
+            return dispatch(op, types, args, kwargs)
+        args, kwargs = _with_constants(tracer.tracer, (args, kwargs or {}))
+    return op(*args, **kwargs)
 
 
 def _with_constants(tracer: Any, arguments: Any) -> Any:
-    """Put plain tensors, which a tracer keeps as constants, in the place of what it has not made.
+    """Exchange TensorRefs that a tracer has not made for plain tensors, constants to it.
 
-    It takes no subclass for a constant, and would leave the call out of what it writes down.
+    A subclass is none: the call would be missing in the graph.
     """
     from torch.fx.experimental.proxy_tensor import has_proxy_slot
 

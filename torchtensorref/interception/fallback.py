@@ -1,7 +1,8 @@
-"""The ladder: where an operator runs when the accelerator has no room, or no kernel, for it."""
+"""Where an operator runs when the accelerator has no room, or no kernel, for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from ..base.errors import TransferError
 from ..devices.base import Device
 from ..memory.budget import SHORTAGES, OutOfBudgetError
 from ..memory.external_pressure import note_shortage
+from ..memory.manager import TensorsManager
+from ..memory.residency import Residency
+from ..operators.plan import OpPlan
 from .operands import Operands
 
 #: What is evicted for a second try at least; what the kernel wanted is not known.
@@ -37,47 +41,62 @@ class Generators:
             self._device.set_random_state(self._of_device)
 
 
-class Ladder(Operands):
-    """An operator that runs on a device, after room was made, or on the host."""
+class Fallback:
+    """Runs one operator on a device; again after room was made; else on the host.
 
-    __slots__ = ()
+    Parameters
+    ----------
+    operands : Operands
+        What the operator reads and writes.
+    manager : TensorsManager
+        Whose devices they are.
+    run_on : callable
+        Runs the operator on a device, from fetching its operands to its results, and raises what
+        speaks against it.
+    """
 
-    def run_on(self, device: Device) -> Any:
-        """Fetch the operands to a device, run there, commit what was written, wrap the results."""
-        raise NotImplementedError
+    __slots__ = ("_operands", "_residency", "_run_on", "_unsupported")
 
-    def _run_down_the_ladder(self, device: Device) -> Any:
-        """Run on a device; where memory is too short for it, on the host."""
-        host = self.residency.books.host
+    def __init__(
+        self, operands: Operands, manager: TensorsManager, run_on: Callable[[Device], Any]
+    ) -> None:
+        self._operands = operands
+        self._residency = manager.residency
+        self._unsupported = manager.unsupported
+        self._run_on = run_on
+
+    def run(self, device: Device) -> Any:
+        """Run on a device; where it cannot, on the host."""
+        host, plan = self._residency.books.host, self._operands.plan
         if device is host:
-            self.residency.books.counts.host_op_count += 1
-            return self.run_on(host)
-        if self._might_need_a_second_run():
-            self._note_fallback("writes and makes results while memory is short")
-            return self.run_on(host)
-        generators = Generators(self.plan.is_random, device)
+            self._residency.books.counts.host_op_count += 1
+            return self._run_on(host)
+        if self._could_not_run_again():
+            self._note("writes and makes results while memory is short")
+            return self._run_on(host)
+        generators = Generators(plan.is_random, device)
         try:
-            return self.run_on(device)
+            return self._run_on(device)
         except SHORTAGES as error:
             result = self._run_again(device, error, generators)
             if result is not _NO_ROOM:
                 return result
-            self._note_fallback(_reason(error))
+            self._note(reason_of(error))
         except NotImplementedError:
-            if device.is_simulated:
+            if device.has_host_kernels:
                 raise  # the host has the same kernels
-            self.manager.unsupported.add((self.plan.number, self._dtype()))
-            self._note_fallback(f"no kernel for {self.plan.name} on {device.kind}")
+            self._unsupported.add((plan.number, self._operands.dtype))
+            self._note(f"no kernel for {plan.name} on {device.kind}")
         except (RuntimeError, IndexError, ValueError) as error:
             if device.torch_device.type == "cpu" or isinstance(error, BROKEN):
                 raise  # the host has the same kernels, or nothing can run any more
             generators.restore()
-            result = self.run_on(host)  # a mistake of the program's own is raised here
+            result = self._run_on(host)  # a mistake of the program's own is raised here
             why = str(error).partition("\n")[0][:80]
-            self._note_fallback(f"{self.plan.name} refused on {device.kind}: {why}")
+            self._note(f"{plan.name} refused on {device.kind}: {why}")
             return result
         generators.restore()
-        return self.run_on(host)
+        return self._run_on(host)
 
     def _run_again(self, device: Device, error: BaseException, generators: Generators) -> Any:
         """Make room on a real accelerator whose kernel found none, and run there again.
@@ -93,44 +112,52 @@ class Ladder(Operands):
         Kernels allocate before they launch what writes, so operands are as they were before.
         """
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if device.is_simulated or not out_of_memory or isinstance(error, OutOfBudgetError):
+        if not device.kernels_allocate or not out_of_memory or isinstance(error, OutOfBudgetError):
             return _NO_ROOM
-        residency = self.residency
+        residency = self._residency
         ledger = residency.books.ledgers[device]
-        operands_nbytes = sum(block.nbytes for block in self.blocks)
-        for need_nbytes in (max(LEAST_NBYTES, operands_nbytes), ledger.budget.limit_nbytes):
+        limit_nbytes = ledger.budget.limit_nbytes
+        for need_nbytes in (max(LEAST_NBYTES, self._operands.nbytes), limit_nbytes):
             generators.restore()
             with residency.books.lock:
                 note_shortage(ledger)
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
             residency.evictor.evict_some(device, max(need_nbytes, excess_nbytes))
             device.give_up_caches()
-            residency.books.log.note("-", f"again {self.plan.name}", "a kernel found no memory")
+            residency.books.log.note(
+                "-", f"again {self._operands.plan.name}", "a kernel found no memory"
+            )
             try:
-                return self.run_on(device)
+                return self._run_on(device)
             except SHORTAGES as again:
                 if isinstance(again, OutOfBudgetError):
                     break
         return _NO_ROOM
 
-    def _might_need_a_second_run(self) -> bool:
-        """What does not fit is made again on the host: impossible once operands have changed."""
-        if not self.written or all(twin is not None for twin in self.plan.result_of_write):
+    def _could_not_run_again(self) -> bool:
+        """Whether results that do not fit could not be made again on the host.
+
+        They could not where the first run has changed the operands.
+        """
+        operands = self._operands
+        if not operands.written or all(twin is not None for twin in operands.plan.result_of_write):
             return False
-        ledger = self.residency.books.ledgers[self.accelerator]
-        need_nbytes = 3 * sum(block.nbytes for block in self.blocks)
-        return need_nbytes > ledger.budget.limit_nbytes
+        ledger = self._residency.books.ledgers[operands.accelerator]
+        return 3 * operands.nbytes > ledger.budget.limit_nbytes
 
-    def _note_fallback(self, reason: str) -> None:
-        fallbacks = self.residency.books.counts.host_fallbacks
-        fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        self.residency.books.log.note("-", f"host fallback {self.plan.name}", reason)
-
-    def _note_shortage(self, error: BaseException) -> None:
-        self._note_fallback(_reason(error))
+    def _note(self, reason: str) -> None:
+        note_fallback(self._residency, self._operands.plan, reason)
 
 
-def _reason(error: BaseException) -> str:
+def note_fallback(residency: Residency, plan: OpPlan, reason: str) -> None:
+    """Count that the host did what the accelerator should have done."""
+    fallbacks = residency.books.counts.host_fallbacks
+    fallbacks[reason] = fallbacks.get(reason, 0) + 1
+    residency.books.log.note("-", f"host fallback {plan.name}", reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Say why memory was too short, in the words of the statistics."""
     if isinstance(error, OutOfBudgetError):
         return "the operator needs more than the budget"
     if isinstance(error, TransferError):

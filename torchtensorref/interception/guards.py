@@ -1,8 +1,33 @@
-"""Who has to see an operator beside us: autograd, modes, transforms, traces, callbacks."""
+"""May torch be bypassed here? Who would miss an operator that we run without torch.
+
+Between a call and our `dispatch` torch asks several layers in turn, any of which may record the
+operator, replace it, or change its operands. Whoever runs an operator earlier, or by other means,
+asks `may_bypass` whether one of them is active in this thread. The parameters say which of them
+matter at the place that asks:
+
+===================  ==============  ========  =========  ========================================
+who asks             function modes  autocast  observers  why
+===================  ==============  ========  =========  ========================================
+a method of the ref  yes             yes [1]_  yes        nobody was asked yet
+an override [2]_     no              yes       yes        torch asks function modes before it
+another formula      no              no        no         the operator runs through torch all the
+                                                          same: only what transforms it matters
+a region             yes             no        [3]_       it casts inside as outside
+`dispatch`           --              --        `watch`    below all of them
+===================  ==============  ========  =========  ========================================
+
+.. [1] Not for arithmetic: autocast knows none of those operators.
+.. [2] `autograd/overrides.py`: above autograd, below function modes.
+.. [3] It looks for itself: for more than observers of operators.
+
+Whether autograd would record the call is another question (`records_gradient`), since the answers
+go different ways: a method steps aside for autograd, a formula is there for it.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,53 +43,49 @@ _is_tracing = torch._C._is_tracing
 _forward_ad = torch.autograd.forward_ad
 
 
-def somebody_looks() -> bool:
-    """Whether anybody but autograd has to see an operator that runs now in this thread.
+def may_bypass(
+    *, function_modes: bool = True, autocast: bool = True, observers: bool = True
+) -> bool:
+    """Whether an operator may run now, in this thread, without torch's layers seeing it.
 
-    Function modes are not among them: torch asks those before an operator comes to us.
+    Parameters
+    ----------
+    function_modes : bool, optional
+        Function modes have not been asked yet.
+    autocast : bool, optional
+        Autocast may know the operator.
+    observers : bool, optional
+        Those who only look on matter: `torch.jit.trace`, and our own checks and traces.
+
+    Notes
+    -----
+    Dispatch modes, transforms of functorch and forward gradients always matter. A transform does
+    not transform a TensorRef, but wraps what kernels return meanwhile. Every operator asks: written
+    flat.
     """
-    return (
-        watch.on
-        or _dispatch_modes() > 0
-        or _is_tracing()
-        or _functorch_level() is not None
-        or _forward_ad._current_level >= 0
-        or _is_autocast()
-    )
-
-
-def is_method_seen() -> bool:
-    """Whether anybody but autograd has to see the method of a TensorRef that is called now.
-
-    Autocast is not among them: it knows few operators. A transform of functorch transforms no
-    TensorRef, but wraps what kernels return meanwhile. Written out: every operator asks.
-    """
-    return (
-        watch.on
-        or _dispatch_modes() > 0
-        or _is_tracing()
-        or _functorch_level() is not None
-        or _forward_ad._current_level >= 0
-        or _function_modes() > 0
-    )
-
-
-def is_watched(tensors: Any) -> bool:
-    """Whether a formula of plain torch cannot stand for an operator's: a transform, a mode.
-
-    What looks on without another formula of its own (a trace, autocast, callbacks) is no reason.
-    """
-    return (
+    return not (
         _dispatch_modes() > 0
         or _functorch_level() is not None
         or _forward_ad._current_level >= 0
-        or any(type(tensor) not in _plain_or_ref() for tensor in tensors)
+        or (observers and (watch.on or _is_tracing()))
+        or (function_modes and _function_modes() > 0)
+        or (autocast and _is_autocast())
     )
 
 
-def would_be_noted(tensors: Any) -> bool:
-    """Whether autograd would note a call with these operands."""
+def records_gradient(tensors: Iterable[Any]) -> bool:
+    """Whether autograd would record a call with these operands."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def may_exchange_formula(tensors: Iterable[Any]) -> bool:
+    """Whether the operator may take another formula for its gradient than torch's own.
+
+    It may not where something transforms the operator, or an operand is of a class of its own.
+    """
+    return may_bypass(function_modes=False, autocast=False, observers=False) and all(
+        type(tensor) in _plain_or_ref() for tensor in tensors
+    )
 
 
 @functools.cache

@@ -76,9 +76,10 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     residency = tensorsManager.residency
     residency.sharing.unshare(ref._ttr_block)
     residency.sharing.own_home_bytes(ref._ttr_block)
-    plain_args = [tensorsManager.ownership.plain_at_home(arg) for arg in args]
-    kwargs = {name: tensorsManager.ownership.plain_at_home(arg) for name, arg in kwargs.items()}
-    tensorsManager.residency.forget_accelerators(ref._ttr_block)
+    at_home = tensorsManager.ownership.plain_at_home
+    plain_args = [at_home(arg) for arg in args]
+    kwargs = {name: at_home(arg) for name, arg in kwargs.items()}
+    residency.forget_accelerators(ref._ttr_block)
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
     plain = plain_args[0] = plain_args[0].detach()
     before = plain.untyped_storage()
@@ -88,9 +89,7 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
         replace_metadata(ref, other)
         return ref
     block: Block = ref._ttr_block
-    block.nbytes = before.nbytes()
-    for replica in block.replicas.values():
-        replica.nbytes = block.nbytes
+    residency.resized(block, before.nbytes())
     ref._ttr_home = None
     replace_metadata(ref, make_ref(plain, block, residency.books.host, ref.device))
     return ref

@@ -1,7 +1,7 @@
 """Operators that take functions: control flow (`torch.cond`), attention with a function (flex).
 
 Torch asks a class of tensors for a rule for each of them. Ours is to run it on plain tensors at
-home, where its functions meet nothing else.
+home: its functions then see nothing but plain tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..memory.ref import TensorRef
 
 
 def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run what is no plain operator on plain tensors at home."""
+    """Run an operator that takes functions, on plain tensors at home."""
 
     def plain(value: Any) -> Any:
         return tensorsManager.ownership.plain_at_home(value) if type(value) is TensorRef else value
@@ -31,10 +31,13 @@ def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def install(key_name: str) -> Callable[[], None]:
-    """Give torch the rule for each such operator, which is not to look at our key; return undo."""
+    """Give torch the rule for each such operator; return what takes it back.
+
+    Our dispatch key, above autograd (`autograd/overrides.py`), is not for them: they fall through.
+    """
     known: list[HigherOrderOperator] = list(torch._ops._higher_order_ops.values())
     key = torch._C._dispatch_key_parse(key_name)
-    # Those that are made later start from this list.
+    # Operators that are made later start from this list.
     later = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
     later.append(key)
     for op in known:

@@ -87,7 +87,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
             )
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             return first
@@ -183,7 +183,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, flat, plain, kwargs, out, device)
         if plan.writes:
             return _written(plan, args)
@@ -268,11 +268,12 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
     if not is_dense and _has_no_bytes_of_its_own(out):
         return out
     block: Block | None = None
-    # Under pressure the strategy may want to hear of it.
-    ledger = None if residency.books.is_pressed else residency.books.ledgers.get(device)
+    books = residency.books
+    # Under pressure the strategy may want to hear of it; who counts for himself may refuse.
+    ledger = None if books.is_pressed or device.is_witness else books.ledgers.get(device)
     if ledger is not None:
         nbytes = out.nbytes if is_dense else out.untyped_storage().nbytes()
-        block = ledger.bear_if_room(out, nbytes, residency.books.tick)
+        block = ledger.bear_if_room(out, nbytes, books.tick)
     if block is None:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:

@@ -17,22 +17,22 @@ aten = torch.ops.aten
 UNINITIALISED = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.resize_}
 
 
-class Shadow:
-    """The same call on copies of its operands, taken before it runs."""
+class ReferenceCheck:
+    """A second run of a call, on copies of its operands that are made before the first."""
 
     def __init__(self, plan: OpPlan, args: Any, kwargs: Any) -> None:
         self._plan = plan
         self._real = (args, kwargs)
-        self._copies = tree_map(_copied, (args, kwargs))
+        self._copies = tree_map(_host_copy, (args, kwargs))
         self._random_state = torch.get_rng_state() if plan.is_random else None
 
     def compare(self, out: Any, device: Device) -> None:
-        """Run the copy, and hold its results and its operands against the real ones.
+        """Run the call on the copies, and compare its results and its operands with the real ones.
 
         Raises
         ------
         InvariantError
-            Something differs, to the bit on the host's kernels, beyond rounding on others.
+            Something differs: at all where the host's kernels ran, beyond rounding elsewhere.
         """
         if self._plan.op.overloadpacket in UNINITIALISED:
             return
@@ -43,8 +43,8 @@ class Shadow:
         expected = self._plan.op(*args, **kwargs)
         torch.set_rng_state(after)
         real = [*tree_leaves(out), *tree_leaves(self._real)]
-        shadow = [*tree_leaves(expected), *tree_leaves(self._copies)]
-        for number, (a, b) in enumerate(zip(real, shadow, strict=True)):
+        reference = [*tree_leaves(expected), *tree_leaves(self._copies)]
+        for number, (a, b) in enumerate(zip(real, reference, strict=True)):
             if isinstance(a, torch.Tensor) and not _same(a, b, device):
                 raise InvariantError(
                     f"{self._plan.name} on {device.name}: result or operand {number} differs from "
@@ -53,7 +53,7 @@ class Shadow:
                 )
 
 
-def _copied(value: Any) -> Any:
+def _host_copy(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
     host = value.detach().cpu()

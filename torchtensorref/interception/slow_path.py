@@ -1,361 +1,182 @@
-"""One operator on its way through the six phases: analyse, place, fetch, run, commit, wrap."""
+"""The slow path: an operator about which something has to be decided, in six phases.
+
+`SlowPath.run` is all of it, in the order of the phases. Each has its file, but for run and commit,
+which are here:
+
+1. analyse (`operands.py`): what is read and written;
+2. place (`placement.py`): where it runs; from there on `fallback.py` begins again where it cannot;
+3. fetch (`staging.py`): the operands are brought there, evicting what is in the way, and held;
+4. run: the kernel, on plain tensors;
+5. commit: what was written is current there and stale elsewhere;
+6. wrap (`results.py`): what was written, views and fresh results as the program's tensors.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block
-from ..memory.budget import SHORTAGES
-from ..memory.plain_views import make_ref, parts_of, plain_on, replace_metadata, view_with
+from ..memory.manager import TensorsManager
+from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
+from ..memory.residency import Residency
 from ..operators.costs import operator_cost
-from ..strategy import PERSISTENT_AFTER, Access
-from .device_labels import exchange_device, is_guest
-from .fallback import Ladder
+from ..operators.plan import OpPlan
+from .fallback import Fallback
 from .handlers import HANDLERS
-from .reference_check import Shadow
+from .operands import Operands, analyse
+from .placement import place
+from .reference_check import ReferenceCheck
+from .results import wrap
+from .staging import Staged, fetch
 
 _SetExcluded = torch._C._SetExcludeDispatchKeyGuard
 _CONJUGATE = torch._C._dispatch_key_parse("Conjugate")
 _NEGATIVE = torch._C._dispatch_key_parse("Negative")
 
 
-class OpCall(Ladder):
-    """One operator on its way through the six phases."""
+class SlowPath:
+    """One call of an operator on its way through the six phases."""
 
-    __slots__ = ()
+    __slots__ = ("args", "kwargs", "manager", "plan")
+
+    def __init__(
+        self,
+        plan: OpPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        manager: TensorsManager,
+    ) -> None:
+        self.plan = plan
+        self.args = args
+        self.kwargs = kwargs
+        self.manager = manager
 
     def run(self) -> Any:
         """Take the operator through the phases and return its result."""
-        plan = self.plan
+        plan, manager = self.plan, self.manager
         if plan.special is not None:
             result = HANDLERS[plan.special](plan, self.args, self.kwargs)
             if result is not NotImplemented:
                 return result
-        self.analyse()
-        if any(self._is_other_subclass(kind) for kind in map(type, self.special)):
+
+        operands = analyse(plan, self.args, self.kwargs, manager)
+        if operands.has_other_subclass:
             return NotImplemented
         if plan.is_true_view and type(self.args[0]) is TensorRef:
-            return self.view()
-        device = self.place()
-        self.residency.books.tick += 1
-        self.residency.books.counts.op_count += 1
-        self._tell_accesses(device)
-        if self.residency.recorder is not None:
-            self.residency.recorder.note(self, device)
+            return view(operands, manager.residency)
+        device = place(operands, manager)
+        note_operator(operands, device, manager.residency)
+        born: list[Block] = []
+
+        def run_on(device: Device) -> Any:
+            with fetch(operands, device, manager) as staged:
+                check = before_kernel(staged)
+                try:
+                    out = run_kernel(staged)
+                finally:  # also after an exception: part of the operands may have been written
+                    commit(staged)
+                after_kernel(staged, out, check)
+                return wrap(out, staged, born)
+
         try:
-            return self._run_down_the_ladder(device)
+            return Fallback(operands, manager, run_on).run(device)
         finally:
-            self._after()
+            after_operator(operands, born, manager)
 
-    # -- tell ---------------------------------------------------------------------------------
 
-    def _tell_accesses(self, device: Device) -> None:
-        residency = self.residency
-        strategy, tick = residency.feed.strategy, residency.books.tick
-        if residency.unheard or residency.young:
-            residency.feed.tell_births()
-        with residency.feed.lock:
-            for block in self.blocks:
-                block.last_use = tick
-                block.use_count += 1
-                if block.use_count == 1:
-                    residency.books.known[block.block_id] = block
-                elif not block.is_persistent and tick - block.born > PERSISTENT_AFTER:
-                    block.is_persistent = True
-                if device.is_host:
-                    continue  # the accelerator does not need it for this
-                if block.is_persistent:
-                    residency.told_tick = tick
-                replica = block.replicas.get(self.accelerator)
-                strategy.on_access(
-                    Access(
-                        block.block_id,
-                        block.nbytes,
-                        hash((self.plan.number, block.nbytes)),
-                        block.is_persistent,
-                        block in self.written,
-                        replica is not None and replica.state.value != "invalid",
-                    )
-                )
+# -- phases 4 and 5: run, commit ----------------------------------------------------------------
 
-    # -- fetch, run, commit, wrap ---------------------------------------------------------------
 
-    def run_on(self, device: Device) -> Any:
-        """Fetch the operands to a device, run there, commit what was written, wrap the results."""
-        residency = self.residency
-        expected_nbytes = self._expected_nbytes(device)
-        held = residency.acquire(device, self.blocks, self.written, expected_nbytes)
-        try:
-            self.plain_of: dict[int, torch.Tensor] = {}
-            for ref in self.refs:
-                if id(ref) not in self.plain_of:
-                    self.plain_of[id(ref)] = plain_on(ref, device)
-            args = [self._plain(arg) for arg in self.args]
-            kwargs = {name: self._plain(arg) for name, arg in self.kwargs.items()}
-            if self.plan.has_device:
-                asked = exchange_device(self.plan, device, self.accelerator, args, kwargs)
-                self.label = asked or self.label
-            if self.guests is not None or (self.plan.host_operands and not device.is_simulated):
-                self._put_where_they_are_read(device, args, kwargs)
-            out = self._execute(device, args, kwargs)
-            if self.guests is not None:
-                self.guests.send_back(self._written_arguments())
-            return self._wrap(out, device)
-        finally:
-            residency.release(held)
-            with residency.books.lock:
-                for block in self.blocks:
-                    if device.is_host:
-                        residency.settle_at_home(block)
-                    else:
-                        residency.set_ready(block, device)
+def before_kernel(staged: Staged) -> ReferenceCheck | None:
+    """Tell the device what the kernel will read and write; copy its operands for `TTR_SHADOW`."""
+    plan, device = staged.operands.plan, staged.device
+    device.before_operator(staged.reads, staged.writes)
+    check = ReferenceCheck(plan, staged.args, staged.kwargs) if settings.shadow else None
+    if settings.trace >= 3:
+        staged.manager.residency.books.log.note("-", plan.name, f"on {device.name}")
+    return check
 
-    def _put_where_they_are_read(
-        self, device: Device, args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Exchange operands that a kernel reads elsewhere than where it runs."""
-        guests = self.guests
-        if guests is not None:
 
-            def at_hand(value: Any) -> Any:
-                return guests.on(value, device) if is_guest(value, self.accelerator) else value
+def run_kernel(staged: Staged) -> Any:
+    """Run the operator on plain tensors."""
+    op = staged.operands.plan.op
+    if any(plain.is_complex() for plain in staged.plain_of.values()):
+        # Inside dispatch torch skips the keys above it, so a kernel that conjugates lazily and
+        # calls another operator would read the bytes as they are: linalg_pinv was wrong so.
+        with _SetExcluded(_CONJUGATE, False), _SetExcluded(_NEGATIVE, False):
+            return op(*staged.args, **staged.kwargs)
+    return op(*staged.args, **staged.kwargs)
 
-            args[:] = tree_map_only(torch.Tensor, at_hand, args)
-            kwargs.update(tree_map_only(torch.Tensor, at_hand, kwargs))
-        for name in self.plan.host_operands:
-            original = self.plan.argument(name, self.args, self.kwargs)
-            home = self.manager.ownership.plain_at_home(self.foreign.get(id(original), original))
-            if name in kwargs:
-                kwargs[name] = home
-            else:
-                args[self.plan.argument_names.index(name)] = home
 
-    def _written_arguments(self) -> list[Any]:
-        names = self.plan.write_names
-        return tree_leaves([self.plan.argument(name, self.args, self.kwargs) for name in names])
+def commit(staged: Staged) -> None:
+    """Make what was written current on the device, stale elsewhere, and count its versions."""
+    operands = staged.operands
+    for block in operands.written:
+        staged.manager.residency.copier.written(block, staged.device)
+    if operands.plan.counts_lists:
+        operands.plan.count_writes(operands.args, operands.kwargs)
 
-    def _plain(self, value: Any) -> Any:
-        if type(value) is TensorRef:
-            return self.plain_of[id(value)]
-        if isinstance(value, torch.Tensor):
-            ref = self.foreign.get(id(value))
-            return value if ref is None else self.plain_of[id(ref)]
-        if type(value) is list:
-            return [self._plain(part) for part in value]
-        if type(value) is tuple:
-            return tuple(self._plain(part) for part in value)
-        return value
 
-    def _execute(self, device: Device, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        reads = [block.replicas[device].base for block in self.blocks]
-        writes = [block.replicas[device].base for block in self.written]
-        device.before_operator(reads, writes)
-        shadow = Shadow(self.plan, args, kwargs) if settings.shadow else None
-        if settings.trace >= 3:
-            self.residency.books.log.note("-", self.plan.name, f"on {device.name}")
-        try:
-            out = self._call_kernel(args, kwargs)
-        finally:
-            # Also after an exception: a kernel may have written part of what it writes.
-            for block in self.written:
-                self.residency.copier.written(block, device)
-            if self.plan.counts_lists:
-                self.plan.count_writes(self.args, self.kwargs)
-        if shadow is not None:
-            shadow.compare(out, device)
-        if device.is_simulated or device.is_host:  # a real accelerator has a clock of its own
-            flops, nbytes, dtype = operator_cost(self.plan, args, kwargs, out)
-            device.after_operator(reads, writes, flops=flops, nbytes=nbytes, dtype_name=dtype)
-        if device.is_simulated and not self.plan.returns_tensors:
-            device.record().synchronize()  # the program reads a number: the host waits for it
-        return out
-
-    def _call_kernel(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if any(plain.is_complex() for plain in self.plain_of.values()):
-            # Under dispatch torch looks at no key above it, so a kernel that conjugates lazily and
-            # calls another operator would read the bytes as they are: linalg_pinv was wrong so.
-            with _SetExcluded(_CONJUGATE, False), _SetExcluded(_NEGATIVE, False):
-                return self.plan.op(*args, **kwargs)
-        return self.plan.op(*args, **kwargs)
-
-    def _wrap(self, out: Any, device: Device) -> Any:
-        for name in self.plan.write_names if self.plan.list_positions else ():
-            lists = self.plan.argument(name, self.args, self.kwargs)
-            for original in lists if isinstance(lists, (list, tuple)) else ():
-                self._follow_metadata(original, device)
-        twins = self.plan.result_of_write
-        if isinstance(out, torch.Tensor):
-            return self._wrap_one(out, device, twins[0] if twins else None)
-        if isinstance(out, (list, tuple)):
-            wrapped = [
-                self._wrap_one(part, device, twins[i] if i < len(twins) else None)
-                if isinstance(part, torch.Tensor)
-                else self._wrap(part, device)
-                for i, part in enumerate(out)
-            ]
-            return type(out)(wrapped) if type(out) in (list, tuple) else type(out)(*wrapped)
-        return out
-
-    def _wrap_one(self, plain: torch.Tensor, device: Device, twin: int | None) -> Any:
-        if twin is not None:
-            name = self.plan.argument_names[twin]
-            original = self.plan.argument(name, self.args, self.kwargs)
-            if isinstance(original, torch.Tensor):
-                self._follow_metadata(original, device)
-                return original
-        if plain.layout is not torch.strided or plain.is_nested:
-            return self._unmanaged(plain)
-        if plain.is_quantized or plain.is_mkldnn:
-            return self._unmanaged(plain)
-        if type(plain) not in (torch.Tensor, torch.nn.Parameter):
-            return plain
-        if plain.device != device.torch_device:
-            there = self._device_of(plain)
-            if there is None:
-                return plain
-            device = there
-        for ref in self.refs:
-            mine = self.plain_of[id(ref)]
-            if mine is plain:
-                return self._original_of(ref)
-        source = self._aliased(plain)
-        label = self.label or torch.device("cpu")
-        if source is not None:
-            return make_ref(plain, source, device, label)
-        if plain._is_zerotensor() or not plain.untyped_storage().resizable():
-            plain = plain.clone()
-        try:
-            block = self.residency.born(plain, device)
-        except SHORTAGES as error:
-            if not self.written:
-                raise
-            # What it has written cannot be written again, so it cannot run again: the result is
-            # there, and goes home.
-            self._note_shortage(error)
-            plain, device = plain.cpu(), self.residency.books.host
-            block = self.residency.born(plain, device)
-        self._note_birth(block)
-        return make_ref(plain, block, device, label)
-
-    def _device_of(self, plain: torch.Tensor) -> Device | None:
-        """Where a result lies that a kernel has made elsewhere than where it ran."""
-        if plain.is_cpu:
-            return self.residency.books.host
-        is_there = plain.device == self.accelerator.torch_device
-        return self.accelerator if is_there else None
-
-    def _unmanaged(self, plain: torch.Tensor) -> torch.Tensor:
-        """A result that stays plain, and may be made of the operands' own memory.
-
-        Then it is made again of memory that stays where it is as long as the result lives.
-        """
-        parts = {part.untyped_storage()._cdata for part in parts_of(plain)}
-        mine = {plain.untyped_storage()._cdata for plain in self.plain_of.values()}
-        if parts.isdisjoint(mine) or self.plan.writes:
-            return plain
-
-        def held(value: Any) -> Any:
-            if type(value) is TensorRef:
-                return self.manager.ownership.exposed_plain(value, f"part of what {self.plan.name} made")
-            return value
-
-        again: torch.Tensor = self.plan.op(
-            *tree_map(held, self.args), **tree_map(held, self.kwargs)
+def after_kernel(staged: Staged, out: Any, check: ReferenceCheck | None) -> None:
+    """Compare with the reference; let a simulated device spend the time; copy back to operands."""
+    plan, device = staged.operands.plan, staged.device
+    if check is not None:
+        check.compare(out, device)
+    if device.has_virtual_clock or device.is_host:  # a real accelerator has a clock of its own
+        flops, nbytes, dtype = operator_cost(plan, staged.args, staged.kwargs, out)
+        device.after_operator(
+            staged.reads, staged.writes, flops=flops, nbytes=nbytes, dtype_name=dtype
         )
-        return again
+    if device.has_virtual_clock and not plan.returns_tensors:
+        device.record().synchronize()  # the program reads a number: the host waits for it
+    if staged.operands.on_accelerator is not None:
+        staged.operands.on_accelerator.copy_back(staged.operands.written_arguments())
 
-    def _original_of(self, ref: Any) -> Any:
-        """The program's own tensor for an operand that came back: a plain one stays plain."""
-        for value in (*self.args, *self.kwargs.values()):
-            for part in value if isinstance(value, (list, tuple)) else (value,):
-                if part is ref or self.foreign.get(id(part)) is ref:
-                    return part
-        return ref
 
-    def _aliased(self, plain: torch.Tensor) -> Block | None:
-        """The operand's block whose storage a result shares, if it does."""
-        key = plain.untyped_storage()._cdata
-        for ref in self.refs:
-            if self.plain_of[id(ref)].untyped_storage()._cdata == key:
-                block: Block = ref._ttr_block
-                return block
-        return None
+# -- around the phases --------------------------------------------------------------------------
 
-    def _follow_metadata(self, original: Any, device: Device) -> None:
-        """Where an operator changed sizes in place (`t_`, `out=`), change them too."""
-        ref: Any = original if type(original) is TensorRef else self.foreign.get(id(original))
-        if ref is None:
-            return
-        plain = self.plain_of[id(ref)]
-        if plain.size() == ref.size() and plain.stride() == ref.stride():
-            same_bits = plain.is_conj() == ref.is_conj() and plain.is_neg() == ref.is_neg()
-            if same_bits and plain.storage_offset() == ref.storage_offset():
-                return
-        block = ref._ttr_block
-        replica = block.replicas[device]
-        if plain.untyped_storage().nbytes() != replica.nbytes:
-            grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
-            plain.untyped_storage().resize_(replica.nbytes)
-            block, plain = self.residency.born(grown, device), grown
-        if ref is original:
-            replace_metadata(ref, make_ref(plain, block, device, ref.device))
-        else:
-            original.set_(plain)
 
-    def _expected_nbytes(self, device: Device) -> int:
-        """What the results are expected to take: what they took the last time."""
-        if device.is_host:
-            return 0
-        return self.manager.expected_results.get(self._result_key(), 0)
-
-    def _result_key(self) -> tuple[Any, ...]:
-        return (self.plan.number, *(ref.size() for ref in self.refs[:3]))
-
-    def _note_birth(self, block: Block) -> None:
-        if self.residency.recorder is not None:
-            self.residency.recorder.birth(block)
-        self.born.append(block)
-        expected = self.manager.expected_results
-        if len(expected) > 4096:
-            expected.clear()
-        expected[self._result_key()] = block.nbytes
-
-    # -- views ----------------------------------------------------------------------------------
-
-    def view(self) -> Any:
-        """Pure address arithmetic: needs a replica to look at, and moves nothing."""
-        ref = self.args[0]
-        block: Block = ref._ttr_block
-        residency = self.residency
+def view(operands: Operands, residency: Residency) -> Any:
+    """Make a view: address arithmetic, for which any readable replica will do."""
+    ref = operands.args[0]
+    block: Block = ref._ttr_block
+    while True:
         with residency.books.lock:
-            device = self._where_readable(block)
-            out = self.plan.op(plain_on(ref, device), *self.args[1:], **self.kwargs)
-            if block.ready is None and device is residency.books.ready_device:
-                residency.set_ready(block, device)
-        if type(out) in (list, tuple):
-            return type(out)(make_ref(part, block, device, ref.device) for part in out)
-        return make_ref(out, block, device, ref.device)
+            device = _where_readable(block, operands.accelerator)
+            if device is not None:
+                out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
+                if block.ready is None and device is residency.books.ready_device:
+                    residency.set_ready(block, device)
+                break
+        residency.copier.bring_home(block)
+    if type(out) in (list, tuple):
+        return type(out)(make_ref(part, block, device, ref.device) for part in out)
+    return make_ref(out, block, device, ref.device)
 
-    def _where_readable(self, block: Block) -> Device:
-        if block.readable_on(self.accelerator) is not None:
-            return self.accelerator
-        for replica in block.readable_replicas():
-            return replica.device
-        self.residency.copier.bring_home(block)
-        return self.residency.books.host
 
-    # -- afterwards -----------------------------------------------------------------------------
+def _where_readable(block: Block, accelerator: Device) -> Device | None:
+    """Return the accelerator if the block is readable there, else any device where it is."""
+    if block.readable_on(accelerator) is not None:
+        return accelerator
+    return next((replica.device for replica in block.readable_replicas()), None)
 
-    def _after(self) -> None:
-        """Let the strategy give back, write back and look ahead; tell it who died."""
-        self.residency.feed.tell_deaths()
-        if self.residency.books.accelerators:
-            self.residency.after_operator(self.accelerator, [*self.blocks, *self.born])
-        if settings.check >= 2:
-            self.manager.check()
+
+def note_operator(operands: Operands, device: Device, residency: Residency) -> None:
+    """Count an operator that is about to run, and tell those who follow the program."""
+    residency.note_operator(device, operands.blocks, operands.written, operands.plan.number)
+    if residency.recorder is not None:
+        residency.recorder.note(operands, device)
+
+
+def after_operator(operands: Operands, born: list[Block], manager: TensorsManager) -> None:
+    """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
+    manager.residency.feed.tell_deaths()
+    if manager.residency.books.accelerators:
+        manager.residency.after_operator(operands.accelerator, [*operands.blocks, *born])
+    if settings.check >= 2:
+        manager.check()

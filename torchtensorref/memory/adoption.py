@@ -80,11 +80,13 @@ def block_for(
         base = twin_of(storage, start, stop)
         if storage.resizable():
             block.exposure = Exposure(
-                residency.host, storage, "plain tensors share it", own_count=TWIN_USERS
+                residency.books.host, storage, "plain tensors share it", own_count=TWIN_USERS
             )
         elif whole and not sole:
-            block.exposure = Exposure(residency.host, None, "memory from outside", forever=True)
-    block.replicas[residency.host] = Replica(block, residency.host, base, CLEAN)
+            block.exposure = Exposure(
+                residency.books.host, None, "memory from outside", forever=True
+            )
+    block.replicas[residency.books.host] = Replica(block, residency.books.host, base, CLEAN)
     table.add(storage, start, stop, block)
     residency.settle_at_home(block)
     return block, start

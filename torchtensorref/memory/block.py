@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from ..devices.base import Device, Event
 
 _block_numbers = itertools.count(1)
+_replica_numbers = itertools.count(1)
 
 
 class Death(NamedTuple):
     """What a replica leaves behind when the program has let go of its block."""
 
     device: Device
-    key: int
+    number: int
     block_id: int
 
 
@@ -47,6 +48,7 @@ class Replica:
         "device",
         "holders",
         "nbytes",
+        "number",
         "pins",
         "state",
     )
@@ -54,6 +56,8 @@ class Replica:
     def __init__(
         self, block: Block, device: Device, base: torch.Tensor, state: ReplicaState
     ) -> None:
+        #: Never given twice, unlike an address: the ledger counts by it.
+        self.number = next(_replica_numbers)
         self.device = device
         #: A plain tensor that owns the storage: what a kernel returned, or 1-D bytes. It is empty
         #: (a storage of 0 bytes) while the device holds nothing.
@@ -83,7 +87,7 @@ class Replica:
         self.state = state
 
     def __del__(self) -> None:
-        graveyard.append(Death(self.device, id(self), self.block_id))
+        graveyard.append(Death(self.device, self.number, self.block_id))
 
     def __repr__(self) -> str:
         pins = f", pinned {self.pins}" if self.pins else ""
@@ -154,8 +158,8 @@ class Block:
     """
 
     use_count = 0
-    #: Operators that were given its number by value (`carried.py`).
-    carried_count = 0
+    #: Operators that were given its number by value (`interception/by_value.py`).
+    given_by_value_count = 0
     is_persistent = False
     exposure: Exposure | None = None
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..base.errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
-from ..base.units import format_nbytes, parse_nbytes, parse_share
+from ..base.units import parse_nbytes, parse_share
 from ..devices.base import Device
-from .block import Block, Replica
-from .states import DIRTY
 
 #: What a user may write for a budget: a number of bytes, a text, both by device, or nothing.
 BudgetText = int | str | None
@@ -123,119 +119,3 @@ def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
     if device.name in setting:
         return setting[device.name]
     return setting.get(device.kind)
-
-
-class Ledger:
-    """The replicas that hold bytes on one device, and their sum. Its user holds the lock.
-
-    Fresh results are counted by weak references to their blocks: most die within a few operators,
-    and nobody ever asks for more about them. Those that live get a replica when somebody does.
-    """
-
-    def __init__(
-        self, device: Device, budget: Budget, lock: Any, bury_all: Callable[[], None]
-    ) -> None:
-        self.device = device
-        self.budget = budget
-        #: Of the budget that was asked for, left to what kernels allocate in passing.
-        self.scratch_nbytes = 0
-        self.resident_nbytes = 0
-        self._lock = lock
-        self.bury_all = bury_all
-        self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
-        #: Fresh results and their bytes, by the weak references that tell their deaths.
-        self._newborn: dict[weakref.ref[Block], int] = {}
-        #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
-        self.dead: deque[weakref.ref[Block]] = deque()
-        self._on_death = self.dead.append
-        #: The device counts for itself, and has to be told.
-        self._is_witnessed = device.is_witness
-
-    def bear_if_room(self, result: torch.Tensor, nbytes: int, tick: int) -> Block | None:
-        """Make the block of a kernel's fresh result; None where that needs more than counting.
-
-        What `bear` does, written out flat: it is done for most operators.
-        """
-        with self._lock:
-            if self.dead:
-                dead, newborn = self.dead, self._newborn
-                while dead:
-                    self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
-            if self.resident_nbytes + nbytes > self.budget.high_nbytes or self._is_witnessed:
-                return None
-            block = Block(nbytes, tick, self.device, result, self)
-            # Last: whoever finds it here may ask it for its replica.
-            self._newborn[_weakly(block, self._on_death)] = nbytes
-            # Read again: making objects can collect garbage, whose finalizers may come here.
-            self.resident_nbytes += nbytes
-        return block
-
-    @property
-    def limit_nbytes(self) -> int:
-        """The budget as it was asked for."""
-        return self.budget.limit_nbytes + self.scratch_nbytes
-
-    def bear(self, result: torch.Tensor, nbytes: int, tick: int) -> Block:
-        """Make the block of a kernel's fresh result, and count it (lock held)."""
-        block = Block(nbytes, tick, self.device, result, self)
-        self._newborn[_weakly(block, self._on_death)] = nbytes
-        self.resident_nbytes += nbytes
-        return block
-
-    def settle(self, block: Block) -> None:
-        """Make the replica of a fresh result, and count that instead."""
-        with self._lock:
-            if block.births is None:
-                return
-            # Equal to the one it was counted by: while the block lives, references to it are.
-            self.resident_nbytes -= self._newborn.pop(_weakly(block))
-            assert block.result is not None
-            replica = Replica(block, self.device, block.result, DIRTY)
-            self.bury_all()  # its number may have been that of one that has died meanwhile
-            self.add(replica)
-            block.replicas = {self.device: replica}
-            block.result = block.births = None
-
-    def bury(self) -> None:
-        """Take fresh results that have died off the books."""
-        dead, newborn = self.dead, self._newborn
-        while dead:
-            self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
-
-    def add(self, replica: Replica) -> None:
-        """Count a replica. The dead must have been buried before (`TensorsManager`)."""
-        self._replicas[id(replica)] = (replica.nbytes, weakref.ref(replica))
-        self.resident_nbytes += replica.nbytes
-
-    def remove(self, replica: Replica) -> int:
-        """Stop counting a replica; return its bytes."""
-        return self.remove_key(id(replica))
-
-    def remove_key(self, key: int) -> int:
-        """Stop counting a replica that died; return its bytes, 0 if it did not count."""
-        nbytes, _ = self._replicas.pop(key, (0, None))
-        self.resident_nbytes -= nbytes
-        return nbytes
-
-    def __contains__(self, replica: Replica) -> bool:
-        return id(replica) in self._replicas
-
-    def replicas(self) -> list[Replica]:
-        """Return the living replicas that hold bytes here."""
-        for newborn in list(self._newborn):
-            block = newborn()
-            if block is not None:
-                self.settle(block)
-        found = (reference() for _, reference in list(self._replicas.values()))
-        return [replica for replica in found if replica is not None]
-
-    def recount_nbytes(self) -> int:
-        """Sum again what is counted, for the comparison with the running sum."""
-        counted = [nbytes for nbytes, _ in list(self._replicas.values())]
-        return sum(counted) + sum(list(self._newborn.values()))
-
-    def __repr__(self) -> str:
-        return (
-            f"<Ledger {self.device.name} {format_nbytes(self.resident_nbytes)} of "
-            f"{format_nbytes(self.budget.limit_nbytes)}>"
-        )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 
 import torch
 
 from ..base.errors import TransferError
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device, Event, empty_bytes
 from .block import Block, Replica
 from .bookkeeping import Books
+from .holds import Holds
 from .states import CLEAN, DIRTY, FILLING, INVALID
+from .transfer import Transfer
 
-#: How long a thread waits for others to let go of bytes before it looks again, in seconds.
-PATIENCE_S = 0.02
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
 LINK_PAUSES_S = (0.001, 0.01, 0.1, 1.0)
@@ -24,76 +25,73 @@ class RoomTakenError(Exception):
     """Internal: another thread has taken the room that was made. Never reaches the program."""
 
 
-class Copies(Books):
-    """What copies a block's bytes between devices, and keeps the states of its replicas true."""
+class Copier:
+    """Copies a block's bytes between devices, and keeps the states of its replicas true.
+
+    Notes
+    -----
+    The host waits for a copy without the lock; whoever needs what arrives waits first and looks
+    again under the lock. Compute waits in its own stream, which takes the host no time.
+    """
+
+    def __init__(self, books: Books, holds: Holds) -> None:
+        self._books = books
+        self._holds = holds
+        self.transfer = Transfer()
+        #: Replicas that a copy was issued into and that nobody has seen arrive, by device.
+        #: Weak: what the program has let go of must not be held by its own copy.
+        self._coming: dict[Device, list[weakref.ref[Replica]]] = {}
+        #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
+        self._going: deque[Replica] = deque()
+
+    # -- home -----------------------------------------------------------------------------------
 
     def write_back(self, replica: Replica, *, wait: bool = True) -> None:
-        """Copy dirty bytes home; afterwards the replica is clean.
+        """Copy dirty bytes home; afterwards the replica is clean (lock not held).
 
         Raises
         ------
         TransferError
             The copy failed; the replica is still dirty, and whole.
         """
-        with self.lock:
-            block = self.block_of(replica)
+        books, holds = self._books, self._holds
+        with books.lock:
+            block = books.block_of(replica)
             if block is None or replica.state is not DIRTY:
                 return
             block.owned = False
             home = self._home_replica(block, replica.device)
-            if home.state is FILLING:
-                if wait:
-                    self._arrive(home)
-                return
-            home.become(FILLING, "write-back issued")
-            self.issuing.add(home)
+            is_under_way = home.state is FILLING
+            if not is_under_way:
+                home.become(FILLING, "write-back issued")
+                holds.issuing.add(home)
+        if is_under_way:
+            if wait:
+                self.wait_for(home)
+            return
         try:
             home.arrival = self.transfer.write_back(replica, home)
         except BaseException:
-            with self.lock:
+            with books.lock:
                 home.become(INVALID, "write-back failed")
             raise
         finally:
-            self.issuing.discard(home)
-        self.log.note(block.name, "write back", f"from {replica.device.name}")
-        with self.lock:
-            if wait:
-                self._arrive(home)
-            else:
-                self._going.append(home)
+            holds.issuing.discard(home)
+        books.log.note(block.name, "write back", f"from {replica.device.name}")
+        if wait:
+            self.wait_for(home)
+        else:
+            self._going.append(home)
 
     def _home_replica(self, block: Block, source: Device | None = None) -> Replica:
         """Return the replica at home, with bytes that may be stale (lock held)."""
-        home = block.replicas.get(self.host)
+        host = self._books.host
+        home = block.replicas.get(host)
         if home is None:
             base = None if source is None else source.home_memory(block.nbytes)
             base = empty_bytes(block.nbytes) if base is None else base
-            home = block.replicas[self.host] = Replica(block, self.host, base, INVALID)
+            home = block.replicas[host] = Replica(block, host, base, INVALID)
         return home
-
-    def _arrive(self, replica: Replica) -> None:
-        """Wait for the copy that fills a replica and make it readable (lock held)."""
-        self._wait_for_issue(replica)
-        arrival = replica.arrival
-        if replica.state is not FILLING or arrival is None:
-            return
-        if replica.device is self.host:
-            arrival.synchronize()
-            replica.arrival = None
-            replica.become(CLEAN, "written back")
-            block = self.block_of(replica)
-            for other in block.replicas.values() if block is not None else ():
-                if other.state is DIRTY:
-                    other.become(CLEAN, "written back")
-        else:
-            arrival.wait()
-            replica.arrival = None
-            replica.become(CLEAN, "arrived")
-
-    def _wait_for_issue(self, replica: Replica) -> None:
-        """Let another thread that is just issuing the copy into a replica do so (lock held)."""
-        while replica.state is FILLING and replica.arrival is None:
-            self.unpinned.wait(PATIENCE_S)
 
     def bring_home(self, block: Block) -> Replica:
         """Make the bytes at home current; return that replica.
@@ -103,37 +101,135 @@ class Copies(Books):
         TransferError
             The copy failed again and again; nothing is lost, the bytes are where they were.
         """
-        with self.lock:
-            self.refresh(block)
-            home = block.readable_on(self.host)
-            if home is not None:
-                return home
-            source = self._readable_source(block)
-        if source is not None:
-            self._write_back_patiently(source)
-        with self.lock:
-            home = self._home_replica(block)
-            self._arrive(home)
-            return home
+        books = self._books
+        while True:
+            with books.lock:
+                self.refresh(block)
+                home = block.readable_on(books.host)
+                if home is not None:
+                    return home
+                source = self._dirty_replica(block)
+                home = self._home_replica(block)
+                if source is None and home.state is not FILLING:
+                    return home
+            if source is None:
+                self.wait_for(home)
+            else:
+                self._write_back_patiently(source)
 
     def _write_back_patiently(self, replica: Replica) -> None:
         for pause_s in LINK_PAUSES_S:
             try:
                 return self.write_back(replica)
             except TransferError as error:
-                self._note_failure(replica, error)
+                self.note_failure(replica, error)
                 time.sleep(pause_s)
         self.write_back(replica)
 
-    def _readable_source(self, block: Block) -> Replica | None:
+    def _dirty_replica(self, block: Block) -> Replica | None:
+        """Return the only current replica, on an accelerator (lock held)."""
         for replica in block.replicas.values():
-            if replica.device is not self.host:
-                self._arrive(replica)
+            if replica.device is not self._books.host:
+                self.arrive(replica)
                 if replica.state is DIRTY:
                     return replica
         return None
 
-    def _replica_on(self, block: Block, device: Device) -> Replica:
+    def settle_home(self) -> None:
+        """Wait for every copy home that nobody has waited for (lock not held)."""
+        while True:
+            with self._books.lock:
+                if not self._going:
+                    return
+                home = self._going.popleft()
+            self.wait_for(home)
+
+    def note_arrivals(self) -> None:
+        """See which copies home have ended meanwhile, in their order (lock held)."""
+        going = self._going
+        while going:
+            home = going[0]
+            if home.state is FILLING and home.arrival is not None:
+                if not home.arrival.is_done():
+                    return
+                self.arrive(home)
+            going.popleft()
+
+    # -- arrival --------------------------------------------------------------------------------
+
+    def wait_for(self, replica: Replica) -> None:
+        """Wait for the copy that fills a replica and make it readable (lock not held)."""
+        with self._books.lock:
+            self._holds.wait_for_issue(replica)
+            arrival = replica.arrival
+        if arrival is not None and replica.device.is_host:
+            arrival.synchronize()
+        with self._books.lock:
+            self.arrive(replica)
+
+    def arrive(self, replica: Replica) -> None:
+        """Make a replica readable whose copy has ended, or for which compute waits (lock held).
+
+        Notes
+        -----
+        For home this is quick where `wait_for`, or `is_done`, has seen the end of the copy. The
+        few who write bytes at home have to be sure of it, and wait here.
+        """
+        self._holds.wait_for_issue(replica)
+        arrival = replica.arrival
+        if replica.state is not FILLING or arrival is None:
+            return
+        if replica.device is self._books.host:
+            arrival.synchronize()
+            replica.arrival = None
+            replica.become(CLEAN, "written back")
+            block = self._books.block_of(replica)
+            for other in block.replicas.values() if block is not None else ():
+                if other.state is DIRTY:
+                    other.become(CLEAN, "written back")
+        else:
+            arrival.wait()
+            replica.arrival = None
+            replica.become(CLEAN, "arrived")
+
+    def wait_for_home(self, block: Block) -> None:
+        """Wait for a copy home that is under way, if any (lock not held)."""
+        home = block.replicas.get(self._books.host)
+        if home is not None and home.state is FILLING:
+            self.wait_for(home)
+
+    def end_write_back(self, block: Block) -> None:
+        """Order a copy home before an operator that is about to write what it reads, and holds."""
+        with self._books.lock:
+            home = block.replicas.get(self._books.host)
+            if home is not None:
+                self._holds.wait_for_issue(home)
+            if home is None or home.arrival is None:
+                return
+            if any(replica.state is DIRTY for replica in block.replicas.values()):
+                # Compute waits, the host does not; what arrives is stale at once.
+                home.arrival.wait()
+                home.arrival = None
+                home.become(INVALID, "written while it was copied home")
+
+    def coming_to(self, device: Device, reached_ns: int) -> list[Replica]:
+        """Return the replicas that copies issued ahead will fill later than that (lock held)."""
+        coming = self._coming.get(device, ())
+        if not coming:
+            return []
+        left = [
+            replica
+            for reference in coming
+            if (replica := reference()) is not None
+            and replica.state is FILLING
+            and (replica.arrival is None or _ends_after(replica.arrival, reached_ns))
+        ]
+        self._coming[device] = [weakref.ref(replica) for replica in left]
+        return left
+
+    # -- fetch ----------------------------------------------------------------------------------
+
+    def replica_on(self, block: Block, device: Device) -> Replica:
         """Return the replica on an accelerator, an empty one if there was none (lock held)."""
         replica = block.replicas.get(device)
         if replica is None:
@@ -154,33 +250,40 @@ class Copies(Books):
         TransferError
             The copy failed; the block is where it was.
         """
+        books, holds = self._books, self._holds
         home = self.bring_home(block)
-        with self.lock:
-            replica = self._replica_on(block, device)
+        with books.lock:
+            replica = self.replica_on(block, device)
             if replica.state is not INVALID:
                 return
-            self.bury()
-            ledger = self.ledgers[device]
-            if ledger.resident_nbytes + block.nbytes > ledger.budget.limit_nbytes:
+            books.bury()
+            ledger = books.ledgers[device]
+            if not ledger.add_if_room(replica):
                 raise RoomTakenError
-            device.refill(replica.base, block.nbytes)
-            ledger.add(replica)
+            try:
+                device.refill(replica.base, block.nbytes)
+            except BaseException:
+                ledger.remove(replica)
+                raise
             replica.become(FILLING, "fetch issued")
-            self.issuing.add(replica)
+            holds.issuing.add(replica)
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             if ahead:
-                with self.lock:
+                with books.lock:
                     self._coming.setdefault(device, []).append(weakref.ref(replica))
         except BaseException:
-            with self.lock:
+            with books.lock:
                 replica.become(INVALID, "fetch failed")
                 device.empty(replica.base)
-                self.ledgers[device].remove(replica)
+                books.ledgers[device].remove(replica)
             raise
         finally:
-            self.issuing.discard(replica)
-        self.log.note(block.name, f"fetch {device.name}", "ahead" if ahead else "an operator reads")
+            holds.issuing.discard(replica)
+        why = "ahead" if ahead else "an operator reads"
+        books.log.note(block.name, f"fetch {device.name}", why)
+
+    # -- what is current ------------------------------------------------------------------------
 
     def refresh(self, block: Block) -> None:
         """Distrust the copies of bytes that are exposed elsewhere (lock held)."""
@@ -190,56 +293,70 @@ class Copies(Books):
         if not exposure.alive:
             block.exposure = None
             return
+        host = self._books.host
         held = block.replicas[exposure.device]
         for replica in list(block.replicas.values()):
             if replica is not held and replica.state is not INVALID and not replica.pins:
-                self._arrive(replica)
-                if replica.device is self.host or replica.state is CLEAN:
+                self.arrive(replica)
+                if replica.device is host or replica.state is CLEAN:
                     self._make_stale(replica, f"exposed on {held.device.name}: {exposure.why}")
-        if held.device is not self.host and held.state is CLEAN:
+        if held.device is not host and held.state is CLEAN:
             held.become(DIRTY, f"exposed: {exposure.why}")
+
+    def written(self, block: Block, device: Device) -> None:
+        """Note that an operator has written a block on a device: other replicas are stale."""
+        books = self._books
+        self.wait_for_home(block)
+        with books.lock:
+            block.ready = None
+            home = block.replicas.get(books.host)
+            if home is not None and home.state is FILLING:
+                self.arrive(home)
+            for replica in list(block.replicas.values()):
+                if replica.device is not device and replica.state is not INVALID:
+                    self.arrive(replica)
+                    self._make_stale(replica, f"written on {device.name}")
+            own = block.replicas[device]
+            if not device.is_host and own.state is CLEAN:
+                own.become(DIRTY, "written by an operator")
 
     def _make_stale(self, replica: Replica, why: str) -> None:
         """A replica no longer current gives its bytes back; home keeps the room (lock held)."""
         replica.become(INVALID, why)
-        if replica.device is not self.host:
+        if replica.device is not self._books.host:
             replica.device.empty(replica.base)
-            self.ledgers[replica.device].remove(replica)
+            self._books.ledgers[replica.device].remove(replica)
 
     def peek(self, block: Block) -> torch.Tensor:
         """Return host bytes with the current content; changes no state, keeps nothing."""
-        with self.lock:
+        books = self._books
+        with books.lock:
+            is_dirty = DIRTY in (replica.state for replica in block.replicas.values())
+        if not is_dirty:
+            self.wait_for_home(block)  # its bytes may be on their way home, and nowhere else
+        with books.lock:
             exposure = block.exposure
-            if exposure is not None and exposure.device is not self.host and exposure.alive:
+            if exposure is not None and exposure.device is not books.host and exposure.alive:
                 # Whoever holds it there may have written it without our seeing it.
-                held = block.replicas[exposure.device]
-                self._arrive(held)
-                return self.transfer.peek(held)
-            home = block.replicas.get(self.host)
-            if home is not None and DIRTY not in (r.state for r in block.replicas.values()):
-                self._arrive(home)  # its bytes may be on their way home, and nowhere else
-            home = block.readable_on(self.host)
-            if home is not None:
-                return home.base
-            source = next(r for r in block.replicas.values() if r.state is DIRTY)
+                source = block.replicas[exposure.device]
+                self.arrive(source)
+            else:
+                home = block.readable_on(books.host)
+                if home is not None:
+                    return home.base
+                source = next(r for r in block.replicas.values() if r.state is DIRTY)
+            self._holds.pin([source])
+        try:
             return self.transfer.peek(source)
+        finally:
+            self._holds.unpin([source])
 
-    def _note_failure(self, replica: Replica, error: Exception) -> None:
-        self.log.note(f"b{replica.block_id}", f"no copy {replica.device.name}", str(error)[:80])
+    def note_failure(self, replica: Replica, error: Exception) -> None:
+        """Write into the log that a copy failed, and why."""
+        what = f"no copy {replica.device.name}"
+        self._books.log.note(f"b{replica.block_id}", what, str(error)[:80])
 
-    def _note_arrivals(self) -> None:
-        """See which copies home have ended meanwhile, in their order (lock held)."""
-        going = self._going
-        while going:
-            home = going[0]
-            if home.state is FILLING and home.arrival is not None:
-                if not home.arrival.is_done():
-                    return
-                self._arrive(home)
-            going.popleft()
 
-    def settle_home(self) -> None:
-        """Wait for every copy home that nobody has waited for."""
-        with self.lock:
-            while self._going:
-                self._arrive(self._going.popleft())
+def _ends_after(arrival: Event, reached_ns: int) -> bool:
+    """Whether a copy ends later than that, by its clock or by asking it."""
+    return arrival.end_ns > reached_ns if arrival.end_ns else not arrival.is_done()

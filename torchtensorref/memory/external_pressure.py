@@ -11,7 +11,8 @@ import threading
 from typing import Any
 
 from ..devices.base import Device
-from .budget import SHORTAGES, Budget, BudgetSetting, Ledger, resolve_budget, setting_for
+from .budget import SHORTAGES, Budget, BudgetSetting, resolve_budget, setting_for
+from .ledger import Ledger
 
 #: How often the driver is asked what is free, in seconds.
 PERIOD_S = 0.25
@@ -46,7 +47,7 @@ class OthersWatch:
 
     What torch's allocator holds and the driver has free, less the share that is left to others,
     is ours: as they take of that share, we give back as much. A thread asks the driver, since
-    operators on the fast path ask nobody anything. It is waited for before the interpreter ends,
+    operators on the ready path ask nobody anything. It is waited for before the interpreter ends,
     which would abort the process if the thread were in the driver then.
     """
 
@@ -58,7 +59,7 @@ class OthersWatch:
 
     def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
         """Follow a real device without a budget; leave alone what was followed before."""
-        is_followed = not device.is_simulated and setting_for(setting, device) is None
+        is_followed = device.shares_memory and setting_for(setting, device) is None
         with self._lock:
             self._watched = (residency, device) if is_followed else None
             if is_followed and self._thread is None:
@@ -87,25 +88,27 @@ class OthersWatch:
             try:
                 self.look(residency, device)
             except SHORTAGES as error:
-                residency.log.note("-", f"others {device.name}", str(error)[:80])
+                residency.books.log.note("-", f"others {device.name}", str(error)[:80])
             del watched, residency, device
 
     def look(self, residency: Any, device: Device) -> None:
         """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
-        ledger = residency.ledgers.get(device)
+        ledger = residency.books.ledgers.get(device)
         if ledger is None:
             return
         limit_nbytes = resolve_budget(None, device).limit_nbytes - ledger.scratch_nbytes
         before_nbytes = ledger.budget.limit_nbytes
         if abs(limit_nbytes - before_nbytes) <= SMALL_SHARE * device.capacity_nbytes:
             return
-        residency.log.note("-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}")
-        with residency.lock:
+        residency.books.log.note(
+            "-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}"
+        )
+        with residency.books.lock:
             if self._watched != (residency, device):
                 return  # meanwhile the user has said what the budget is
             ledger.budget = Budget(max(limit_nbytes, 0))
-            residency.bury()
+            residency.books.bury()
             excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
         if excess_nbytes > 0:
-            residency.evict_some(device, excess_nbytes)
+            residency.evictor.evict_some(device, excess_nbytes)
             device.give_up_caches()  # what is only cached is still missing to the others

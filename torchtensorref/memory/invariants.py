@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from ..devices.base import Device
 from .block import Block, Replica
+from .bookkeeping import Books
 from .states import CLEAN, DIRTY, FILLING, INVALID
 
 #: How often two sums are compared before they count as different: other threads let tensors die.
@@ -15,17 +15,18 @@ READINGS = 50
 READING_PAUSE_S = 0.001
 
 
-def ledger_violations(device: Device, ledger: Any, held_nbytes: int) -> list[str]:
+def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[str]:
     """Say what is wrong with one device's books (lock held).
 
     What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile.
     """
     found = []
-    counted, recount = ledger.resident_nbytes, ledger.recount_nbytes()
+    ledger = books.ledgers[device]
+    counted, recount = ledger.both_sums()
     if counted != recount:
         found.append(f"{device.name}: the ledger says {counted} bytes, its entries {recount}")
-    if device.is_simulated:
-        counted, allocated = _both_sums(device, ledger)
+    if device.is_witness:
+        counted, allocated = _sums_by_both(books, device)
         if counted != allocated:
             found.append(
                 f"{device.name}: the ledger says {counted} bytes, its allocator {allocated}"
@@ -41,11 +42,11 @@ def ledger_violations(device: Device, ledger: Any, held_nbytes: int) -> list[str
     return found
 
 
-def _both_sums(device: Device, ledger: Any) -> tuple[int, int]:
+def _sums_by_both(books: Books, device: Device) -> tuple[int, int]:
     """The bytes by the ledger and by the allocator, read again where a tensor died in between."""
     for _ in range(READINGS):
-        ledger.bury_all()
-        counted, allocated = ledger.resident_nbytes, device.resident_nbytes
+        books.bury()
+        counted, allocated = books.ledgers[device].resident_nbytes, device.resident_nbytes
         if counted == allocated:
             break
         time.sleep(READING_PAUSE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,23 +16,21 @@ from ..base.options import settings
 from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
-from ..devices.host.readers import home_bytes
-from ..strategy import Strategy
+from ..devices.host.readers import host_readers
 from ..strategy.choice import make_strategy
 from .block import Block
 from .bookkeeping import Counts
 from .budget import Budget, BudgetSetting, resolve_budget
 from .external_pressure import OthersWatch, cap_allocator
 from .invariants import block_violations, ledger_violations
-from .ownership import Custody
+from .ownership import Ownership
 from .report import report_text
 from .residency import Residency
-from .states import CLEAN, DIRTY, FILLING
-from .storage_index import Table
+from .states import CLEAN, DIRTY
 from .transfer import TransferCounts
 
 
-class TensorsManager(Custody):
+class TensorsManager:
     """Tracks every TensorRef across devices, under budgets, by the decisions of a strategy.
 
     Everything has a default that works: the accelerator torch finds (the simulated one where there
@@ -47,14 +45,15 @@ class TensorsManager(Custody):
         self._budget_setting: BudgetSetting = None
         self._strategy_setting: Any = None
         self.log = EventLog()
-        self.table = Table()
+        self.ownership = Ownership(self)
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
         self._devices_by_name: dict[str, Device] = {}
         self._others = OthersWatch()
-        self.native = None
+        #: The native regions (`regions/`); `tensor/install.py` gives them.
+        self.native: Any = None
         #: The operators before the counts were started anew, and the clocks then.
         self._first_tick = self._first_ns = self._first_stall_ns = 0
 
@@ -62,7 +61,7 @@ class TensorsManager(Custody):
 
     @property
     def residency(self) -> Residency:
-        """The acting half; opened by the first use."""
+        """Where the bytes are; opened by the first use."""
         return self._residency or self._open()
 
     def _open(self) -> Residency:
@@ -99,16 +98,16 @@ class TensorsManager(Custody):
         setting = settings.budget if self._budget_setting is None else self._budget_setting
         # First: a look that has begun must not undo what the user says now.
         self._others.watch(residency, device, setting)
-        residency.open_ledger(device, budget)
-        residency.ledgers[device].scratch_nbytes = 0
+        residency.books.open_ledger(device, budget)
+        residency.books.ledgers[device].scratch_nbytes = 0
         if device.torch_device.type != "cpu":
-            residency.labels_differ = True
+            residency.books.labels_differ = True
         cap_allocator(device, setting, budget.limit_nbytes)
 
     @property
     def device(self) -> Any:
         """The accelerator (its name), or a list of them where several are used."""
-        names = [device.name for device in self.residency.accelerators]
+        names = [device.name for device in self.residency.books.accelerators]
         if not names:
             return "cpu"
         return names[0] if len(names) == 1 else names
@@ -119,33 +118,35 @@ class TensorsManager(Custody):
         budgets = self._budgets_for(devices, self._budget_setting)
         with self._lock:
             self._device_setting = setting
-            if self._residency is not None:
+            residency = self._residency
+            if residency is not None:
                 self.bring_all_home()
-                home_bytes.forget_finished()
-                self._residency.ledgers.clear()
-                self._residency.accelerators[:] = devices
-                self._residency.fast_device = self._residency.main
-                self._residency.is_pressed = False
+                host_readers.forget_finished()
+                residency.books.use(devices)
                 self.native.start_again()
                 for device, budget in budgets:
-                    self._open_ledger(self._residency, device, budget)
-                self._devices_by_name = {d.name: d for d in (self._residency.host, *devices)}
+                    self._open_ledger(residency, device, budget)
+                self._devices_by_name = {d.name: d for d in (residency.books.host, *devices)}
                 self.unsupported.clear()
                 self._start_clocks()
 
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
-        self._first_ns, self._first_stall_ns = self._reached_ns(), self.residency.main.stall_ns
+        self._first_ns, self._first_stall_ns = (
+            self._reached_ns(),
+            self.residency.books.main.stall_ns,
+        )
 
     def _reached_ns(self) -> int:
-        main = self.residency.main
+        main = self.residency.books.main
         return max(main.now_ns(), main.record().end_ns)
 
     @property
     def budget(self) -> Any:
         """The most bytes the accelerator may hold; by device name where there are several."""
         limits = {
-            device.name: ledger.limit_nbytes for device, ledger in self.residency.ledgers.items()
+            device.name: ledger.limit_nbytes
+            for device, ledger in self.residency.books.ledgers.items()
         }
         return next(iter(limits.values())) if len(limits) == 1 else limits
 
@@ -156,31 +157,24 @@ class TensorsManager(Custody):
             self._budgets_for(devices, setting)  # bad text is refused now, not at the first tensor
             self._budget_setting = setting
             return
-        budgets = self._budgets_for(self._residency.accelerators, setting)
+        budgets = self._budgets_for(self._residency.books.accelerators, setting)
         self._budget_setting = setting
         for device, budget in budgets:
             self._open_ledger(self._residency, device, budget)
-            self._residency.fit_budget(device)
+            self._residency.evictor.fit_budget(device)
         self.native.start_again()  # which modules fit is another question now
 
     @property
     def strategy(self) -> Any:
         """The strategy in use, an object; set it by name, class or object, at any time."""
-        return self.residency.strategy
+        return self.residency.feed.strategy
 
     @strategy.setter
     def strategy(self, setting: Any) -> None:
         strategy = make_strategy(setting)
         self._strategy_setting = strategy
         if self._residency is not None:
-            # In this order: what a strategy is told can need the lock (a result's first look).
-            with self._residency.strategy_lock, self._residency.lock:
-                self._residency.strategy = strategy
-                for ledger in self._residency.ledgers.values():
-                    for replica in ledger.replicas():
-                        block = self._residency.block_of(replica)
-                        if block is not None:
-                            block.ready = None
+            self._residency.feed.change(strategy)
 
     @property
     def regions(self) -> bool:
@@ -195,46 +189,57 @@ class TensorsManager(Custody):
         """Return one of the devices in use by its name."""
         return self._devices_by_name[name]
 
-    # -- during operators -----------------------------------------------------------------------
+    # -- tensors ---------------------------------------------------------------------------------
 
-    def after_operator(self, device: Device, blocks: Sequence[Block]) -> None:
-        """Carry out what the strategy wants given back, written back and fetched ahead."""
-        residency = self.residency
-        strategy = residency.strategy
-        kind = type(strategy)
-        if kind.after_operator is not Strategy.after_operator:
-            with residency.lock:
-                used = [
-                    replica
-                    for block in blocks
-                    if (replica := block.readable_on(device)) is not None and not replica.pins
-                ]
-                snapshots = [s for r in used if (s := residency.snapshot_of(r)) is not None]
-                seen = residency.device_snapshot(device)
-            with residency.strategy_lock:
-                given_back = set(strategy.after_operator(seen, snapshots))
-            for replica in used:
-                block = residency.block_of(replica)
-                if block is not None and block.block_id in given_back:
-                    residency.give_back(replica, f"{strategy.name}: given back")
-        looks_ahead = (
-            kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
-        )
-        if looks_ahead and residency.is_pressed:
-            residency.look_ahead(device)
+    def adopt(self, x: Any, *, sole: bool = False) -> Any:
+        """Bring tensors under management without a copy.
+
+        Parameters
+        ----------
+        x : torch.Tensor, torch.nn.Module or a container of them
+            A tensor gives a TensorRef that shares its memory. A module is changed in place and
+            returned; so are the tensors inside lists, tuples and dictionaries, which come back as
+            a container of the same kind.
+        sole : bool, optional
+            Nobody else writes memory that came from outside torch, such as a mapped file. Without
+            it every operator reads such memory anew.
+
+        Returns
+        -------
+        TensorRef, torch.nn.Module or container
+            What cannot be managed (other subclasses, sparse layouts, tensors on other devices, meta
+            tensors, results of a plain autograd graph) comes back as it is.
+        """
+        return self.ownership.adopt(x, sole=sole)
+
+    def release(self, x: Any) -> Any:
+        """Give plain tensors back: the way opposite to `adopt`.
+
+        Parameters
+        ----------
+        x : TensorRef, torch.nn.Module or a container of them
+
+        Returns
+        -------
+        torch.Tensor, torch.nn.Module or container
+            Plain host tensors with the current bytes; a module is changed in place. They share the
+            memory of the TensorRefs, which stay usable and see what is written to them.
+        """
+        return self.ownership.release(x)
 
     # -- asking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return what has happened since the start or the last `reset_stats`, as plain numbers."""
         residency = self.residency
-        with residency.lock:
-            residency.bury()
-            main = residency.main
-            ledger = residency.ledgers.get(main)
-            counts, copies = residency.counts, residency.transfer.counts
+        with residency.books.lock:
+            residency.books.bury()
+            books = residency.books
+            main = books.main
+            ledger = books.ledgers.get(main)
+            counts, copies = books.counts, residency.copier.transfer.counts
             return {
-                "strategy": residency.strategy.name,
+                "strategy": residency.feed.strategy.name,
                 "device": main.name,
                 "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
                 "resident_nbytes": main.resident_nbytes if ledger else 0,
@@ -251,7 +256,7 @@ class TensorsManager(Custody):
                 "op_count": counts.op_count,
                 "native_op_region_count": self.native.native_count,
                 "native_op_count": self.native.native_op_count,
-                "native_share": self.native.share_of(residency.tick - self._first_tick),
+                "native_share": self.native.share_of(residency.books.tick - self._first_tick),
                 "host_op_count": counts.host_op_count,
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
                 "host_fallback_reasons": dict(counts.host_fallbacks),
@@ -262,13 +267,13 @@ class TensorsManager(Custody):
     def reset_stats(self) -> None:
         """Start the counts and the peak again."""
         residency = self.residency
-        with residency.lock:
-            residency.counts = Counts()
-            residency.transfer.counts = TransferCounts()
+        with residency.books.lock:
+            residency.books.counts = Counts()
+            residency.copier.transfer.counts = TransferCounts()
             self.native.native_count = self.native.native_op_count = 0
-            self._first_tick = residency.tick
+            self._first_tick = residency.books.tick
             self._start_clocks()
-            for device in residency.ledgers:
+            for device in residency.books.ledgers:
                 device.reset_peak()
 
     def story(self, ref: Any) -> list[str]:
@@ -283,7 +288,7 @@ class TensorsManager(Custody):
         lines = [f"{kind}[{shape}] -> {block.name} {format_nbytes(block.nbytes)}  home cpu"]
         for replica in block.replicas.values():
             pins = f", pinned {replica.pins}" if replica.pins else ""
-            used = self.residency.tick - block.last_use
+            used = self.residency.books.tick - block.last_use
             last = f", last used {used} operators ago" if replica.state in (CLEAN, DIRTY) else ""
             lines.append(f"  {replica.device.name:8} {replica.state.value}{pins}{last}")
         if block.exposure is not None and block.exposure.alive:
@@ -297,14 +302,7 @@ class TensorsManager(Custody):
 
     def bring_all_home(self) -> None:
         """Give back every replica on every accelerator, dirty ones written back first."""
-        residency = self.residency
-        for ledger in list(residency.ledgers.values()):
-            for replica in ledger.replicas():
-                with residency.lock:
-                    if replica.state is FILLING:
-                        residency._arrive(replica)
-                residency.evict(replica, "everything home")
-        residency.settle_home()
+        self.residency.evictor.evict_all()
 
     def check(self) -> None:
         """Verify the books.
@@ -323,17 +321,16 @@ class TensorsManager(Custody):
         """Return every broken invariant in words."""
         residency = self.residency
         found: list[str] = []
-        with residency.lock:
-            residency.bury()
-            for device, ledger in residency.ledgers.items():
-                found += ledger_violations(device, ledger, residency.held_nbytes(device))
-                for replica in ledger.replicas():
-                    block = residency.block_of(replica)
-                    if block is not None:
-                        found += [
-                            f"{text}; story: {'; '.join(self.log.story(block.name)) or 'none'}"
-                            for text in block_violations(block, residency.issuing)
-                        ]
+        with residency.books.lock:
+            residency.books.bury()
+            for device in residency.books.ledgers:
+                held_nbytes = residency.holds.held_nbytes(device)
+                found += ledger_violations(residency.books, device, held_nbytes)
+                for block in residency.books.blocks_on(device):
+                    found += [
+                        f"{text}; story: {'; '.join(self.log.story(block.name)) or 'none'}"
+                        for text in block_violations(block, residency.holds.issuing)
+                    ]
         return found
 
     def __repr__(self) -> str:
@@ -342,9 +339,9 @@ class TensorsManager(Custody):
         where = ", ".join(
             f"{device.name} {format_nbytes(ledger.resident_nbytes)} of "
             f"{format_nbytes(ledger.budget.limit_nbytes)}"
-            for device, ledger in self._residency.ledgers.items()
+            for device, ledger in self._residency.books.ledgers.items()
         )
-        return f"<TensorsManager {self._residency.strategy.name}: {where or 'host only'}>"
+        return f"<TensorsManager {self._residency.feed.strategy.name}: {where or 'host only'}>"
 
 
 #: The one of this process.

@@ -1,9 +1,9 @@
-"""Custody: tensors come under management, are looked at, handed out, and given back."""
+"""Ownership: tensors come under management, are looked at, handed out, and given back."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,39 +17,33 @@ from .residency import Residency
 from .storage_index import Table
 
 
-class Custody:
-    """What the manager does with single tensors and modules. `TensorsManager` has the settings."""
+class Manager(Protocol):
+    """What ownership needs of the manager."""
 
-    table: Table
-    #: The native regions (`regions.py`); they look at module calls once there is a parameter.
+    #: The native regions (`regions/`); they look at module calls once there is a parameter.
     native: Any
 
     @property
     def residency(self) -> Residency:
-        """The acting half; opened by the first use."""
-        raise NotImplementedError
+        """Where the bytes are; opened by the first use."""
+        ...
+
+
+class Ownership:
+    """What is done with single tensors and modules: from plain to managed and back."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self.table = Table()
+
+    @property
+    def _residency(self) -> Residency:
+        return self._manager.residency
 
     # -- adopt, release -------------------------------------------------------------------------
 
     def adopt(self, x: Any, *, sole: bool = False) -> Any:
-        """Bring tensors under management without a copy.
-
-        Parameters
-        ----------
-        x : torch.Tensor, torch.nn.Module or a container of them
-            A tensor gives a TensorRef that shares its memory. A module is changed in place and
-            returned; so are the tensors inside lists, tuples and dictionaries, which come back as
-            a container of the same kind.
-        sole : bool, optional
-            Nobody else writes memory that came from outside torch, such as a mapped file. Without
-            it every operator reads such memory anew.
-
-        Returns
-        -------
-        TensorRef, torch.nn.Module or container
-            What cannot be managed (other subclasses, sparse layouts, tensors on other devices, meta
-            tensors, results of a plain autograd graph) comes back as it is.
-        """
+        """See `TensorsManager.adopt`."""
         if isinstance(x, torch.Tensor):
             return self.adopt_tensor(x, sole=sole)
         if isinstance(x, torch.nn.Module):
@@ -77,15 +71,15 @@ class Custody:
         known = tensor.__dict__.get("_ttr_ref")
         if known is not None and type(known) is TensorRef:
             return known
-        entries = self.residency.native_entries
+        entries = self._residency.holds.native_entries
         entry = entries.get(threading.get_ident()) if entries else None
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
         return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
 
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
-        residency = self.residency
-        with residency.lock:
+        residency = self._residency
+        with residency.books.lock:
             found = block_for(tensor, self.table, residency, sole=sole)
         if found is None:
             return None
@@ -93,7 +87,7 @@ class Custody:
 
     def ref_over(self, block: Block, tensor: torch.Tensor, start: int) -> Any:
         """Make the TensorRef with a plain tensor's metadata over a block that begins at `start`."""
-        host = self.residency.host
+        host = self._residency.books.host
         offset = tensor.storage_offset() - start // tensor.element_size()
         base = block.replicas[host].base
         plain = view_with(tensor, base.untyped_storage(), offset)
@@ -106,7 +100,7 @@ class Custody:
             return ref
         ref = replace_in_place(tensor, ref)
         ref._ttr_block.is_persistent = True
-        self.native.watch()
+        self._manager.native.watch()
         return ref
 
     def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -118,18 +112,7 @@ class Custody:
         return module
 
     def release(self, x: Any) -> Any:
-        """Give plain tensors back: the way opposite to `adopt`.
-
-        Parameters
-        ----------
-        x : TensorRef, torch.nn.Module or a container of them
-
-        Returns
-        -------
-        torch.Tensor, torch.nn.Module or container
-            Plain host tensors with the current bytes; a module is changed in place. They share the
-            memory of the TensorRefs, which stay usable and see what is written to them.
-        """
+        """See `TensorsManager.release`."""
         if type(x) is TensorRef:
             return self._release_tensor(x)
         if isinstance(x, torch.nn.Module):
@@ -153,50 +136,55 @@ class Custody:
 
     def where(self, block: Block) -> Device:
         """Return the device where operators find a block's bytes now."""
-        residency = self.residency
-        for device in residency.accelerators:
+        residency = self._residency
+        for device in residency.books.accelerators:
             if block.readable_on(device) is not None:
                 return device
-        return residency.host
+        return residency.books.host
 
     def to_accelerator(self, ref: Any) -> None:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
-        residency = self.residency
-        device = residency.main
+        residency = self._residency
+        device = residency.books.main
         residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
-        with residency.lock:
+        with residency.books.lock:
             residency.set_ready(ref._ttr_block, device)
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
-        residency = self.residency
-        residency.bring_home(ref._ttr_block)
-        for device in residency.accelerators:
+        residency = self._residency
+        residency.copier.bring_home(ref._ttr_block)
+        for device in residency.books.accelerators:
             replica = ref._ttr_block.replicas.get(device)
             if replica is not None and replica.readable:
-                residency.evict(replica, "toCPU")
+                residency.evictor.evict(replica, "toCPU")
 
     def plain_at_home(self, value: Any) -> Any:
         """Return a plain view at home for a TensorRef, with current bytes; others as they are."""
         if type(value) is not TensorRef:
             return value
-        self.residency.bring_home(value._ttr_block)
-        return plain_on(value, self.residency.host)
+        self._residency.copier.bring_home(value._ttr_block)
+        return plain_on(value, self._residency.books.host)
 
     def peek(self, ref: Any) -> torch.Tensor:
         """Return a plain look at the values that changes no residency and no recency."""
-        return view_over(ref, self.residency.peek(ref._ttr_block).untyped_storage())
+        return view_over(ref, self._residency.copier.peek(ref._ttr_block).untyped_storage())
 
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""
-        residency = self.residency
+        residency = self._residency
         with _disable_current_modes():  # what the runtime does to storages is not for them
-            residency.unshare(ref._ttr_block)
-            residency.bring_home(ref._ttr_block)
-            storage: torch.UntypedStorage = residency.expose(
-                ref._ttr_block, residency.host, why, forever=forever
-            )
-        return storage
+            residency.sharing.unshare(ref._ttr_block)
+            residency.copier.bring_home(ref._ttr_block)
+            return self._hand_out(ref._ttr_block, residency.books.host, why, forever=forever)
+
+    def _hand_out(
+        self, block: Block, device: Device, why: str, *, forever: bool = False
+    ) -> torch.UntypedStorage:
+        recorder = self._residency.recorder
+        if recorder is not None:
+            recorder.mistrust(f"bytes are handed out: {why}")
+        return self._residency.sharing.expose(block, device, why, forever=forever)
 
     def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
@@ -213,20 +201,20 @@ class Custody:
 
     def target(self, ref: Any) -> torch.Tensor:
         """Return a plain tensor where the bytes are now, and hold them there while it lives."""
-        residency = self.residency
-        residency.unshare(ref._ttr_block)
+        residency = self._residency
+        residency.sharing.unshare(ref._ttr_block)
         exposure = ref._ttr_block.exposure
         # What is held already stays there: at home, where an array is.
         is_held = exposure is not None and exposure.alive
         device = exposure.device if is_held else self.where(ref._ttr_block)
         if device.is_host:
-            residency.bring_home(ref._ttr_block)
-        return view_over(ref, residency.expose(ref._ttr_block, device, "target"))
+            residency.copier.bring_home(ref._ttr_block)
+        return view_over(ref, self._hand_out(ref._ttr_block, device, "target"))
 
     def copy_of(self, ref: Any, block: Block | None, *, label: Any = None) -> Any:
         """Return a copy of a TensorRef whose bytes are shared until one of the two is written."""
         if block is None:
-            block = self.residency.copy_on_write(ref._ttr_block)
+            block = self._residency.sharing.copy_on_write(ref._ttr_block)
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
 
@@ -238,20 +226,6 @@ class Custody:
         twin._ttr_asked = wished
         return twin
 
-    def forget_accelerators(self, block: Block) -> None:
-        """Drop every replica but the one at home, which is current, and about to change storage."""
-        residency = self.residency
-        for device in residency.accelerators:
-            replica = block.replicas.get(device)
-            if replica is not None:
-                # It stays, empty: aliases keep views over its storage.
-                with residency.lock:
-                    residency._arrive(replica)
-                residency.evict(replica, "its storage changes")
-        home = block.replicas.get(residency.host)
-        if home is not None:
-            residency.host.about_to_move(home.base)
-
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""
         for source in sources:
@@ -259,20 +233,20 @@ class Custody:
                 continue
             storage = self.plain_at_home(source).untyped_storage()
             if storage._cdata == plain.untyped_storage()._cdata:
-                host = self.residency.host
+                host = self._residency.books.host
                 return make_ref(plain, source._ttr_block, host, torch.device("cpu"))
         return self.adopt_tensor(plain)
 
     def share_memory(self, ref: Any) -> None:
         """Move a block's bytes at home into shared memory."""
         block: Block = ref._ttr_block
-        self.residency.unshare(block)
-        home = self.residency.bring_home(block)
-        self.forget_accelerators(block)
+        self._residency.sharing.unshare(block)
+        home = self._residency.copier.bring_home(block)
+        self._residency.forget_accelerators(block)
         home.base.untyped_storage().share_memory_()
-        self.residency.expose(block, self.residency.host, "share_memory_", forever=True)
+        self._hand_out(block, self._residency.books.host, "share_memory_", forever=True)
 
     def is_shared_memory(self, ref: Any) -> bool:
         """Whether a block's bytes at home are in shared memory."""
-        home = ref._ttr_block.replicas.get(self.residency.host)
+        home = ref._ttr_block.replicas.get(self._residency.books.host)
         return home is not None and home.base.untyped_storage().is_shared()

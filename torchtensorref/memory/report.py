@@ -33,11 +33,11 @@ def report_text(manager: Any) -> str:
     """
     stats = manager.stats()
     residency = manager.residency
-    with residency.lock:
-        ours = {residency.host, *residency.accelerators}
+    with residency.books.lock:
+        ours = {residency.books.host, *residency.books.accelerators}
         blocks = [block for block in living_blocks(manager) if ours.issuperset(block.replicas)]
         lines = [*_totals(stats), *_fallbacks(stats), *_held(blocks)]
-        lines += _largest(blocks, residency.tick)
+        lines += _largest(blocks, residency.books.tick)
     return "\n".join(lines)
 
 
@@ -50,10 +50,10 @@ def living_blocks(manager: Any) -> list[Block]:
     making, which such a look can spoil (CPython then raises in that thread).
     """
     residency = manager.residency
-    found = [reference() for reference in residency.known.valuerefs()]
-    found += manager.table.blocks()
-    for ledger in residency.ledgers.values():
-        found += [residency.block_of(replica) for replica in ledger.replicas()]
+    found = [reference() for reference in residency.books.known.valuerefs()]
+    found += manager.ownership.table.blocks()
+    for device in residency.books.ledgers:
+        found += residency.books.blocks_on(device)
     return [block for block in dict.fromkeys(found) if block is not None]
 
 

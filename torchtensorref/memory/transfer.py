@@ -48,7 +48,7 @@ class Transfer:
         event = self._retry(
             lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
         )
-        if not device.is_simulated:
+        if device.prefers_page_locked:
             self._mind_source(home, device, event)
         if settings.sync:
             event.synchronize()

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..base.options import settings
-from ..memory.budget import SHORTAGES, Ledger
+from ..memory.budget import SHORTAGES
+from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager
-from ..strategy import Access
+from ..memory.strategy_feed import note_use
 from .recorder import Use
 from .region import Region, Structure
 
@@ -109,20 +110,17 @@ class Hold:
 
     def _tell_accesses(self) -> None:
         """Tell what the recorded operators told: how they run makes no difference to forecasts."""
-        residency, structure = self.residency, self.structure
-        if residency.unheard or residency.young:
-            residency.feed.tell_births()
-        tick = residency.books.tick
+        books, feed = self.residency.books, self.residency.feed
+        feed.tell_births()
+        tick = books.tick
         for block in self.blocks:
-            block.last_use = tick + 1
-            block.use_count += 1
-            if block.use_count == 1:
-                residency.books.known[block.block_id] = block
-        if residency.feed.strategy.watches_accesses and residency.books.is_pressed:
-            with residency.feed.lock:
+            note_use(books, block, tick + 1)
+        if feed.wants_every_use:
+            with feed.lock:
                 for use in self._uses():
-                    self._tell_use(use, tick)
-        residency.books.tick = tick + max(structure.op_count, 1)
+                    block = self.blocks[use.place]
+                    feed.tell_access(block, use.kind, tick + use.number, writes=use.writes)
+        books.tick = tick + max(self.structure.op_count, 1)
 
     def _uses(self) -> Iterable[Use]:
         """Return the recorded uses; each block once where the blocks are others now."""
@@ -130,15 +128,6 @@ class Hold:
             return self.structure.uses
         kinds = (hash(("region", block.nbytes)) for block in self.blocks)
         return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
-
-    def _tell_use(self, use: Use, tick: int) -> None:
-        block = self.blocks[use.place]
-        if block.is_persistent:
-            self.residency.told_tick = tick + use.number
-        there = block.readable_on(self.device) is not None
-        self.residency.feed.strategy.on_access(
-            Access(block.block_id, block.nbytes, use.kind, block.is_persistent, use.writes, there)
-        )
 
     def _release(self) -> None:
         if not self.held:

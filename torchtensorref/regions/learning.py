@@ -47,7 +47,8 @@ def learn(
     finally:
         with residency.books.lock:
             residency.recorder = None
-            residency.books.ready_device, residency.books.ready_host = residency.books.main, residency.books.host
+            books = residency.books
+            books.ready_device, books.ready_host = books.main, books.host
     if had_gradients != [ref.requires_grad for ref in inputs]:
         recorder.mistrust("it decides whether what it is given has a gradient")
     structure.call_count += 1

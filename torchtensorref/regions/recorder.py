@@ -70,7 +70,7 @@ class Recorder:
         ):
             # Statistics of a norm, only while it trains. What it has made itself may die.
             self._written.update(block for block in call.written if block in self._expected)
-        if call.special or call.foreign:
+        if call.unmanaged or call.adopted:
             self._doubt = f"{call.plan.name} has a plain operand"
         if device is not call.accelerator and not self._runs_on_either(call):
             self._doubt = f"{call.plan.name} runs on the host"
@@ -81,7 +81,7 @@ class Recorder:
         plan = call.plan
         if plan.is_random:  # both draw from the generator of this kind of device
             return bool(call.accelerator.torch_device.type == "cpu")
-        return bool(plan.runs_at_home)
+        return bool(plan.reads_part)
 
     def birth(self, block: Block) -> None:
         """Note a fresh result."""

@@ -23,6 +23,7 @@ from torch.nn.modules import module as module_hooks
 
 from ..base.options import settings
 from ..interception.fallback import Generators
+from ..interception.guards import may_bypass
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
@@ -56,8 +57,6 @@ GROWTH = 1.5
 
 _global_hooks = module_hooks._global_forward_pre_hooks
 _global_after_hooks = module_hooks._global_forward_hooks
-_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class Regions:
@@ -263,11 +262,9 @@ class Regions:
         """Whether something outside the module wants to see its operators, or its tensors."""
         if not self.manager.residency.feed.strategy.allows_regions:
             return True
-        if not self.enabled or settings.check >= 2 or settings.trace:
+        if not self.enabled or settings.check >= 2 or settings.trace or settings.shadow:
             return True
-        if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
-            return True
-        if _modes() or _dispatch_modes() or torch._C._functorch.peek_interpreter_stack():
+        if torch.is_grad_enabled() or not may_bypass(autocast=False, observers=False):
             return True
         if (
             torch.jit.is_tracing()  # type: ignore[attr-defined]

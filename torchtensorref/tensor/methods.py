@@ -1,9 +1,9 @@
 """Arithmetic as methods of a TensorRef, which runs without going through torch: a table.
 
 On its way to `dispatch` an operator passes torch's argument parser, its dispatcher, autograd and
-the call back into Python. Where none of them has anything to do, because no gradient is noted and
-nobody looks on, a method that Python finds on the class takes the fast path at once, which saves
-as much as all that we do ourselves. What is not plain enough for that is torch's own method's.
+the call back into Python. Where none of them has anything to do (no gradient is recorded, and
+`may_bypass` says that nobody else looks on), a method that Python finds on the class takes the
+ready path at once: half of the time. Everything else is left to torch's own method.
 
 Only methods that make fresh results are here: views are torch's own.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from ..interception.guards import is_method_seen
+from ..interception.guards import may_bypass
 from ..interception.ready_path import SLOW, WAYS, can_look, charge, fresh
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
@@ -31,7 +31,6 @@ Method = Callable[..., Any]
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_is_autocast = torch._C._is_any_autocast_enabled
 
 #: Exactly these: what is derived from them may answer to an operator by itself.
 _NUMBERS = (int, float)
@@ -40,7 +39,9 @@ _NUMBERS = (int, float)
 def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
     """Run an operator on a TensorRef and another, or a number; `SLOW` if one is not ready.
 
-    What `fast_path.run_one` does, without a list of operands: half of what programs write is this.
+    What `ready_path.run_one` does, without a list of operands: half of what programs write is this.
+    The ready path writes one attribute of a block, `last_use`, without asking the residency: a
+    single store, for which no lock is taken.
     """
     if type(first) is not TensorRef:
         return SLOW
@@ -72,7 +73,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
             value = second._ttr_plain
         residency.books.tick = tick + 1
         out = plan.binding(first._ttr_plain, value)
-        if device.is_simulated:
+        if device.has_virtual_clock:
             charge(plan, operands, [first._ttr_plain, value], {}, out, device)
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
@@ -97,7 +98,7 @@ def _with_other(name: str, op: OpOverload) -> Method:
         if (kind is TensorRef or kind in _NUMBERS) and not (
             rest
             or options
-            or is_method_seen()
+            or not may_bypass(autocast=False)
             or (
                 _is_grad_enabled()
                 and (self.requires_grad or (kind is TensorRef and other.requires_grad))
@@ -121,7 +122,10 @@ def _reflected(name: str, op: OpOverload) -> Method:
             # Python asks a derived class first, but the operands have an order.
             return NotImplemented
         if kind in _NUMBERS and not (
-            rest or options or is_method_seen() or (_is_grad_enabled() and self.requires_grad)
+            rest
+            or options
+            or not may_bypass(autocast=False)
+            or (_is_grad_enabled() and self.requires_grad)
         ):
             result = _run_two(plan, self, other)
             if result is not SLOW:
@@ -131,9 +135,9 @@ def _reflected(name: str, op: OpOverload) -> Method:
     return method
 
 
-def _noted(ref: Any) -> bool:
-    """Whether anybody has to see what autocast may change, autograd included."""
-    return is_method_seen() or _is_autocast() or (_is_grad_enabled() and ref.requires_grad)
+def _is_seen(ref: Any) -> bool:
+    """Whether torch has to see an operator on a TensorRef that autocast may know."""
+    return not may_bypass() or (_is_grad_enabled() and ref.requires_grad)
 
 
 def _with_number(name: str, op: OpOverload) -> Method:
@@ -141,7 +145,7 @@ def _with_number(name: str, op: OpOverload) -> Method:
     plan, whole = plan_of(op), getattr(_Tensor, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _noted(self):
+        if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _is_seen(self):
             result = _run_two(plan, self, args[0])
             if result is not SLOW:
                 return result
@@ -157,7 +161,7 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
 
     def method(self: Any, other: Any) -> Any:
         if type(other) is TensorRef and not (
-            _noted(self) or (_is_grad_enabled() and other.requires_grad)
+            _is_seen(self) or (_is_grad_enabled() and other.requires_grad)
         ):
             if self.dim() == 2 == other.dim():
                 result = _run_two(of_two, self, other)
@@ -176,7 +180,7 @@ def _alone(name: str, op: OpOverload) -> Method:
     way = WAYS[plan.ready_way]
 
     def method(self: Any) -> Any:
-        if not _noted(self):
+        if not _is_seen(self):
             result = way(plan, (self,), None)
             if result is not SLOW:
                 return result
@@ -195,7 +199,7 @@ def _along(name: str, op: OpOverload) -> Method:
             len(args) == 1
             and type(args[0]) is int
             and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
-            and not _noted(self)
+            and not _is_seen(self)
         ):
             result = way(plan, (self, *args), options)
             if result is not SLOW:
@@ -205,7 +209,7 @@ def _along(name: str, op: OpOverload) -> Method:
     return method
 
 
-#: Method, operator, and how it is called. Autocast knows none of the first six.
+#: Method, operator, and how it is called. Autocast knows none of the first six operators.
 TABLE: tuple[tuple[str, OpOverload, Callable[[str, OpOverload], Method]], ...] = (
     ("__add__", aten.add.Tensor, _with_other),
     ("__sub__", aten.sub.Tensor, _with_other),

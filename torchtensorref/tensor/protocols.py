@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..interception.guards import is_method_seen
+from ..interception.guards import may_bypass
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 
@@ -229,7 +229,7 @@ class Protocols:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert dtype, layout or label as torch does; a label moves no bytes."""
-        if len(args) == 1 and not kwargs and not is_method_seen() and args[0] is self.dtype:
+        if len(args) == 1 and not kwargs and may_bypass(autocast=False) and args[0] is self.dtype:
             return self  # as torch, which takes longer to find that out
         args, kwargs, wished = _without_foreign_device(args, kwargs)
         if wished and not args and not (set(kwargs) - {"non_blocking", "copy"}):

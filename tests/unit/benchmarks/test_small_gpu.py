@@ -8,9 +8,11 @@ import subprocess
 import pytest
 import torch
 
+from benchmarks.baseline import Figure
 from benchmarks.small_gpu import __main__ as command
 from benchmarks.small_gpu import calls, table, weights, workloads
 from benchmarks.small_gpu.bound import Needs, bound, roofline_s
+from benchmarks.small_gpu.compare import figures_of_ours
 from benchmarks.small_gpu.contestants import CONTESTANTS, reason_not
 from benchmarks.small_gpu.machine import Machine
 from benchmarks.small_gpu.plan import NO_CAP, Seat, Selection, State, seats, selection_of
@@ -405,6 +407,44 @@ def test_one_call_is_one_and_tests_that_passed_are_not_run_again(calls_made, tmp
     os.utime(changed, (2**32, 2**32))
     statuses[:] = [1, 0]
     assert calls.main(["--one"]) == 1, "tests that failed are not forgotten over the benchmark"
+
+
+# -- the baseline of a dry run ---------------------------------------------------------------------
+
+
+def test_only_cells_of_ours_have_a_baseline():
+    where = {"workload": "decode1", "cap": 50, "cap_nbytes": 100}
+    measured = {
+        **where,
+        "status": "measured",
+        "step_s": 0.5,
+        "first_s": 0.6,
+        "memory": {"allocated": 90},
+        "same": {"bits": True},
+    }
+    rows = [
+        {**measured, "contestant": "flow"},
+        {**measured, "contestant": "accelerate"},
+        {**where, "contestant": "lru", "status": "failed", "reason": "it did"},
+        {**where, "contestant": "plain", "status": "skipped", "reason": "too large"},
+    ]
+    assert figures_of_ours(rows) == {
+        "decode1/50/flow/failed": Figure(False, "yes or no", False),
+        "decode1/50/flow/step": Figure(0.5, "s"),
+        "decode1/50/flow/first": Figure(0.6, "s"),
+        "decode1/50/flow/allocated": Figure(90, "bytes", 100),
+        "decode1/50/flow/differs": Figure(False, "yes or no", False),
+        "decode1/50/lru/failed": Figure(True, "yes or no", False),
+    }
+
+
+def test_a_baseline_is_of_a_whole_dry_run(capsys):
+    assert command.parse(["--dry", "--write-baseline"]).write == command.KEEPER.path.with_suffix(
+        ".md"
+    )
+    for arguments in (["--dry", "--only", "decode1"], ["--dry", "--scale", "tiny"], []):
+        with pytest.raises(SystemExit):
+            command.parse([*arguments, "--write-baseline"])
 
 
 # -- weights and programs --------------------------------------------------------------------------

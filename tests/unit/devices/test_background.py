@@ -26,7 +26,7 @@ atexit.register(lambda: [callback() for callback in at_last])  # the first comes
 
 import sys, torch
 import torchTensorRef
-from torchTensorRef.devices.accelerator.staging import Copier, StagedCopy, StagingRing
+from torchTensorRef.devices.accelerator.staging import HostCopier, StagedCopy, StagingRing
 
 class Lane:
     def hold_back(self, event): pass
@@ -49,7 +49,7 @@ with torchTensorRef.disabled():
     source = torch.randint(0, 256, (200_000,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     large = torch.randint(0, 256, (8 << 20,), dtype=torch.uint8)
-ring = StagingRing(Lane(), into=True, make_slot=slot, copier=Copier(2), slot_nbytes=10_000)
+ring = StagingRing(Lane(), into=True, make_slot=slot, copier=HostCopier(2), slot_nbytes=10_000)
 """
 
 IN_FLIGHT = """
@@ -64,7 +64,7 @@ def move():
     assert_there()
     with torchTensorRef.disabled():
         moved = torch.zeros_like(large)
-    Copier(2).copy(large, moved)
+    HostCopier(2).copy(large, moved)
     assert torch.equal(large, moved)
     print("there")
 atexit.register(move)  # while there are threads
@@ -100,7 +100,7 @@ def move():
     copier.copy(large, moved)
     assert torch.equal(large, moved)
 
-copier = Copier(2)
+copier = HostCopier(2)
 move()
 child = os.fork()
 move()
@@ -123,7 +123,7 @@ class Lane(Lane):
         destination.copy_(source)
         return self
 
-ring = StagingRing(Lane(), into=True, make_slot=slot, copier=Copier(2), slot_nbytes=10_000)
+ring = StagingRing(Lane(), into=True, make_slot=slot, copier=HostCopier(2), slot_nbytes=10_000)
 
 def work(n):
     threading.main_thread().join()

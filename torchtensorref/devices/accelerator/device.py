@@ -7,12 +7,18 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..base import DONE, Event, empty_bytes
+from ...base.errors import TransferError
+from ...base.options import settings
+from ..base import DONE, Device, Event, bytes_of, empty_bytes
+from ..host.limits import share_of_ram
+from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
+from ..host.page_locked_pool import PageLockedPool
 from ..residents import Residents
-from .copies import AcceleratorCopies
-from .events import AcceleratorEvent, AllOf
+from .copies import LinkCopier, StreamLane
+from .events import AcceleratorEvent, AllOf, events_of
 from .freed_room import FreedRoom, UseMarks
 from .vendor import Vendor
 
@@ -29,7 +35,7 @@ SETTLE_ROOM_FROM = 256
 
 
 class _Room(weakref.ref[Any]):
-    """The room of one fetched replica. It is the weak reference itself: death names it."""
+    """The memory of one fetched replica. A weak reference: its callback gets the whole record."""
 
     __slots__ = ("after", "is_known", "key", "mark", "nbytes", "start")
 
@@ -37,11 +43,11 @@ class _Room(weakref.ref[Any]):
     start: int
     nbytes: int
     after: list[Any]  # events before which it must not be written,
-    is_known: bool  # and whether they are all: else operators of no known replica may have used it
-    mark: int  # `UseMarks.mark` after the last use; -1: operators may have used it unseen
+    is_known: bool  # and whether they are all: else it may have unknown users
+    mark: int  # `UseMarks.mark` after the last use; -1: operators use it without a note
 
 
-class AcceleratorDevice(AcceleratorCopies):
+class AcceleratorDevice(Device):
     """One accelerator that torch can use.
 
     Parameters
@@ -52,6 +58,17 @@ class AcceleratorDevice(AcceleratorCopies):
         Which one.
     module : module, optional
         What to use instead of ``torch.get_device_module(kind)`` (for tests).
+    new_lane : callable, optional
+        What makes one direction of the link (for tests).
+
+    Attributes
+    ----------
+    vendor : Vendor
+        Torch's module of its kind.
+    page_locks : PageLocks
+        What host memory is page-locked for it.
+    stall_ns : int
+        How long the host waited for its events.
 
     Raises
     ------
@@ -76,16 +93,25 @@ class AcceleratorDevice(AcceleratorCopies):
     Operators are expected on one stream per device, the current one of the thread that runs them.
     """
 
-    #: Room is given to copies only after the last reader: the manager says who that was.
+    kernels_allocate = True
+    shares_memory = True
+    prefers_page_locked = True
+    #: A copy into freed memory waits for its last reader, which the manager has to name.
     notes_uses = True
-    #: Room that a copy home still reads is given to copies that wait for it, or compute waits.
+    #: Whatever gets memory that a copy home still reads waits for that copy.
     keeps_leaving_bytes = True
 
-    def __init__(self, kind: str, index: int = 0, *, module: ModuleType | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        index: int = 0,
+        *,
+        module: ModuleType | None = None,
+        new_lane: Callable[[Vendor], StreamLane] = StreamLane,
+    ) -> None:
         self.kind = kind
         self.index = index
         self.name = f"{kind}:{index}"
-        self.stall_ns = 0
         if module is None:
             self.vendor = Vendor.open(self.torch_device, kind, index)
         else:
@@ -94,14 +120,16 @@ class AcceleratorDevice(AcceleratorCopies):
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
-        self._marks = UseMarks(self._record_compute)
+        self._marks = UseMarks(self.vendor.record_compute)
         self._freed = FreedRoom()
         self._settle_freed_at = SETTLE_ROOM_FROM
         self._rooms: dict[int, _Room] = {}
         self._dead_rooms: deque[_Room] = deque()
         self.capacity_nbytes = self.vendor.total_nbytes()
         self._copies_own_their_room = self.vendor.has_pool_per_stream
-        self._open_copies()
+        self.page_locks = PageLocks(_locker_of(self.vendor), share_of_ram(settings.page_lock))
+        self._page_locked_pool = PageLockedPool(self.page_locks)
+        self._copier = LinkCopier(self.vendor, self.page_locks, lock=self._lock, new_lane=new_lane)
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
@@ -129,7 +157,7 @@ class AcceleratorDevice(AcceleratorCopies):
             self._settle_rooms()
             try:
                 if self._copies_own_their_room:
-                    with self.vendor.on(self.in_lane.stream):
+                    with self.vendor.on(self._copier.in_lane.stream):
                         storage.resize_(nbytes)
                 else:
                     storage.resize_(nbytes)
@@ -155,8 +183,7 @@ class AcceleratorDevice(AcceleratorCopies):
             resident = self._residents.present.get(id(base))
             if resident is not None:
                 self._residents.leave(resident)
-            self._retire()
-            leaving = [event for key, event in self._in_flight if key == id(base)]
+            leaving = self._copier.copies_of(base)
             room = self._room_of(base)
             if room is not None:
                 del self._rooms[room.key]
@@ -173,7 +200,7 @@ class AcceleratorDevice(AcceleratorCopies):
         last_use = self._marks.now() if room.mark < 0 else self._marks.after(room.mark)
         events = () if last_use is None else (last_use,)
         for event in leaving:
-            events += self._events_of(event)
+            events += events_of(event)
         self._freed.free(room.start, room.nbytes, events)
         if len(self._freed) > self._settle_freed_at:
             self._freed.settle()
@@ -192,7 +219,7 @@ class AcceleratorDevice(AcceleratorCopies):
                 del self._rooms[room.key]
 
     def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued, and no more will be without another note."""
+        """Operators on this base were issued; later ones will be noted again."""
         room = self._rooms.get(id(base))
         if room is not None and room() is base:
             room.mark = self._marks.mark
@@ -204,7 +231,7 @@ class AcceleratorDevice(AcceleratorCopies):
             room.mark = -1
 
     def about_to_change(self, base: Tensor) -> None:
-        """Operators that nobody sees may use this base from now on."""
+        """Operators may use this base from now on without a note."""
         self.forget_use(base)
 
     def available(self, base: Tensor) -> Event | None:
@@ -214,11 +241,11 @@ class AcceleratorDevice(AcceleratorCopies):
         with self._lock:
             room = self._room_of(base)
             if room is None:
-                return AcceleratorEvent(self._marks.now(), self)
+                return AcceleratorEvent(self._marks.now(), self._copier)
             waits = [event for event in room.after if not event.query()]
             if not room.is_known:
                 waits.append(self._marks.now())
-        return AllOf(waits, self) if waits else None
+        return AllOf(waits, self._copier) if waits else None
 
     def account(self, base: Tensor) -> None:
         """Count nothing: torch's allocator counts what kernels make (`resident_nbytes`)."""
@@ -236,7 +263,7 @@ class AcceleratorDevice(AcceleratorCopies):
 
     @property
     def resident_nbytes(self) -> int:
-        """What torch's allocator has given out, to kernels and to anybody; else the replicas'."""
+        """What torch's allocator has given out, to whatever; else the bytes of the replicas."""
         allocated = self.vendor.allocated_nbytes()
         if allocated is None:
             with self._lock:
@@ -276,15 +303,41 @@ class AcceleratorDevice(AcceleratorCopies):
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
         self.vendor.empty_cache()
 
-    # compute ------------------------------------------------------------------------------
+    # copies -------------------------------------------------------------------------------
 
-    def _record_compute(self) -> Any:
-        return self.vendor.record(self.vendor.current_stream())
+    def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        _check_sizes(source, bytes_of(base), "cpu", self.name)
+        return self._copier.copy_in(source, base, after)
+
+    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        _check_sizes(bytes_of(base), destination, self.name, "cpu")
+        return self._copier.copy_out(base, destination, after)
+
+    def home_memory(self, nbytes: int) -> Tensor | None:
+        """Page-locked memory for what is about to be copied home, if there is some ready."""
+        return self._page_locked_pool.take(nbytes) if self.vendor.has_streams else None
+
+    def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
+        """Note that a block was copied from home; if it recurs, its memory is page-locked."""
+        if self.vendor.has_streams and not self._copier.is_page_locked(bytes_of(base)):
+            self.page_locks.wish(base, may_mirror=may_mirror)
+
+    @property
+    def page_locked_nbytes(self) -> int:
+        """Host memory that is page-locked for this device."""
+        return self.page_locks.locked_nbytes
+
+    @property
+    def stall_ns(self) -> int:
+        """How long the host waited for its events."""
+        return self._copier.stall_ns
+
+    # compute ------------------------------------------------------------------------------
 
     def record(self) -> Event:  # noqa: D102
         if not self.vendor.has_streams:
             return DONE
-        return AcceleratorEvent(self._record_compute(), self)
+        return AcceleratorEvent(self.vendor.record_compute(), self._copier)
 
     def synchronize(self) -> None:  # noqa: D102
         self.vendor.synchronize()
@@ -300,3 +353,24 @@ class AcceleratorDevice(AcceleratorCopies):
     def now_ns(self) -> int:
         """The clock on the wall."""
         return time.perf_counter_ns()
+
+
+def _locker_of(vendor: Vendor) -> Locker | None:
+    """How host memory is page-locked; None where copies are in the order of compute anyway."""
+    if not vendor.has_streams:
+        return None
+    runtime = vendor.host_runtime()
+    return TorchLocker() if runtime is None else RegisteringLocker(runtime)
+
+
+def _check_sizes(source: Tensor, destination: Tensor, here: str, there: str) -> None:
+    nbytes = source.numel() * source.element_size()
+    wanted = destination.numel() * destination.element_size()
+    if nbytes != wanted:
+        raise TransferError(
+            f"A copy from {here} to {there} has {nbytes:,} bytes to give and room for "
+            f"{wanted:,}; nothing was copied.",
+            source=here,
+            destination=there,
+            nbytes=nbytes,
+        )

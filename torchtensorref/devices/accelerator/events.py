@@ -9,19 +9,31 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..base import Event
     from .staging import StagedCopy
 
-__all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits"]
+__all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits", "events_of"]
 
 
 class Waits(Protocol):
-    """Whoever lets compute wait, and keeps count of how long the host did."""
+    """What events need of their device: compute's stream, and a count of the host's waiting."""
 
     stall_ns: int
 
     def compute_stream(self) -> Any:
         """The stream that operators of this thread go to."""
         ...
+
+
+def events_of(event: Event | None) -> tuple[Any, ...]:
+    """What a stream has to wait for; what is not of a stream is waited for here."""
+    if event is None:
+        return ()
+    events = getattr(event, "events", None)
+    if events is None:
+        event.synchronize()
+        return ()
+    return tuple(events)
 
 
 class AcceleratorEvent:
@@ -102,7 +114,7 @@ class StagedEvent:
         if not copy.landed.is_set():
             return False
         if copy.error is not None:
-            return True  # who waits is told
+            return True  # `wait` and `synchronize` raise it
         if copy.last is not None and not copy.last.query():
             return False
         self._copy = None

@@ -18,9 +18,9 @@ class UseMarks:
 
     Notes
     -----
-    `mark` is the number of the next event. Whoever reads it after a kernel was issued knows that
-    every event from that number on fires after the kernel. So the last use of a replica costs one
-    integer, and an event is recorded only when somebody has to wait.
+    `mark` is the number of the next event. Read after a kernel was issued, it says that every
+    event from that number on fires after the kernel. So the last use of a replica costs one
+    integer, and an event is recorded only when a copy has to wait.
     """
 
     def __init__(self, record: Callable[[], Any]) -> None:
@@ -31,7 +31,7 @@ class UseMarks:
 
     def now(self) -> Any:
         """Record an event at the end of what compute was given so far."""
-        # First: who reads the number while the event is recorded must not take it for a later one.
+        # Before recording: a use noted meanwhile may come after this event, and waits for the next.
         self.mark += 1
         event = self._record()
         self._events.append(event)
@@ -60,7 +60,7 @@ class FreedRoom:
     Torch's allocator has one pool of room per stream. Nothing but fetched replicas is allocated on
     the copy stream, so room of that pool can only have been used by a replica that is known; its
     last users are the events kept here. What is not covered (fresh from the driver, or of a replica
-    that died with its TensorRef) was used by nobody knows whom.
+    that died with its TensorRef) has unknown users.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class FreedRoom:
         list of events
             What to wait for before it is written.
         bool
-            Whether they are all: False if somebody unknown may have used part of the range.
+            Whether they are all: False if part of the range may have unknown users.
         """
         stop = start + _in_grains(nbytes)
         at = bisect_left(self._starts, start)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.errors import TransferError
 from ..background import Background
+from ..base import empty_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Copier", "Lane", "StagedCopy", "StagingRing"]
+__all__ = ["HostCopier", "Lane", "StagedCopy", "StagingRing"]
 
 #: Size and number of the slots. One is filled while one is copied, and one is free.
 SLOT_NBYTES = 32 << 20
@@ -31,7 +32,7 @@ COPY_THREADS = 4
 PART_NBYTES = 1 << 20
 
 
-class Copier:
+class HostCopier:
     """Copies host bytes with several threads, and without holding Python's lock."""
 
     def __init__(self, thread_count: int = 0) -> None:
@@ -96,14 +97,14 @@ class StagedCopy:
         self.after = after
         #: Page-locked memory to be filled instead of slots, and to be kept.
         self.mirror = mirror
-        #: Called when the mirror is full, before anybody is told that the source has been read.
+        #: Called when the mirror is full, before `issued` tells that the source has been read.
         self.when_filled = when_filled
         #: The event of its last slice, on the stream; None until that is issued, or if it failed.
         self.last: Any = None
         self.error: BaseException | None = None
         #: All slices are issued: the stream may be told to wait, and a host source has been read.
         self.issued = threading.Event()
-        #: All is where it belongs.
+        #: All bytes have arrived, or the copy has failed.
         self.landed = threading.Event()
 
     def join(self) -> None:
@@ -138,8 +139,8 @@ class StagingRing:
 
     Notes
     -----
-    A slot is used again when the event of its last slice has fired: the ring's own thread waits
-    for that, and nobody else. Threads fill a slot together, since page faults of a mapped file and
+    A slot is used again when the event of its last slice has fired: only the ring's own thread
+    waits for that. Threads fill a slot together, since page faults of a mapped file and
     the speed of one core would else be the limit.
     """
 
@@ -149,7 +150,7 @@ class StagingRing:
         *,
         into: bool,
         make_slot: Callable[[int], Tensor | None],
-        copier: Copier,
+        copier: HostCopier,
         slot_nbytes: int = SLOT_NBYTES,
         slot_count: int = SLOT_COUNT,
     ) -> None:
@@ -180,7 +181,7 @@ class StagingRing:
                 self._open_slots()
                 self._carry_in(copy) if self._into else self._carry_out(copy)
                 return
-            except BaseException as error:  # handed to whoever waits for the copy
+            except BaseException as error:  # raised where the copy is waited for
                 is_hiccup = isinstance(error, Exception) and not copy.issued.is_set()
                 if attempt == ATTEMPTS - 1 or not is_hiccup:
                     copy.error = error
@@ -190,8 +191,6 @@ class StagingRing:
         while len(self._slots) < self._slot_count:
             slot = self._make_slot(self._slot_nbytes)
             if slot is None:
-                from ..base import empty_bytes
-
                 slot = empty_bytes(self._slot_nbytes)
             self._slots.append(slot)
             self._busy.append(None)

@@ -63,6 +63,10 @@ class Vendor:
         event.record(stream)
         return event
 
+    def record_compute(self) -> Any:
+        """Make an event at the end of what operators of this thread have given so far."""
+        return self.record(self.current_stream())
+
     def synchronize(self) -> None:
         """Make the host wait for everything."""
         if self._kind == "mps":
@@ -87,7 +91,7 @@ class Vendor:
         return int(recommended()) if recommended is not None else 0  # mps shares the host's
 
     def driver_free_nbytes(self) -> int | None:
-        """What the driver could give to anybody; None where nobody knows."""
+        """What the driver has free; None where it does not say."""
         info = getattr(self._module, "mem_get_info", None)
         return None if info is None else int(info(self._index)[0])
 

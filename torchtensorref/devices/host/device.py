@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
-from ..residents import CountsResidents, Residents
-from .readers import home_bytes
+from ..residents import Residents
+from .readers import host_readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["HostDevice"]
 
 
-class HostDevice(CountsResidents, Device):
+class HostDevice(Device):
     """The host's memory and processor.
 
     Parameters
@@ -38,11 +38,13 @@ class HostDevice(CountsResidents, Device):
     name = "cpu"
     index = 0
     is_host = True
+    has_host_kernels = True
+    kernels_allocate = True
+    shares_memory = True
 
     def __init__(self, capacity_nbytes: int | None = None) -> None:
         self.capacity_nbytes = _installed_nbytes() if capacity_nbytes is None else capacity_nbytes
         self.machines: list[Machine] = []
-        self.stall_ns = 0
         self._lock = threading.RLock()
         self._residents = Residents()
         self._alloc_count = 0
@@ -88,6 +90,23 @@ class HostDevice(CountsResidents, Device):
 
         return int(psutil.virtual_memory().available)
 
+    @property
+    def resident_nbytes(self) -> int:
+        """The bytes of the replicas here; what kernels use meanwhile is not among them."""
+        with self._lock:
+            self._residents.settle()
+            return self._residents.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most of them since the last `reset_peak`."""
+        return self._residents.peak_nbytes
+
+    def reset_peak(self) -> None:  # noqa: D102
+        with self._lock:
+            self._residents.settle()
+            self._residents.reset_peak()
+
     @staticmethod
     def _raise_out_of_memory(nbytes: int, cause: RuntimeError) -> None:
         import torch
@@ -122,21 +141,21 @@ class HostDevice(CountsResidents, Device):
 
         Refuse an operator on bytes that a simulated device has not finished copying here.
         """
-        if home_bytes.are_watched:
+        if host_readers.are_watched:
             for base in writes:
-                home_bytes.about_to_change(base)
+                host_readers.about_to_change(base)
         for machine in self.machines:
             if machine.landing:
                 machine.check_landed(reads, "reads")
                 machine.check_landed(writes, "writes")
 
     def about_to_change(self, base: Tensor) -> None:
-        """Wait until no copy reads these bytes any more: somebody may write them unseen."""
-        home_bytes.about_to_change(base)
+        """Wait until no copy reads these bytes any more: they may be written unseen from now on."""
+        host_readers.about_to_change(base)
 
     def about_to_move(self, base: Tensor) -> None:
-        """`about_to_change`, and undo page-locking: the memory is about to be exchanged."""
-        home_bytes.about_to_move(base)
+        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
+        host_readers.about_to_move(base)
 
     def after_operator(  # noqa: D102
         self,
@@ -147,8 +166,8 @@ class HostDevice(CountsResidents, Device):
         nbytes: int,
         dtype_name: str,
     ) -> None:
-        if writes and home_bytes.watchers:
-            home_bytes.were_written(writes)
+        if writes and host_readers.watchers:
+            host_readers.were_written(writes)
         self.charge(flops, nbytes, dtype_name)
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..background import Background
-from .readers import home_bytes
+from .readers import host_readers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ _log = logging.getLogger("torchTensorRef")
 
 
 class Locker(Protocol):
-    """How memory is page-locked on one kind of device. Failure is an answer, not an error."""
+    """How memory is page-locked on one kind of device. A refusal is returned, never raised."""
 
     locks_in_place: bool
 
@@ -123,7 +123,7 @@ def _torchs_own(nbytes: int) -> Tensor:
 
 
 class _Locked(weakref.ref[Any]):
-    """A base whose memory is page-locked. It is the weak reference itself: death names it."""
+    """A base whose memory is page-locked. A weak reference: its callback gets the whole record."""
 
     __slots__ = ("address", "key", "nbytes")
 
@@ -167,7 +167,7 @@ class PageLocks:
         self._own: dict[int, int] = {}
         self._background = Background("torchTensorRef-page-lock")
         self._has_complained = False
-        home_bytes.watchers.add(self)
+        host_readers.watchers.add(self)
 
     # looking ------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class PageLocks:
         base : Tensor
             Owns the block's bytes at home.
         may_mirror : bool
-            Nobody but operators writes those bytes, so that a second copy of them stays right.
+            Only operators write those bytes, so that a second copy of them stays valid.
         """
         nbytes = base.untyped_storage().nbytes()
         if self._locker is None or nbytes < LEAST_NBYTES:
@@ -216,15 +216,15 @@ class PageLocks:
         self.later(functools.partial(self._grant, reference, may_mirror))
 
     def later(self, task: Callable[[], None]) -> None:
-        """Let the background thread do something that takes the driver long.
+        """Queue a task for the background thread, for calls of the driver that take long.
 
-        Nothing is done while the interpreter ends: copies are right without it.
+        Nothing is done while the interpreter ends: copies work without it.
         """
         if self._locker is not None and not self._background.is_over:
             self._background.submit(task)
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until every wish was seen to; False if that took longer than `timeout_s`."""
+        """Wait until every wish was handled; False if that took longer than `timeout_s`."""
         settled = threading.Event()
         self._background.submit(settled.set)
         return settled.wait(timeout_s)
@@ -240,7 +240,7 @@ class PageLocks:
             return
         mirror = self.allocate(nbytes) if may_mirror and _has_spare_ram(nbytes) else None
         if mirror is not None:
-            weakref.finalize(base, home_bytes.drop_mirror, address).atexit = False
+            weakref.finalize(base, host_readers.drop_mirror, address).atexit = False
             with self._lock:
                 self._prepared[address] = (weakref.ref(base), mirror)
 
@@ -272,7 +272,7 @@ class PageLocks:
         return memory
 
     def _asked(self, what: Callable[[], Any]) -> Any:
-        """What the driver answers; None where it refuses, in whatever way. Copies go on then."""
+        """The driver's answer; None where it refuses or raises. Copies work without it."""
         try:
             answer = what()
         except Exception as error:

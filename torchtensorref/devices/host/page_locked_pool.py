@@ -1,4 +1,4 @@
-"""Page-locked homes for what kernels make: taken when it has to leave, given back when it dies."""
+"""A pool of page-locked host memory for the results of kernels, when they are first copied home."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .page_lock import LEAST_NBYTES, PageLocks
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HomePool"]
+__all__ = ["PageLockedPool"]
 
 
-class HomePool:
+class PageLockedPool:
     """Page-locked memory of the sizes that were wanted before.
 
     Notes

@@ -1,4 +1,4 @@
-"""Bytes at home that copies may still be reading: who writes or frees them waits first."""
+"""Host bytes that copies may still be reading: before a write, those are waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HomeBytes", "Reader", "Watcher", "home_bytes"]
+__all__ = ["HostReaders", "Reader", "Watcher", "host_readers"]
 
 
 class Reader(Protocol):
@@ -26,7 +26,7 @@ class Reader(Protocol):
 
 
 class Watcher(Protocol):
-    """Whoever has done something to memory that its owner must not free unawares."""
+    """What has page-locked host memory, and must undo it before that is freed."""
 
     def forget(self, base: Tensor) -> None:
         """Undo it: the memory of this base is about to be exchanged."""
@@ -37,22 +37,22 @@ class Watcher(Protocol):
         ...
 
 
-class HomeBytes:
+class HostReaders:
     """Which host bytes are being read by copies, and which have a page-locked mirror.
 
     Notes
     -----
     A copy from page-locked memory is issued and reads its source later, when compute and the link
-    get to it. An operator on the host, or a user with an array, may write those bytes long before:
-    so both come by here first. Only copies that read late are noted, so the check costs one look
-    at an empty dictionary where there is no accelerator.
+    get to it. An operator on the host, or a user with an array, could write those bytes before
+    that, so `about_to_change` is called first. Only copies that read late are noted, so the check
+    costs one look at an empty dictionary where there is no accelerator.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers: dict[int, list[Reader]] = {}
         self._mirrors: dict[int, Tensor] = {}
-        #: Who has page-locked bytes at home, and has to undo it before they are freed.
+        #: What has page-locked host bytes, and must undo it before they are freed.
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
     @property
@@ -70,7 +70,7 @@ class HomeBytes:
             self._readers[address] = [*left, reader]
 
     def forget_finished(self) -> None:
-        """Let go of copies that have read their source, and of their device."""
+        """Drop the copies that have read their source; each holds its device."""
         with self._lock:
             self._drop_finished()
 
@@ -85,7 +85,7 @@ class HomeBytes:
     def about_to_change(self, base: Tensor) -> None:
         """Wait until no copy reads these bytes, and forget their mirror.
 
-        To be called before they are written, freed, or handed to somebody who may do either.
+        To be called before they are written, freed, or handed to code that may do either.
         """
         if not self.are_watched:
             return
@@ -114,7 +114,7 @@ class HomeBytes:
         self._mirrors.pop(address, None)
 
     def about_to_move(self, base: Tensor) -> None:
-        """`about_to_change`, and undo page-locking: the memory itself is about to be exchanged."""
+        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
         self.about_to_change(base)
         for watcher in list(self.watchers):
             watcher.forget(base)
@@ -139,5 +139,5 @@ class HomeBytes:
         self._mirrors.pop(address, None)
 
 
-#: The ones of this process. All accelerators copy from the same host.
-home_bytes = HomeBytes()
+#: Of this process: all accelerators copy from the same host.
+host_readers = HostReaders()

@@ -1,4 +1,4 @@
-"""The simulated accelerator: real bytes and numbers, a size enforced to the byte, its own clock.
+"""The simulated accelerator: real bytes, a size enforced to the byte, a virtual clock.
 
 May import: base, devices.
 """

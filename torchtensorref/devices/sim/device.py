@@ -1,4 +1,4 @@
-"""A simulated accelerator: real bytes, virtual time, and no mercy for illegal accesses.
+"""A simulated accelerator: real bytes, virtual time, and errors for illegal accesses.
 
 It holds its bytes in host tensors and runs the host's kernels. Each of its engines (compute, and
 one copy engine per direction) has a clock; the host that feeds them has another, shared by all
@@ -15,20 +15,21 @@ devices of one `Machine`. The rules of time:
 * Its bytes arrive when its event fires (`wait`, `synchronize`, or `is_done` once the host's clock
   has passed its end), never before. Events of one engine fire in their order, so that waiting for
   one waits for those before it; nothing orders one engine with another but `after` and `wait`.
-* Freed room may be written again when its last user has finished (`available`).
+* Freed bytes may be written again when their last user has finished (`available`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from ..base import Clocks
-from .engines import SimEngines
+from ..base import Clocks, Device, Event
+from .compute import ComputeEngine
+from .copies import CopyEngines
 from .events import Engine
 from .faults import FaultPlan
 from .machine import Machine
-from .memory import POISON
+from .memory import POISON, SimMemory
 from .spec import DeviceSpec
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["POISON", "SimDevice"]
 
 
-class SimDevice(SimEngines):
+class SimDevice(Device):
     """A simulated accelerator of any size and speed.
 
     Parameters
@@ -71,9 +72,15 @@ class SimDevice(SimEngines):
     An access that a real device would answer with wrong bits raises `InvariantError` and names
     both accesses. `account` a kernel's results after its `after_operator` or `charge`, or name
     them among its writes: then `copy_out` can tell whether it would read them too early. Where
-    `charge` is used, nobody knows which bases were read, so that `available` takes every base that
-    was there for used until the end of the last such operator.
+    `charge` is used, it is not known which bases were read, so that `available` takes every base
+    that was there for used until the end of the last such operator.
     """
+
+    kind = "sim"
+    has_virtual_clock = True
+    has_host_kernels = True
+    is_witness = True
+    keeps_leaving_bytes = True
 
     def __init__(
         self,
@@ -86,40 +93,118 @@ class SimDevice(SimEngines):
         name: str | None = None,
         page_locked: bool = True,
     ) -> None:
-        super().__init__(
-            spec,
-            index,
-            machine=machine,
+        self.spec = spec
+        self.index = index
+        self.name = f"sim:{index}" if name is None else name
+        self.capacity_nbytes = spec.capacity_nbytes
+        self.machine = machine or Machine(
+            memory_bytes_per_s=spec.host_memory_bytes_per_s, flops_per_s=spec.host_flops_per_s
+        )
+        self.poison = poison
+        self.page_locked = page_locked
+        self._lock = self.machine.lock
+        self._faults = faults or FaultPlan()
+        self._compute = ComputeEngine(spec, self.machine)
+        self._memory = SimMemory(
+            self.name,
+            spec.capacity_nbytes,
+            machine=self.machine,
+            compute=self._compute,
+            faults=self._faults,
             poison=poison,
-            faults=faults,
-            name=name,
+        )
+        self._copies = CopyEngines(
+            self.name,
+            spec,
+            machine=self.machine,
+            compute=self._compute,
+            memory=self._memory,
+            faults=self._faults,
             page_locked=page_locked,
         )
-        self.stall_ns = 0
-        self._worked_ns = 0  # what its operators took, waiting not counted
-        self._dispatch_ns = spec.dispatch_ns
-        self._launch_ns = spec.launch_ns
-        self._ns_per_byte = 1e9 / spec.memory_bytes_per_s
-        self._ns_per_flop = {name: 1e9 / rate for name, rate in spec.flops_per_s.items()}
-        self._ns_per_other_flop = 1e9 / spec.default_flops_per_s
-        #: when the last operators end; the oldest one is overwritten next
-        self._queue = [0] * spec.queue_depth
-        self._queue_next = 0
+
+    # memory -------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Tensor:  # noqa: D102
+        with self._lock:
+            return self._memory.allocate(nbytes)
+
+    def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
+        with self._lock:
+            self._memory.refill(base, nbytes)
+
+    def empty(self, base: Tensor) -> None:  # noqa: D102
+        with self._lock:
+            self._memory.empty(base)
+
+    def account(self, base: Tensor) -> None:  # noqa: D102
+        with self._lock:
+            self._memory.account(base)
+
+    def free_nbytes(self) -> int:  # noqa: D102
+        return self.capacity_nbytes - self.resident_nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """The bytes it holds now: exact, also for bases that have just died."""
+        with self._lock:
+            self._memory.settle()
+            return self._memory.residents.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes it has held since the last `reset_peak`: exact."""
+        return self._memory.residents.peak_nbytes
+
+    def reset_peak(self) -> None:  # noqa: D102
+        with self._lock:
+            self._memory.settle()
+            self._memory.residents.reset_peak()
+
+    def recount_nbytes(self) -> int:
+        """The resident bytes, added up from the storages themselves (slow: for `check`)."""
+        with self._lock:
+            self._memory.settle()
+            return self._memory.residents.recount()
+
+    @property
+    def alloc_count(self) -> int:
+        """How many allocations were asked for: also refills and kernels' results."""
+        return self._memory.alloc_count
+
+    # copies -------------------------------------------------------------------------------
+
+    def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        with self._lock:
+            return self._copies.copy_in(source, base, after)
+
+    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+        with self._lock:
+            return self._copies.copy_out(base, destination, after)
+
+    def available(self, base: Tensor) -> Event | None:  # noqa: D102
+        with self._lock:
+            self._memory.settle()
+            end_ns = self._memory.available_ns(self._memory.resident("available", base))
+            return None if end_ns <= self.machine.now_ns else self._copies.event_at(end_ns)
+
+    @property
+    def copy_count(self) -> int:
+        """How many copies were asked for."""
+        return self._copies.copy_count
+
+    def fail_next(self, kind: str, number: int = 1) -> None:
+        """Let the `number`-th ``"alloc"`` or ``"copy"`` from now on fail, once."""
+        with self._lock:
+            so_far = self.copy_count if kind == "copy" else self.alloc_count
+            self._faults.add(kind, so_far + number)
+
+    # operators ----------------------------------------------------------------------------
 
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator whose bases are not here, still arriving, or still being copied."""
-        if self._dead:
-            with self._lock:
-                self._settle()
-        present, arriving, leaving = self._present, self._arriving, self._leaving
-        for base in reads:
-            key = id(base)
-            if key not in present or key in arriving:
-                self._refuse_operand("reads", base)
-        for base in writes:
-            key = id(base)
-            if key not in present or key in arriving or key in leaving:
-                self._refuse_operand("writes", base)
+        with self._lock:
+            self._memory.check_operands(reads, writes)
 
     def after_operator(  # noqa: D102
         self,
@@ -130,71 +215,45 @@ class SimDevice(SimEngines):
         nbytes: int,
         dtype_name: str,
     ) -> None:
-        present = self._present
         with self._lock:
-            end_ns = self._run(flops, nbytes, dtype_name)
-            for base in reads:
-                resident = present.get(id(base))
-                if resident is not None:
-                    resident.used_ns = end_ns
-            for base in writes:
-                resident = present.get(id(base))
-                if resident is not None:
-                    resident.used_ns = resident.written_ns = end_ns
+            end_ns = self._compute.run(flops, nbytes, dtype_name)
+            self._memory.note_operands(reads, writes, end_ns)
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:  # noqa: D102
         with self._lock:
-            self._unnoted_ns = self._run(flops, nbytes, dtype_name)
+            self._compute.unnoted_ns = self._compute.run(flops, nbytes, dtype_name)
 
     def charge_time(self, compute_ns: int, op_count: int) -> None:  # noqa: D102
-        machine = self.machine
         with self._lock:
-            start_ns = max(machine.now_ns, self._compute_ns)
-            if self._awaited_ns > start_ns:
-                self.stall_ns += self._awaited_ns - start_ns
-                start_ns = self._awaited_ns
-            machine.now_ns += op_count * self._dispatch_ns
-            self._worked_ns += compute_ns
-            self._compute_ns = self._unnoted_ns = max(start_ns + compute_ns, machine.now_ns)
+            self._compute.run_unseen(compute_ns, op_count)
+
+    def record(self) -> Event:  # noqa: D102
+        with self._lock:
+            return self._copies.event_at(self._compute.reached_ns)
+
+    def synchronize(self) -> None:  # noqa: D102
+        with self._lock:
+            self.machine.wait_until(self._compute.reached_ns)
+            self._copies.synchronize()
+
+    # time ---------------------------------------------------------------------------------
+
+    @property
+    def stall_ns(self) -> int:
+        """How long compute stood idle only because it waited for a copy."""
+        return self._compute.stall_ns
 
     def clocks(self) -> Clocks:  # noqa: D102
+        compute, copies = self._compute, self._copies
         with self._lock:
             return Clocks(
-                compute_ns=self._worked_ns,
-                compute_free_ns=self._compute_ns,
-                link_free_ns=self._copy_ns[Engine.H2D],
-                d2h_free_ns=self._copy_ns[Engine.D2H],
-                h2d_bytes_per_s=self._link_rate[Engine.H2D] * 1e9,
-                d2h_bytes_per_s=self._link_rate[Engine.D2H] * 1e9,
+                compute_ns=compute.worked_ns,
+                compute_free_ns=compute.end_ns,
+                link_free_ns=copies.free_ns(Engine.H2D),
+                d2h_free_ns=copies.free_ns(Engine.D2H),
+                h2d_bytes_per_s=copies.bytes_per_s(Engine.H2D),
+                d2h_bytes_per_s=copies.bytes_per_s(Engine.D2H),
             )
 
-    def _run(self, flops: int, nbytes: int, dtype_name: str) -> int:
-        """Give one operator to compute; return when it ends. The caller holds the lock."""
-        machine, queue, place = self.machine, self._queue, self._queue_next
-        start_ns = machine.now_ns + self._dispatch_ns
-        if queue[place] > start_ns:
-            start_ns = queue[place]
-        machine.now_ns = start_ns
-        if self._compute_ns > start_ns:
-            start_ns = self._compute_ns
-        if self._awaited_ns > start_ns:
-            self.stall_ns += self._awaited_ns - start_ns
-            start_ns = self._awaited_ns
-        work_ns = flops * self._ns_per_flop.get(dtype_name, self._ns_per_other_flop)
-        move_ns = nbytes * self._ns_per_byte
-        took_ns = self._launch_ns + int(work_ns if work_ns > move_ns else move_ns)
-        self._worked_ns += took_ns
-        end_ns = start_ns + took_ns
-        self._compute_ns = queue[place] = end_ns
-        self._queue_next = place + 1 if place + 1 < len(queue) else 0
-        return end_ns
-
-    def _refuse_operand(self, verb: str, base: Tensor) -> NoReturn:
-        key = id(base)
-        arriving, leaving = self._arriving.get(key), self._leaving.get(key)
-        what = f"an operator that {verb} it"
-        if key not in self._present:
-            self._refuse(what, base, "has no bytes on this device")
-        if arriving is not None:
-            self._refuse(what, base, f"arrives by {arriving}, and compute has not waited for it")
-        self._refuse(what, base, f"is being read by {leaving}, and compute has not waited for it")
+    def now_ns(self) -> int:  # noqa: D102
+        return self.machine.now_ns

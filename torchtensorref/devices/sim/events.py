@@ -17,7 +17,7 @@ __all__ = ["Copy", "Engine", "Observer", "SimEvent"]
 
 
 class Engine(Enum):
-    """What works by itself on a simulated device, each with its own clock."""
+    """The engines of a simulated device, each with its own clock."""
 
     COMPUTE = "compute"
     H2D = "h2d"  # copies from the host to the device
@@ -25,7 +25,7 @@ class Engine(Enum):
 
 
 class Observer(Protocol):
-    """What an event needs of its device."""
+    """What an event needs of the device's engines."""
 
     def has_fired(self, event: SimEvent) -> bool:
         """Whether the host's clock has passed it; if so, its bytes arrive."""
@@ -37,30 +37,30 @@ class Observer(Protocol):
         """Let the host wait for it; its bytes arrive."""
 
     def deliver(self, copy: Copy) -> None:
-        """Move the bytes of a copy and of those before it, and let nobody use them yet."""
+        """Move the bytes of a copy and of those before it; they may not be used yet."""
 
 
 class SimEvent:
     """A moment in virtual time at which one engine has finished something."""
 
-    __slots__ = ("device", "end_ns", "engine")
+    __slots__ = ("end_ns", "engine", "observer")
 
-    def __init__(self, device: Observer, engine: Engine, end_ns: int) -> None:
-        self.device = device
+    def __init__(self, observer: Observer, engine: Engine, end_ns: int) -> None:
+        self.observer = observer
         self.engine = engine
         self.end_ns = end_ns
 
     def is_done(self) -> bool:
         """Whether it has fired at the host's present time; then the bytes have arrived."""
-        return self.device.has_fired(self)
+        return self.observer.has_fired(self)
 
     def wait(self) -> None:
         """Make compute wait for it: operators issued later see the bytes."""
-        self.device.wait_on_compute(self)
+        self.observer.wait_on_compute(self)
 
     def synchronize(self) -> None:
         """Make the host wait for it: its clock moves on to the end."""
-        self.device.wait_on_host(self)
+        self.observer.wait_on_host(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.engine.value} ends at {self.end_ns} ns>"
@@ -71,14 +71,15 @@ class Copy(SimEvent):
 
     Notes
     -----
-    The bytes are moved by `arrive`, not before: who reads too early reads old bytes or poison.
+    The bytes are moved by `arrive`, not before: a read that comes too early sees old bytes or
+    poison.
     """
 
     __slots__ = ("after", "number", "resident", "source", "target")
 
     def __init__(
         self,
-        device: Observer,
+        observer: Observer,
         engine: Engine,
         end_ns: int,
         *,
@@ -86,7 +87,7 @@ class Copy(SimEvent):
         resident: Resident,
         after: Event | None,
     ) -> None:
-        super().__init__(device, engine, end_ns)
+        super().__init__(observer, engine, end_ns)
         self.number = number
         self.resident = resident
         self.after = after
@@ -104,16 +105,16 @@ class Copy(SimEvent):
         self.cancel()
 
     def keep_source(self) -> None:
-        """Take the bytes now: the room they lie in is about to lose them."""
+        """Take the bytes now: the base is about to be emptied."""
         if self.source is not None:
             self.source = self.source.clone()
 
     def cancel(self) -> None:
-        """Let nothing arrive any more, and hold nothing."""
+        """Let no bytes arrive any more; release both ends."""
         self.source = self.target = self.after = None
 
     def is_past(self, now_ns: int) -> bool:
-        """Whether its bytes have been moved, for somebody, and the clock has passed its end."""
+        """Whether its bytes have been moved and the clock has passed its end."""
         return self.source is None and self.end_ns <= now_ns
 
     def __str__(self) -> str:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from ...base.errors import ConfigError, did_you_mean, nearest
 from ...base.options import FAULT_KINDS, parse_faults
 
-__all__ = ["NEVER", "FaultPlan"]
-
-#: A number no counter reaches.
-NEVER = sys.maxsize
+__all__ = ["FaultPlan"]
 
 
 class FaultPlan:
@@ -25,8 +21,8 @@ class FaultPlan:
     Examples
     --------
     >>> plan = FaultPlan.parse("copy:17,alloc:3")
-    >>> plan.next_of("copy"), plan.next_of("alloc")
-    (17, 3)
+    >>> [number for number in range(100) if plan.fire("copy", number)]
+    [17]
     """
 
     def __init__(self, faults: Iterable[tuple[str, int]] = ()) -> None:
@@ -51,10 +47,6 @@ class FaultPlan:
         if number < 1:
             raise ConfigError(f"{kind}:{number} cannot fail: the first {kind} has number 1.")
         self._numbers[kind].add(number)
-
-    def next_of(self, kind: str) -> int:
-        """The smallest number planned for `kind`; a number never reached if there is none."""
-        return min(self._numbers[kind], default=NEVER)
 
     def fire(self, kind: str, number: int) -> bool:
         """Whether the `number`-th `kind` fails; a planned fault is used up."""

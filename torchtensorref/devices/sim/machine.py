@@ -32,11 +32,11 @@ class SharedMemory:
 
     def __init__(self) -> None:
         #: (start, end, bytes per ns) of the copies that may still be running, in the order of time,
-        #: by who makes them: the copies of one engine never overlap
+        #: by engine: the copies of one engine never overlap
         self._reserved: dict[object, deque[tuple[float, float, float]]] = {}
 
     def forget_before(self, now_ns: float) -> None:
-        """Drop the reservations that ended: nobody can start before `now_ns` any more."""
+        """Drop the reservations that ended: no copy can start before `now_ns` any more."""
         for lane in self._reserved.values():
             while lane and lane[0][1] <= now_ns:
                 lane.popleft()
@@ -57,7 +57,7 @@ class SharedMemory:
         total_rate : float
             What the memory gives to all users together, bytes per ns.
         lane : object, optional
-            Who makes the copy: later users find this bandwidth taken. None reserves nothing.
+            Which engine copies: later users find this bandwidth taken. None reserves nothing.
         """
         others = self._running_after(start_ns)
         changes = sorted({edge for entry in others for edge in entry[:2] if edge > start_ns})
@@ -117,12 +117,12 @@ class Machine:
             del self.landing[address]
         self.landing[destination.data_ptr()] = (copy, destination)
 
-    def land(self, device: object, end_ns: int) -> None:
+    def land(self, observer: object, end_ns: int) -> None:
         """Forget the copies of one device that ended by `end_ns`: the host has waited for them."""
         landed = [
             at
             for at, (copy, _) in self.landing.items()
-            if copy.device is device and copy.end_ns <= end_ns
+            if copy.observer is observer and copy.end_ns <= end_ns
         ]
         for address in landed:
             del self.landing[address]

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...base.errors import ConfigError
+from ...base.units import parse_nbytes
+
 __all__ = ["DEFAULT_SPEC_NAME", "SPECS", "DeviceSpec"]
 
 GB = 10**9  # data sheets count bandwidth in powers of ten
@@ -61,8 +64,6 @@ class DeviceSpec:
     duplex: bool = True
 
     def __post_init__(self) -> None:
-        from ...base.errors import ConfigError
-
         speeds: dict[str, float] = {
             "memory_bytes_per_s": self.memory_bytes_per_s,
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
@@ -105,8 +106,6 @@ class DeviceSpec:
             Any other field, by its name.
         """
         if capacity is not None:
-            from ...base.units import parse_nbytes
-
             changes["capacity_nbytes"] = (
                 capacity if isinstance(capacity, int) else parse_nbytes(capacity)
             )

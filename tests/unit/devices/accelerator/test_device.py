@@ -207,7 +207,7 @@ def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatc
 
 
 def test_room_under_way_home_is_free_for_copies_that_wait(device, module, monkeypatch):
-    monkeypatch.setattr(device, "_is_page_locked", lambda _: True)  # so it is issued at once
+    monkeypatch.setattr(device._copier, "is_page_locked", lambda _: True)  # so it is issued at once
     base = fetched(device)
     device.note_use(base)
     home = device.copy_out(base, torch.zeros(4096, dtype=torch.uint8))
@@ -233,11 +233,11 @@ def test_ends_of_a_copy_live_until_it_has_fired(device):
     base = device.allocate(4)
     event = device.copy_in(torch.ones(4, dtype=torch.uint8), base)
     assert not event.is_done()
-    assert len(device._in_flight) == 1
+    assert len(device._copier._in_flight) == 1
     event.event.fired = True
     assert event.is_done()
-    device._retire()
-    assert not device._in_flight
+    device._copier._retire()
+    assert not device._copier._in_flight
 
 
 def test_what_the_allocator_says_is_what_is_resident(device, module):

@@ -9,7 +9,7 @@ import torch
 
 from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices.accelerator.events import StagedEvent
-from torchTensorRef.devices.accelerator.staging import Copier, StagedCopy, StagingRing
+from torchTensorRef.devices.accelerator.staging import HostCopier, StagedCopy, StagingRing
 
 SLOT = 1000
 
@@ -81,7 +81,7 @@ def ring(lane, *, into, slots=2, make_slot=lambda nbytes: torch.zeros(nbytes, dt
         lane,
         into=into,
         make_slot=make_slot,
-        copier=Copier(2),
+        copier=HostCopier(2),
         slot_nbytes=SLOT,
         slot_count=slots,
     )
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_tells_whoever_waits_and_the_next_one_works(lane, into
 @pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, (5 << 20) + 13])
 def test_threads_copy_every_byte(nbytes):
     source, target = noise(nbytes), noise(nbytes)
-    Copier(4).copy(source, target)
+    HostCopier(4).copy(source, target)
     assert torch.equal(source, target)
 
 

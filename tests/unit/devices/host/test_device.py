@@ -52,7 +52,7 @@ def test_host_facts():
     host = HostDevice()
     before_ns = time.perf_counter_ns()
     assert before_ns <= host.now_ns() <= time.perf_counter_ns()
-    assert (host.name, host.is_host, host.is_simulated) == ("cpu", True, False)
+    assert (host.name, host.is_host, host.has_virtual_clock) == ("cpu", True, False)
     assert 0 < host.free_nbytes() <= host.capacity_nbytes
     assert host.torch_device == torch.device("cpu")
     assert repr(host) == "<HostDevice cpu>"

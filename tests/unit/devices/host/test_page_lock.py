@@ -15,8 +15,8 @@ from torchTensorRef.devices.host.page_lock import (
     RegisteringLocker,
     TorchLocker,
 )
-from torchTensorRef.devices.host.page_locked_pool import HomePool
-from torchTensorRef.devices.host.readers import home_bytes
+from torchTensorRef.devices.host.page_locked_pool import PageLockedPool
+from torchTensorRef.devices.host.readers import host_readers
 
 from ....support.device_double import Runtime
 
@@ -72,7 +72,7 @@ def test_memory_is_unlocked_before_it_is_freed(locks, runtime):
 def test_memory_is_unlocked_before_it_is_exchanged(locks, runtime):
     weight = base()
     wish(locks, weight)
-    home_bytes.about_to_move(weight)
+    host_readers.about_to_move(weight)
     assert runtime.registered == {}
     weight.untyped_storage().resize_(4 * N)
     del weight
@@ -83,12 +83,12 @@ def test_memory_is_unlocked_before_it_is_exchanged(locks, runtime):
 def test_memory_that_an_operator_has_exchanged_is_unlocked(locks, runtime):
     weight = base()
     wish(locks, weight)
-    home_bytes.were_written([weight])
+    host_readers.were_written([weight])
     assert runtime.registered, "written, and where it was"
     grown = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
     held = base()  # so that the storage has to move
     grown.resize_(64 * N)
-    home_bytes.were_written([weight])
+    host_readers.were_written([weight])
     assert runtime.registered == {}
     del held
 
@@ -122,8 +122,8 @@ def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
     assert mirror.numel() == N
     assert runtime.registered == {mirror.data_ptr(): N}, "of exactly its size"
     assert locks.take_prepared(weight) is None, "given away once"
-    home_bytes.set_mirror(weight, mirror)
-    assert home_bytes.mirror(weight) is mirror
+    host_readers.set_mirror(weight, mirror)
+    assert host_readers.mirror(weight) is mirror
     del mirror, weight
     gc.collect()
     assert runtime.registered == {}
@@ -140,9 +140,9 @@ def test_bytes_that_others_may_write_get_no_mirror(locks):
 def test_a_write_ends_a_mirror(locks):
     weight = mapped()
     wish(locks, weight)
-    home_bytes.set_mirror(weight, locks.take_prepared(weight))
-    home_bytes.about_to_change(weight)
-    assert home_bytes.mirror(weight) is None
+    host_readers.set_mirror(weight, locks.take_prepared(weight))
+    host_readers.about_to_change(weight)
+    assert host_readers.mirror(weight) is None
     assert locks.locked_nbytes == 0
 
 
@@ -206,10 +206,10 @@ class SlowReader:
 
 def test_who_writes_waits_for_copies_that_read():
     weight, other, reader = base(10), base(10), SlowReader()
-    home_bytes.note_reader(weight, reader)
-    home_bytes.about_to_change(other)
+    host_readers.note_reader(weight, reader)
+    host_readers.about_to_change(other)
     assert not reader.finished
-    home_bytes.about_to_change(weight)
+    host_readers.about_to_change(weight)
     assert reader.finished
 
 
@@ -217,15 +217,15 @@ def test_readers_that_have_finished_are_forgotten():
     for _ in range(500):
         reader = SlowReader()
         reader.finished = True
-        home_bytes.note_reader(base(10), reader)
-    assert len(home_bytes._readers) <= 65
+        host_readers.note_reader(base(10), reader)
+    assert len(host_readers._readers) <= 65
 
 
 # -- homes for what kernels make ----------------------------------------------------------------
 
 
 def test_homes_are_made_in_the_background_and_come_back(locks, runtime):
-    pool = HomePool(locks)
+    pool = PageLockedPool(locks)
     assert pool.take(N) is None, "not at the moment of use"
     assert locks.settle(10)
     home = pool.take(N)
@@ -246,7 +246,7 @@ def test_homes_are_made_in_the_background_and_come_back(locks, runtime):
 
 
 def test_small_homes_are_pageable(locks):
-    pool = HomePool(locks)
+    pool = PageLockedPool(locks)
     for _ in range(3):
         assert pool.take(N - 1) is None
         assert locks.settle(10)
@@ -254,7 +254,7 @@ def test_small_homes_are_pageable(locks):
 
 def test_sizes_that_were_wanted_once_make_room_for_others(runtime):
     locks = PageLocks(RegisteringLocker(runtime), 4 * N)
-    pool = HomePool(locks)
+    pool = PageLockedPool(locks)
     pool.take(3 * N)
     assert locks.settle(10)
     pool.take(2 * N)

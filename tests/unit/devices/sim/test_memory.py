@@ -10,7 +10,7 @@ import torch
 
 from torchTensorRef.base.errors import ConfigError, InvariantError, TransferError
 from torchTensorRef.devices import DeviceSpec, SimDevice
-from torchTensorRef.devices.sim.memory import Room
+from torchTensorRef.devices.sim.memory import BusyRoom
 
 
 def device(capacity_nbytes=1000, **options):
@@ -106,7 +106,7 @@ def test_an_emptied_base_that_dies_changes_nothing():
     sim.empty(base)
     del base
     assert sim.resident_nbytes == 0
-    assert not sim._residents.emptied
+    assert not sim._memory.residents.emptied
 
 
 def test_freeing_twice_is_refused():
@@ -198,7 +198,7 @@ def test_unknown_faults_are_refused():
 
 
 def test_room_that_is_free_is_taken_before_room_that_is_read():
-    room = Room()
+    room = BusyRoom()
     room.give(30, free_at_ns=100, now_ns=0)
     room.give(30, free_at_ns=50, now_ns=0)
     assert room.take(40, 100, 0) == 0  # 40 of 100 were never used

@@ -1,0 +1,168 @@
+"""Phase 6, wrap: what a kernel has returned, as the program's tensors.
+
+A result is an operand that was written, or a view of an operand, which shares its block, or fresh,
+with a block of its own. What cannot be managed stays plain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..devices.base import Device
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.plain_views import make_ref, parts_of, replace_metadata, view_with
+from ..memory.ref import TensorRef
+from .fallback import note_fallback, reason_of
+from .staging import Staged, note_result
+
+_CPU = torch.device("cpu")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def wrap(out: Any, staged: Staged, born: list[Block]) -> Any:
+    """Return the results of an operator; the blocks of fresh ones are appended to `born`."""
+    return _Results(staged, born).wrap(out)
+
+
+class _Results:
+    """Wraps the results of one call that has run on a device."""
+
+    __slots__ = ("_born", "_manager", "_operands", "_plan", "_residency", "_staged")
+
+    def __init__(self, staged: Staged, born: list[Block]) -> None:
+        self._staged = staged
+        self._operands = staged.operands
+        self._plan = staged.operands.plan
+        self._manager = staged.manager
+        self._residency = staged.manager.residency
+        self._born = born
+
+    def wrap(self, out: Any) -> Any:
+        plan = self._plan
+        for name in plan.write_names if plan.list_positions else ():
+            values = self._operands.argument(name)
+            for original in values if isinstance(values, (list, tuple)) else ():
+                self._follow_metadata(original)
+        twins = plan.result_of_write
+        if isinstance(out, torch.Tensor):
+            return self._wrap_one(out, twins[0] if twins else None)
+        if isinstance(out, (list, tuple)):
+            wrapped = [
+                self._wrap_one(part, twins[i] if i < len(twins) else None)
+                if isinstance(part, torch.Tensor)
+                else self.wrap(part)
+                for i, part in enumerate(out)
+            ]
+            return type(out)(wrapped) if type(out) in (list, tuple) else type(out)(*wrapped)
+        return out
+
+    def _wrap_one(self, plain: torch.Tensor, twin: int | None) -> Any:
+        """Wrap one result; `twin` is the position of the argument that it hands back, if any."""
+        operands = self._operands
+        if twin is not None:
+            original = operands.argument(self._plan.argument_names[twin])
+            if isinstance(original, torch.Tensor):
+                self._follow_metadata(original)
+                return original
+        if plain.layout is not torch.strided or plain.is_nested:
+            return self._unmanaged(plain)
+        if plain.is_quantized or plain.is_mkldnn:
+            return self._unmanaged(plain)
+        if type(plain) not in _PLAIN:
+            return plain
+        device = self._device_of(plain)
+        if device is None:
+            return plain
+        for ref in operands.refs:
+            if self._staged.plain_of[id(ref)] is plain:
+                return operands.as_passed(ref)
+        block = self._aliased(plain)
+        if block is None:
+            return self._wrap_fresh(plain, device)
+        return make_ref(plain, block, device, self._staged.label or _CPU)
+
+    def _device_of(self, plain: torch.Tensor) -> Device | None:
+        """Where a result lies: a kernel may have made it elsewhere than where it ran."""
+        device, accelerator = self._staged.device, self._operands.accelerator
+        if plain.device == device.torch_device:
+            return device
+        if plain.is_cpu:
+            return self._residency.books.host
+        return accelerator if plain.device == accelerator.torch_device else None
+
+    def _wrap_fresh(self, plain: torch.Tensor, device: Device) -> Any:
+        if plain._is_zerotensor() or not plain.untyped_storage().resizable():
+            plain = plain.clone()
+        try:
+            block = self._residency.born(plain, device)
+        except SHORTAGES as error:
+            if not self._operands.written:
+                raise
+            # What it has written cannot be written again, so it cannot run again: the result is
+            # there, and goes home.
+            note_fallback(self._residency, self._plan, reason_of(error))
+            plain, device = plain.cpu(), self._residency.books.host
+            block = self._residency.born(plain, device)
+        if self._residency.recorder is not None:
+            self._residency.recorder.birth(block)
+        self._born.append(block)
+        note_result(self._operands, self._manager, block.nbytes)
+        return make_ref(plain, block, device, self._staged.label or _CPU)
+
+    def _unmanaged(self, plain: torch.Tensor) -> torch.Tensor:
+        """Return a result that stays plain, and may be made of the operands' own memory.
+
+        Then it is made again of memory that stays where it is as long as the result lives.
+        """
+        operands = self._operands
+        parts = {part.untyped_storage()._cdata for part in parts_of(plain)}
+        mine = {one.untyped_storage()._cdata for one in self._staged.plain_of.values()}
+        if parts.isdisjoint(mine) or self._plan.writes:
+            return plain
+
+        def held(value: Any) -> Any:
+            if type(value) is TensorRef:
+                return self._manager.ownership.exposed_plain(
+                    value, f"part of what {self._plan.name} made"
+                )
+            return value
+
+        again: torch.Tensor = self._plan.op(
+            *tree_map(held, operands.args), **tree_map(held, operands.kwargs)
+        )
+        return again
+
+    def _aliased(self, plain: torch.Tensor) -> Block | None:
+        """Return the operand's block whose storage a result shares, if it does."""
+        key = plain.untyped_storage()._cdata
+        for ref in self._operands.refs:
+            if self._staged.plain_of[id(ref)].untyped_storage()._cdata == key:
+                block: Block = ref._ttr_block
+                return block
+        return None
+
+    def _follow_metadata(self, original: Any) -> None:
+        """Where an operator changed sizes in place (`t_`, `out=`), change the program's, too."""
+        ref = self._operands.ref_of(original)
+        if ref is None:
+            return
+        plain = self._staged.plain_of[id(ref)]
+        if plain.size() == ref.size() and plain.stride() == ref.stride():
+            same_bits = plain.is_conj() == ref.is_conj() and plain.is_neg() == ref.is_neg()
+            if same_bits and plain.storage_offset() == ref.storage_offset():
+                return
+        block, device = ref._ttr_block, self._staged.device
+        replica = block.replicas[device]
+        if plain.untyped_storage().nbytes() != replica.nbytes:
+            # The kernel has resized the replica's storage: what it made becomes another block's.
+            grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
+            plain.untyped_storage().resize_(replica.nbytes)
+            block, plain = self._residency.born(grown, device), grown
+        if ref is original:
+            replace_metadata(ref, make_ref(plain, block, device, ref.device))
+        else:
+            original.set_(plain)

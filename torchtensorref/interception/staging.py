@@ -1,0 +1,158 @@
+"""Phase 3, fetch: the arguments of one call as plain tensors on the device where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..devices.base import Device
+from ..memory.block import Replica
+from ..memory.manager import TensorsManager
+from ..memory.plain_views import plain_on
+from ..memory.ref import TensorRef
+from .device_labels import exchange_device, is_device_operand
+from .operands import Operands
+
+
+def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged:
+    """Make the operands readable on a device and hold them there.
+
+    Raises
+    ------
+    OutOfBudgetError, torch.OutOfMemoryError, TransferError
+        They cannot be brought there. Nothing is held.
+    """
+    expected_nbytes = 0 if device.is_host else expected_results(operands, manager)
+    held = manager.residency.acquire(device, operands.blocks, operands.written, expected_nbytes)
+    staged = Staged(operands, device, manager, held)
+    try:
+        staged.prepare()
+    except BaseException:
+        staged.release()
+        raise
+    return staged
+
+
+def expected_results(operands: Operands, manager: TensorsManager) -> int:
+    """Return the bytes that the results are expected to take: what they took the last time."""
+    return manager.expected_results.get(_results_key(operands), 0)
+
+
+def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> None:
+    """Remember the bytes that a result takes, for the next call of its kind."""
+    expected = manager.expected_results
+    if len(expected) > 4096:
+        expected.clear()
+    expected[_results_key(operands)] = nbytes
+
+
+def _results_key(operands: Operands) -> tuple[Any, ...]:
+    return (operands.plan.number, *(ref.size() for ref in operands.refs[:3]))
+
+
+class Staged:
+    """The arguments of one call as its kernel takes them, held on a device until `release`."""
+
+    __slots__ = (
+        "_held",
+        "args",
+        "device",
+        "kwargs",
+        "label",
+        "manager",
+        "operands",
+        "plain_of",
+        "reads",
+        "writes",
+    )
+
+    def __init__(
+        self, operands: Operands, device: Device, manager: TensorsManager, held: Sequence[Replica]
+    ) -> None:
+        self.operands = operands
+        self.device = device
+        self.manager = manager
+        self.label = operands.label
+        #: The plain tensor that stands for a TensorRef, by the id of the TensorRef.
+        self.plain_of: dict[int, torch.Tensor] = {}
+        self._held = held
+
+    def prepare(self) -> None:
+        """Make the plain arguments."""
+        operands, device = self.operands, self.device
+        plan, accelerator = operands.plan, operands.accelerator
+        for ref in operands.refs:
+            if id(ref) not in self.plain_of:
+                self.plain_of[id(ref)] = plain_on(ref, device)
+        self.args = [self._plain(arg) for arg in operands.args]
+        self.kwargs = {name: self._plain(arg) for name, arg in operands.kwargs.items()}
+        if plan.has_device:
+            asked = exchange_device(plan, device, accelerator, self.args, self.kwargs)
+            self.label = asked or self.label
+        if operands.on_accelerator is not None:
+            self._bring_device_operands()
+        if plan.host_operands and (
+            not device.has_host_kernels or operands.on_accelerator is not None
+        ):
+            self._bring_host_operands()
+        #: What owns the bytes of the distinct operands, and of those that are written.
+        self.reads = [block.replicas[device].base for block in operands.blocks]
+        self.writes = [block.replicas[device].base for block in operands.written]
+
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _plain(self, value: Any) -> Any:
+        if type(value) is TensorRef:
+            return self.plain_of[id(value)]
+        if isinstance(value, torch.Tensor):
+            ref = self.operands.adopted.get(id(value))
+            return value if ref is None else self.plain_of[id(ref)]
+        if type(value) is list:
+            return [self._plain(part) for part in value]
+        if type(value) is tuple:
+            return tuple(self._plain(part) for part in value)
+        return value
+
+    def _bring_device_operands(self) -> None:
+        """Exchange plain operands that lie on the accelerator, where the host is to run."""
+        operands = self.operands
+        there: Any = operands.on_accelerator
+
+        def brought(value: Any) -> Any:
+            if is_device_operand(value, operands.accelerator):
+                return there.on(value, self.device)
+            return value
+
+        self.args = tree_map_only(torch.Tensor, brought, self.args)
+        self.kwargs = tree_map_only(torch.Tensor, brought, self.kwargs)
+
+    def _bring_host_operands(self) -> None:
+        """Exchange the operands that a kernel reads at home, wherever it runs."""
+        plan, operands = self.operands.plan, self.operands
+        for name in plan.host_operands:
+            original = operands.argument(name)
+            home = self.manager.ownership.plain_at_home(
+                operands.adopted.get(id(original), original)
+            )
+            if name in self.kwargs:
+                self.kwargs[name] = home
+            else:
+                self.args[plan.argument_names.index(name)] = home
+
+    def release(self) -> None:
+        """Let go of the operands; those about which nothing is left to decide are ready again."""
+        residency, device = self.manager.residency, self.device
+        residency.release(self._held)
+        with residency.books.lock:
+            for block in self.operands.blocks:
+                if device.is_host:
+                    residency.settle_at_home(block)
+                else:
+                    residency.set_ready(block, device)

@@ -1,0 +1,164 @@
+"""Holds: who keeps which replicas where they are. Pins, announcements and exposures in one place.
+
+An operator on the slow path *pins* its operands' replicas. One on the ready path only *announces*
+its operands: an entry in a dictionary, by thread, which evictors look at. A native region announces
+all its blocks. Bytes that have left us (arrays, raw pointers) are *exposed* where they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..devices.base import Device
+from .block import Block, Replica
+from .bookkeeping import Books
+from .states import CLEAN, DIRTY, FILLING
+
+#: How long a thread waits for others to let go of bytes before it looks again, in seconds.
+PATIENCE_S = 0.02
+#: Rounds of waiting before a thread gives up: others may wait for this one.
+PATIENCE_ROUNDS = 500
+
+
+class Holds:
+    """Who keeps which replicas where they are."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        #: Operands of operators that run on the ready path, by thread.
+        self.announced: dict[int, tuple[Any, ...]] = {}
+        #: Blocks of the native regions that run, by thread; and the runs themselves.
+        self.native_blocks: dict[int, Iterable[Block]] = {}
+        self.native_entries: dict[int, Any] = {}
+        #: Replicas whose copy a thread is just issuing, without the lock.
+        self.issuing: set[Replica] = set()
+        self.pins_by_thread: dict[int, int] = {}
+
+    # -- pins -----------------------------------------------------------------------------------
+
+    def pin(self, replicas: Sequence[Replica]) -> None:
+        """Keep replicas where they are until `unpin` (lock held)."""
+        me = threading.get_ident()
+        for replica in replicas:
+            replica.pins += 1
+        count = sum(not replica.device.is_host for replica in replicas)
+        if count:
+            self.pins_by_thread[me] = self.pins_by_thread.get(me, 0) + count
+
+    def unpin(self, replicas: Sequence[Replica]) -> None:
+        """Let go of what `pin` keeps, and tell who waits for it."""
+        me = threading.get_ident()
+        with self._books.lock:
+            for replica in replicas:
+                replica.pins -= 1
+                if not replica.device.is_host:
+                    self.pins_by_thread[me] -= 1
+            if self.pins_by_thread.get(me) == 0:
+                del self.pins_by_thread[me]
+            self._books.released.notify_all()
+
+    # -- announcements --------------------------------------------------------------------------
+
+    def announced_blocks(self) -> set[Block]:
+        """Return the blocks that other threads' operators use unpinned, and native regions'."""
+        me = threading.get_ident()
+        held = {
+            operand._ttr_block
+            for ident, args in list(self.announced.items())
+            if ident != me
+            for operand in args
+            if hasattr(operand, "_ttr_block")
+        }
+        # Of this thread's regions too: an operator inside one can need room.
+        for blocks in list(self.native_blocks.values()):
+            held.update(blocks)
+        return held
+
+    def is_alone(self) -> bool:
+        """Whether no other thread runs an operator, or holds anything."""
+        me = threading.get_ident()
+        busy = {*self.pins_by_thread, *self.announced, *self.native_blocks}
+        return not busy - {me}
+
+    def several_threads_hold(self) -> bool:
+        """Whether operators of more than one thread hold something now."""
+        return len({*self.pins_by_thread, *self.announced}) > 1
+
+    def is_alone_on_ready_path(self) -> bool:
+        """Whether no other thread runs an operator on the ready path."""
+        return not self.announced or tuple(self.announced) == (threading.get_ident(),)
+
+    # -- who may be evicted ---------------------------------------------------------------------
+
+    def seize(self, replica: Replica) -> bool:
+        """Close the ready path to a replica; False if somebody holds it (lock held)."""
+        block = self._books.block_of(replica)
+        if replica.pins or replica.state not in (CLEAN, DIRTY) or block is None:
+            return False
+        ready, block.ready = block.ready, None
+        # The order matters: close first, look second. A thread on the ready path announces its
+        # operands first and looks at `ready` second, so one of the two sees the other.
+        if block in self.announced_blocks() or is_exposed_on(block, replica.device):
+            block.ready = ready
+            return False
+        return True
+
+    def free_replicas(self, device: Device) -> dict[int, Replica]:
+        """Return the replicas on a device that nobody holds, by block number (lock held)."""
+        announced = self.announced_blocks()
+        found = {}
+        for replica in self._books.ledgers[device].replicas():
+            block = self._books.block_of(replica)
+            if block is not None and _is_free(replica, block, announced):
+                found[block.block_id] = replica
+        return found
+
+    def free_among(self, device: Device, block_ids: Sequence[int]) -> list[Replica]:
+        """Return those of the named blocks' replicas on a device that nobody holds (lock held)."""
+        announced = self.announced_blocks()
+        found = {}
+        for block_id in block_ids:
+            block = self._books.known.get(block_id)
+            replica = block.replicas.get(device) if block is not None else None
+            if block is not None and replica is not None and _is_free(replica, block, announced):
+                found[replica.number] = replica
+        return list(found.values())
+
+    def held_nbytes(self, device: Device) -> int:
+        """Return the bytes on a device that operators or outsiders hold there (lock held)."""
+        announced = self.announced_blocks()
+        return sum(
+            replica.nbytes
+            for replica in self._books.ledgers[device].replicas()
+            if (block := self._books.block_of(replica)) is not None
+            and (replica.pins or block in announced or is_exposed_on(block, device))
+        )
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def wait_a_little(self) -> None:
+        """Wait until somebody lets go of something, or a short time (lock not needed)."""
+        with self._books.lock:
+            self._books.released.wait(PATIENCE_S)
+
+    def wait_for_issue(self, replica: Replica) -> None:
+        """Let another thread that is just issuing the copy into a replica do so (lock held)."""
+        while replica.state is FILLING and replica.arrival is None:
+            self._books.released.wait(PATIENCE_S)
+
+
+def is_exposed_on(block: Block, device: Device) -> bool:
+    """Whether somebody outside may read or write a block's bytes on a device."""
+    exposure = block.exposure
+    return exposure is not None and exposure.device is device and exposure.alive
+
+
+def _is_free(replica: Replica, block: Block, announced: set[Block]) -> bool:
+    return (
+        not replica.pins
+        and replica.state in (CLEAN, DIRTY)
+        and block not in announced
+        and not is_exposed_on(block, replica.device)
+    )

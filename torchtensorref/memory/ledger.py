@@ -1,0 +1,148 @@
+"""The ledger of one device: which replicas hold bytes there, and their sum."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from ..base.units import format_nbytes
+from ..devices.base import Device
+from .block import Block, Replica
+from .budget import Budget
+from .states import DIRTY
+
+_weakly = weakref.ref
+
+
+class Ledger:
+    """The replicas that hold bytes on one device, and their sum.
+
+    Fresh results are counted by weak references to their blocks: most die within a few operators,
+    and nobody ever asks for more about them. Those that live get a replica when somebody does.
+
+    Notes
+    -----
+    It has a lock of its own, under which nobody waits and only the device's own count is called:
+    the ready path counts results under it. Whoever needs the lock of the books, too, takes that
+    one first.
+    """
+
+    def __init__(self, device: Device, budget: Budget) -> None:
+        self.device = device
+        self.budget = budget
+        #: Of the budget that was asked for, left to what kernels allocate in passing.
+        self.scratch_nbytes = 0
+        self.resident_nbytes = 0
+        self._lock = threading.RLock()  # again: making objects can collect garbage that comes here
+        self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
+        #: Fresh results and their bytes, by the weak references that tell their deaths.
+        self._newborn: dict[weakref.ref[Block], int] = {}
+        #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
+        self.dead: deque[weakref.ref[Block]] = deque()
+        self._on_death = self.dead.append
+        #: The device counts for itself, and has to be told.
+        self._is_witnessed = device.is_witness
+
+    @property
+    def limit_nbytes(self) -> int:
+        """The budget as it was asked for."""
+        return self.budget.limit_nbytes + self.scratch_nbytes
+
+    # -- fresh results --------------------------------------------------------------------------
+
+    def bear_if_room(self, result: torch.Tensor, nbytes: int, tick: int) -> Block | None:
+        """Make the block of a kernel's fresh result and count it; None where there is no room.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            The device, which counts for itself, has no room. Nothing is counted.
+        """
+        with self._lock:
+            if self.dead:
+                self.bury()
+            if self.resident_nbytes + nbytes > self.budget.high_nbytes:
+                return None
+            if self._is_witnessed:
+                self.device.account(result)
+            block = Block(nbytes, tick, self.device, result, self)
+            # Last: whoever finds it here may ask it for its replica.
+            self._newborn[_weakly(block, self._on_death)] = nbytes
+            # Read again: making objects can collect garbage, whose finalizers may come here.
+            self.resident_nbytes += nbytes
+        return block
+
+    def settle(self, block: Block) -> None:
+        """Make the replica of a fresh result, and count that instead."""
+        with self._lock:
+            if block.births is None:
+                return
+            # Equal to the one it was counted by: while the block lives, references to it are.
+            self.resident_nbytes -= self._newborn.pop(_weakly(block))
+            assert block.result is not None
+            replica = Replica(block, self.device, block.result, DIRTY)
+            self.add(replica)
+            block.replicas = {self.device: replica}
+            block.result = block.births = None
+
+    def bury(self) -> None:
+        """Take fresh results that have died off the books."""
+        with self._lock:
+            dead, newborn = self.dead, self._newborn
+            while dead:
+                self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    def add(self, replica: Replica) -> None:
+        """Count a replica."""
+        with self._lock:
+            self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
+            self.resident_nbytes += replica.nbytes
+
+    def add_if_room(self, replica: Replica) -> bool:
+        """Count a replica that is about to be filled; False where the budget has no room for it."""
+        with self._lock:
+            self.bury()
+            if self.resident_nbytes + replica.nbytes > self.budget.limit_nbytes:
+                return False
+            self.add(replica)
+            return True
+
+    def remove(self, replica: Replica) -> int:
+        """Stop counting a replica; return its bytes."""
+        return self.remove_number(replica.number)
+
+    def remove_number(self, number: int) -> int:
+        """Stop counting a replica that died; return its bytes, 0 if it did not count."""
+        with self._lock:
+            nbytes, _ = self._replicas.pop(number, (0, None))
+            self.resident_nbytes -= nbytes
+            return nbytes
+
+    def __contains__(self, replica: Replica) -> bool:
+        return replica.number in self._replicas
+
+    def replicas(self) -> list[Replica]:
+        """Return the living replicas that hold bytes here."""
+        for newborn in list(self._newborn):
+            block = newborn()
+            if block is not None:
+                self.settle(block)
+        found = (reference() for _, reference in list(self._replicas.values()))
+        return [replica for replica in found if replica is not None]
+
+    def both_sums(self) -> tuple[int, int]:
+        """Return the running sum, and what is counted summed again: they are to be equal."""
+        with self._lock:
+            counted = [nbytes for nbytes, _ in self._replicas.values()]
+            return self.resident_nbytes, sum(counted) + sum(self._newborn.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"<Ledger {self.device.name} {format_nbytes(self.resident_nbytes)} of "
+            f"{format_nbytes(self.budget.limit_nbytes)}>"
+        )

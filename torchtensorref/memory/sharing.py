@@ -1,0 +1,134 @@
+"""Bytes that several have: blocks that share until one is written, and bytes that have left us."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ..base.errors import ExposedError
+from ..devices.base import Device, bytes_of
+from .block import Block, Exposure, Replica
+from .bookkeeping import Books
+from .copies import Copier
+from .holds import PATIENCE_ROUNDS, PATIENCE_S, Holds
+from .states import CLEAN
+from .transfer import copy_of
+
+
+class Sharing:
+    """Copy on write between blocks, and exposure to arrays, storages and raw pointers."""
+
+    def __init__(self, books: Books, holds: Holds, copier: Copier) -> None:
+        self._books = books
+        self._holds = holds
+        self._copier = copier
+
+    # -- copy on write --------------------------------------------------------------------------
+
+    def copy_on_write(self, block: Block) -> Block:
+        """Return a new block that shares the bytes of another until one of them is written."""
+        host = self._books.host
+        with self._books.lock:
+            self._copier.refresh(block)
+            is_exposed = block.exposure is not None
+        # Whoever holds exposed bytes may write them unseen: those are copied now.
+        home = self._copier.bring_home(block) if is_exposed else None
+        with self._books.lock:
+            twin = Block(block.nbytes)
+            twin.is_persistent = block.is_persistent
+            if home is None:
+                block.share_with(twin)
+            else:
+                twin.replicas[host] = Replica(twin, host, copy_of(home.base), CLEAN)
+        return twin
+
+    def unshare(self, block: Block) -> None:
+        """Give a block bytes of its own before it is written.
+
+        The oldest sharer keeps the replicas, since views over them may be kept; the others move to
+        a copy at home, which they go on sharing.
+        """
+        while True:
+            with self._books.lock:  # also to look: sharers that part are nobody's for a moment
+                if not block.is_shared:
+                    return
+            self._copier.bring_home(block)
+            with self._books.lock:
+                self._wait_for_readers(block)
+                # Meanwhile another sharer may have left and taken this one to other replicas.
+                home = block.readable_on(self._books.host)
+                if home is not None and block.is_shared:
+                    self._part(block, home)
+
+    def _part(self, block: Block, home: Replica) -> None:
+        """Separate a block from its sharers; their bytes at home are current (lock held)."""
+        host = self._books.host
+        sharers = [b for reference in block.sharers or () if (b := reference()) is not None]
+        movers = [b for b in sharers if b is not sharers[0]] if block is sharers[0] else [block]
+        for mover in movers:
+            mover.stop_sharing()
+        first = movers[0]
+        first.replicas[host] = Replica(first, host, copy_of(home.base), CLEAN)
+        for mover in movers[1:]:
+            first.share_with(mover)
+        _ = block.is_shared
+
+    def _wait_for_readers(self, block: Block) -> None:
+        """Wait for other threads' operators on the bytes that a sharer is about to write."""
+        if threading.get_ident() in self._holds.pins_by_thread:
+            return  # an operator inside an operator would wait for itself
+        for _ in range(PATIENCE_ROUNDS):
+            if not any(replica.pins for replica in block.replicas.values()):
+                return
+            self._books.released.wait(PATIENCE_S)
+
+    # -- exposure -------------------------------------------------------------------------------
+
+    def expose(
+        self, block: Block, device: Device, why: str, *, forever: bool = False
+    ) -> torch.UntypedStorage:
+        """Hold a block on a device and return a storage over its bytes that may be given away.
+
+        The caller has made the block readable there. The storage is a twin: another object over
+        the same memory, by whose users we see when the last holder outside is gone.
+
+        Raises
+        ------
+        ExposedError
+            Somebody outside holds the bytes on another device, where they may be written.
+        """
+        self.unshare(block)
+        device.about_to_change(block.replicas[device].base)
+        with self._books.lock:
+            self._copier.refresh(block)
+            block.ready = None
+            exposure = block.exposure
+            if exposure is not None and exposure.device is not device and exposure.alive:
+                raise ExposedError(
+                    f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its "
+                    f"memory on {device.name} cannot be handed out ({why}). Let go of the one "
+                    "before you ask for the other, or use a clone().",
+                    block=block.name,
+                    device=exposure.device.name,
+                )
+            if exposure is None or exposure.device is not device or exposure.storage is None:
+                twin = torch.from_dlpack(  # type: ignore[attr-defined]
+                    bytes_of(block.replicas[device].base)
+                )
+                forever = forever or (exposure is not None and exposure.forever)
+                exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
+                block.exposure = exposure
+            exposure.forever = exposure.forever or forever
+        self._books.log.note(block.name, f"expose {device.name}", why)
+        assert exposure.storage is not None
+        return exposure.storage
+
+    def own_home_bytes(self, block: Block) -> None:
+        """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
+        home = self._copier.bring_home(block)
+        with self._books.lock:
+            if block.exposure is None and not home.base.untyped_storage().resizable():
+                home.base = copy_of(home.base)
+                block.is_rehoused = True
+                block.ready = None

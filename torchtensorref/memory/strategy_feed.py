@@ -1,0 +1,297 @@
+"""What the strategy is told (births, uses, deaths) and asked, always without the lock of the books.
+
+A fresh result of the ready path is noted in passing and told at the next operator on the slow
+path, if it is still there: most are not.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import overload
+
+from ..devices.base import Device
+from ..strategy import (
+    PERSISTENT_AFTER,
+    Access,
+    BlockSnapshot,
+    DeviceSnapshot,
+    OpSnapshot,
+    Prefetch,
+    Strategy,
+)
+from .block import Block, Replica
+from .bookkeeping import Books
+from .copies import Copier
+from .states import DIRTY, FILLING, INVALID
+
+#: Results remembered until the strategy is told of them; most are dead by then.
+UNHEARD_COUNT = 4096
+
+
+class StrategyFeed:
+    """What the strategy is told and asked.
+
+    Attributes
+    ----------
+    strategy : Strategy
+        The one in use.
+    lock : threading.RLock
+        Held while it is told or asked anything. Taken before the lock of the books, never after.
+    """
+
+    def __init__(self, books: Books, copier: Copier, strategy: Strategy) -> None:
+        self._books = books
+        self._copier = copier
+        self.strategy = strategy
+        self.lock = threading.RLock()
+        #: Results that the strategy has not been told of, oldest first; and (operator, block) from
+        #: which on those that it was told of count as persistent.
+        self._unheard: deque[weakref.ref[Block]] = deque(maxlen=UNHEARD_COUNT)
+        self._young: list[tuple[int, int, weakref.ref[Block]]] = []  # a heap, soonest first
+        #: Number of the operator whose access to a persistent block was told last.
+        self._told_tick = 0
+
+    def change(self, strategy: Strategy) -> None:
+        """Ask another strategy from now on; every block goes by it again before it is ready."""
+        # In this order: what a strategy is told can need the lock (a result's first look).
+        with self.lock, self._books.lock:
+            self.strategy = strategy
+            for device in self._books.ledgers:
+                for block in self._books.blocks_on(device):
+                    block.ready = None
+
+    @property
+    def wants_every_use(self) -> bool:
+        """Whether each use of a persistent block has to be told: it takes the slow path then."""
+        return self._books.is_pressed and self.strategy.watches_accesses
+
+    # -- told -----------------------------------------------------------------------------------
+
+    def note_birth(self, block: Block) -> None:
+        """Remember a fresh result, to be told of if it lives."""
+        if self.wants_every_use:
+            self._unheard.append(weakref.ref(block))
+
+    def tell_births(self) -> None:
+        """Tell of fresh results that are still there (no lock held).
+
+        What the strategy expects to stay, and what has stayed for long, counts as persistent from
+        then on.
+        """
+        if not (self._unheard or self._young):
+            return
+        with self.lock:
+            strategy, unheard, young = self.strategy, self._unheard, self._young
+            while unheard:
+                block = unheard.popleft()()
+                if block is None:
+                    continue
+                _ = block.replicas  # its death has to be told too
+                self._books.known[block.block_id] = block
+                place = max(0, block.born - self._told_tick)
+                age: int | None = strategy.on_birth(block.block_id, block.nbytes, place)
+                if age is not None and age < PERSISTENT_AFTER:
+                    heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
+            while young and young[0][0] <= self._books.tick:
+                block = heappop(young)[2]()
+                if block is not None:
+                    self._count_as_persistent(block)
+
+    def _count_as_persistent(self, block: Block) -> None:
+        with self._books.lock:
+            block.is_persistent = True
+            if self.wants_every_use:
+                block.ready = None
+
+    def tell_deaths(self) -> None:
+        """Tell which blocks are gone (no lock held)."""
+        deaths = self._books.take_deaths()
+        if deaths:
+            with self.lock:
+                for block_id in deaths:
+                    self.strategy.on_death(block_id)
+
+    def tell_uses(
+        self, device: Device, blocks: Iterable[Block], written: Iterable[Block], kind: int
+    ) -> None:
+        """Tell that an operator on a device is about to use blocks (no lock held).
+
+        Parameters
+        ----------
+        kind : int
+            Number of the operator's kind: with a block's size, what the strategy knows its uses by.
+        """
+        books, tick = self._books, self._books.tick
+        self.tell_births()
+        with self.lock:
+            for block in blocks:
+                is_first = note_use(books, block, tick)
+                if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
+                    block.is_persistent = True
+                if not device.is_host:  # else the accelerator does not need it for this
+                    struct = hash((kind, block.nbytes))
+                    self.tell_access(block, struct, tick, writes=block in written)
+
+    def tell_access(self, block: Block, struct: int, tick: int, *, writes: bool) -> None:
+        """Tell of one use of a block by the main accelerator (the feed's lock held)."""
+        if block.is_persistent:
+            self._told_tick = tick
+        replica = block.replicas.get(self._books.main)
+        there = replica is not None and replica.state is not INVALID
+        self.strategy.on_access(
+            Access(block.block_id, block.nbytes, struct, block.is_persistent, writes, there)
+        )
+
+    def tell_prefetch(self, block: Block) -> None:
+        """Tell that a copy which the strategy asked for has been issued (no lock held)."""
+        with self.lock:
+            self.strategy.on_prefetch(block.block_id, block.nbytes)
+
+    # -- asked ----------------------------------------------------------------------------------
+
+    def place(self, snapshot: OpSnapshot) -> str:
+        """Ask where an operator runs (no lock held)."""
+        with self.lock:
+            return self.strategy.place(snapshot)
+
+    def victims(
+        self, seen: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
+    ) -> list[int]:
+        """Ask what goes first where room is needed (no lock held)."""
+        with self.lock:
+            return list(self.strategy.victims(seen, candidates, need_nbytes))
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the strategy evicts what an operator has used as soon as it has ended."""
+        return type(self.strategy).after_operator is not Strategy.after_operator
+
+    def given_back(self, device: Device, used: Sequence[Replica]) -> set[int]:
+        """Ask which of the blocks that an operator has used go at once (no lock held)."""
+        with self._books.lock:
+            snapshots = self.snapshots_of(used)
+            seen = self.device_snapshot(device)
+        with self.lock:
+            return set(self.strategy.after_operator(seen, snapshots))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the strategy asks for copies before they are needed."""
+        kind = type(self.strategy)
+        return kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
+
+    def wishes(self, device: Device) -> tuple[list[int], list[Prefetch]]:
+        """Ask what to write back and what to fetch ahead of need (no lock held)."""
+        resident = Resident(self._books, self, device)
+        with self._books.lock:
+            self._books.bury()
+            self._copier.note_arrivals()
+            seen = self.device_snapshot(device)
+        with self.lock:
+            leaving = list(self.strategy.write_back(seen, resident))
+            return leaving, list(self.strategy.prefetch(seen, resident))
+
+    # -- snapshots ------------------------------------------------------------------------------
+
+    def device_snapshot(self, device: Device) -> DeviceSnapshot:
+        """Describe a device (lock of the books held)."""
+        ledger = self._books.ledgers[device]
+        clocks = device.clocks()
+        now_ns = device.now_ns()
+        # What compute gets to before it is through with what it has been given is no longer ahead.
+        filling = self._copier.coming_to(device, max(now_ns, clocks.compute_free_ns))
+        return DeviceSnapshot(
+            name=device.name,
+            limit_nbytes=ledger.budget.limit_nbytes,
+            resident_nbytes=ledger.resident_nbytes,
+            in_flight_nbytes=sum(r.nbytes for r in filling),
+            in_flight_count=len(filling),
+            now_ns=now_ns,
+            link_free_ns=clocks.link_free_ns,
+            h2d_bytes_per_s=clocks.h2d_bytes_per_s,
+            d2h_bytes_per_s=clocks.d2h_bytes_per_s,
+            compute_ns=clocks.compute_ns,
+            compute_free_ns=clocks.compute_free_ns,
+            d2h_free_ns=clocks.d2h_free_ns,
+        )
+
+    def snapshots_of(self, replicas: Iterable[Replica]) -> list[BlockSnapshot]:
+        """Describe the living blocks of replicas (lock of the books held)."""
+        pairs = ((self._books.block_of(replica), replica) for replica in replicas)
+        return [self._describe(block, replica) for block, replica in pairs if block is not None]
+
+    def describe(self, block_id: int, device: Device) -> BlockSnapshot | None:
+        """Describe one block by its number; None if the device does not hold it."""
+        block = self._books.known.get(block_id)
+        replica = block.replicas.get(device) if block is not None else None
+        if block is None or replica is None or replica.state is INVALID:
+            return None
+        return self._describe(block, replica)
+
+    def _describe(self, block: Block, replica: Replica) -> BlockSnapshot:
+        return BlockSnapshot(
+            block.block_id,
+            replica.nbytes,
+            block.last_use,
+            self._is_newer_than_home(block, replica),
+            block.is_persistent,
+        )
+
+    def _is_newer_than_home(self, block: Block, replica: Replica) -> bool:
+        """Whether evicting a replica takes a copy home that nobody has issued yet."""
+        if replica.state is not DIRTY:
+            return False
+        home = block.replicas.get(self._books.host)
+        return home is None or home.state is not FILLING
+
+
+def note_use(books: Books, block: Block, tick: int) -> bool:
+    """Count a use of a block on the slow path or in a native region; True if it is the first."""
+    block.last_use = tick
+    block.use_count += 1
+    is_first = block.use_count == 1
+    if is_first:
+        books.known[block.block_id] = block
+    return is_first
+
+
+class Resident(Sequence[BlockSnapshot]):
+    """What a device holds, described when somebody looks: strategies seldom ask for all of it."""
+
+    def __init__(self, books: Books, feed: StrategyFeed, device: Device) -> None:
+        self._books = books
+        self._feed = feed
+        self._device = device
+        self._all: list[BlockSnapshot] | None = None
+        #: Number of the last operator.
+        self.newest = books.tick
+
+    def get(self, block_id: int) -> BlockSnapshot | None:
+        """Describe one block; None if the device does not hold it."""
+        return self._feed.describe(block_id, self._device)
+
+    def _look(self) -> list[BlockSnapshot]:
+        if self._all is None:
+            with self._books.lock:
+                replicas = self._books.ledgers[self._device].replicas()
+                self._all = self._feed.snapshots_of(replicas)
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+    def __iter__(self) -> Iterator[BlockSnapshot]:
+        return iter(self._look())
+
+    @overload
+    def __getitem__(self, index: int) -> BlockSnapshot: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockSnapshot]: ...
+
+    def __getitem__(self, index: int | slice) -> BlockSnapshot | list[BlockSnapshot]:
+        return self._look()[index]
