@@ -7,8 +7,8 @@ the arguments of kernels do. A number that goes on being used is fetched in the 
 devices count every byte that crosses the link, so there it is always fetched.
 
 This is no part of the slow path's fetch, but a second try at the ready path: with its numbers
-exchanged an operator lacks nothing, so no strategy is asked, nothing is held, and it costs what any
-ready operator costs. On the slow path the rest of the six phases would cost most of what is saved.
+exchanged the operator lacks nothing, so no strategy is asked or told, nothing is held, and it
+costs what any ready operator costs.
 """
 
 from __future__ import annotations

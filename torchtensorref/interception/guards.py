@@ -43,9 +43,7 @@ _is_tracing = torch._C._is_tracing
 _forward_ad = torch.autograd.forward_ad
 
 
-def may_bypass(
-    *, function_modes: bool = True, autocast: bool = True, observers: bool = True
-) -> bool:
+def may_bypass(function_modes: bool = True, autocast: bool = True, observers: bool = True) -> bool:
     """Whether an operator may run now, in this thread, without torch's layers seeing it.
 
     Parameters
@@ -61,14 +59,14 @@ def may_bypass(
     -----
     Dispatch modes, transforms of functorch and forward gradients always matter. A transform does
     not transform a TensorRef, but wraps what kernels return meanwhile. Every operator asks: written
-    flat.
+    flat, and to be called by keyword although Python is not told so, which takes it 60 ns longer.
     """
     return not (
-        _dispatch_modes() > 0
+        _dispatch_modes()
         or _functorch_level() is not None
         or _forward_ad._current_level >= 0
         or (observers and (watch.on or _is_tracing()))
-        or (function_modes and _function_modes() > 0)
+        or (function_modes and _function_modes())
         or (autocast and _is_autocast())
     )
 
