@@ -259,7 +259,7 @@ PROGRAMS: tuple[tuple[str, Callable[[], tuple[Run, Run]], int, bool], ...] = (
 
 
 def _print_slow_operators(run: Run) -> None:
-    """Count the operators of one run that do not take the fast path, and what regions doubt."""
+    """Count the operators of one run that do not take the ready path, and what regions doubt."""
     from torchTensorRef.interception.slow_path import SlowPath
 
     counts: collections.Counter[str] = collections.Counter()
@@ -368,7 +368,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("adapter", "sim"), default="adapter")
     parser.add_argument("--rounds", type=int, default=15, help="medians over so many (%(default)s)")
     parser.add_argument("--processes", type=int, default=3, help="and over so many (%(default)s)")
-    parser.add_argument("--why", action="store_true", help="show what takes the long way")
+    parser.add_argument("--why", action="store_true", help="show what takes the slow path")
     parser.add_argument(
         "--only", default=",".join(name for name, *_ in PROGRAMS), help="names, separated by commas"
     )

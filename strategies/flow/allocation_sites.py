@@ -17,7 +17,7 @@ BIRTHS_PER_SLOT = 256
 GROWTH = 0.5
 
 
-class BirthPlaces:
+class AllocationSites:
     """A record of where blocks were made, and the symbols that follow from it.
 
     A *slot* is the position in the record of accesses before which something happened; a *place* is
@@ -103,7 +103,7 @@ class BirthPlaces:
         return other
 
     def separate(self, block_id: int) -> int:
-        """Give a block a symbol of its own, when a younger one has taken its birth place.
+        """Give a block a symbol of its own, when a younger one has taken its allocation site.
 
         Optimizer state is born once where a step makes a temporary each time: it is in use after
         the next birth at that place, so it was not that temporary.

@@ -35,7 +35,7 @@ from .scores import (
     cost_per_byte,
     small_limit_nbytes,
 )
-from .transient_peak import PassingRoom
+from .transient_peak import TransientPeak
 
 MIB = 2**20
 
@@ -96,7 +96,7 @@ class Flow(Strategy):
         self.history: Forecaster = History() if forecaster is None else forecaster
         self.queue_count = queue_count
         self.referee = Referee(self.history.next_use)
-        self._room = PassingRoom()
+        self._room = TransientPeak()
         self._order = Farthest()
         self._order_is_void = True
         self._accesses_until_void = 0

@@ -17,7 +17,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from .allocation_sites import BirthPlaces
+from .allocation_sites import AllocationSites
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
 GRAM_LENGTHS = (24, 8, 3, 1)
@@ -51,9 +51,9 @@ class History:
     Notes
     -----
     *Identity.* A persistent block is known by its number. A block that an operator made is known
-    by its birth place: the cursor's position, how many operators after the last access it was made
-    (`place`), and its rank among those made there. So the tensor that a step makes anew each time
-    has one identity, whatever its number and size.
+    by its allocation site: the cursor's position, how many operators after the last access it was
+    made (`place`), and its rank among those made there. So the tensor that a step makes anew each
+    time has one identity, whatever its number and size.
 
     *Slots.* Positions count accesses to persistent blocks. What happens to temporaries between
     access n - 1 and access n happens in slot n.
@@ -82,7 +82,7 @@ class History:
         self._substitutions = 0  # one bit per access, newest lowest
         self._is_exact = False
         self._temporary_count = 0  # entries that belong to temporaries
-        self._names = BirthPlaces()
+        self._names = AllocationSites()
         self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
         self._nbytes: dict[int, int] = {}  # living blocks
         self._foreseen_nbytes = 0.0
@@ -117,7 +117,7 @@ class History:
             self._trim()
 
     def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
-        """Note that an operator has made a block: give it the identity of its birth place.
+        """Note that an operator has made a block: give it the identity of its allocation site.
 
         Parameters
         ----------

@@ -10,7 +10,7 @@ PASSING_AGE = 16
 FURTHEST = 512
 
 
-class PassingRoom:
+class TransientPeak:
     """A record of the most bytes that short-lived blocks held at once, by position.
 
     Positions are `History`'s; `advance` follows it, and forgets what it forgets.

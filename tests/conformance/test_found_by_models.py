@@ -51,7 +51,7 @@ def test_new_tensors_are_made_of_numbers_lists_and_tensors(manager):
 def test_results_without_bytes_of_their_own_stay_plain(manager):
     def program() -> Any:
         x = torch.rand(3, 4)
-        y = x + 1  # fresh, and ready for the fast path
+        y = x + 1  # fresh, and ready for the ready path
         quantized = torch.quantize_per_tensor(y, 0.1, 0, torch.quint8)
         return [y.to_sparse().to_dense(), y.to_sparse_csr().to_dense(), quantized.dequantize()]
 

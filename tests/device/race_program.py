@@ -99,7 +99,7 @@ def main(kind: str) -> int:
     width = 256 if kind == "late" else 2048
     budget = 3 * MIB if kind == "late" else 192 * MIB
     kernels, copies = listen_on(kind)
-    # With each operator traced, none takes the fast path, where nobody could listen.
+    # With each operator traced, none takes the ready path, where nobody could listen.
     with torchTensorRef.disabled(), torchTensorRef.options(trace=3):
         tensorsManager.device = device_of(kind)
         tensorsManager.budget = budget

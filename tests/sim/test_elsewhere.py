@@ -116,7 +116,7 @@ def test_what_has_no_kernel_there_runs_on_the_host(manager):
 def test_what_a_kernel_there_refuses_runs_on_the_host(manager):
     x = manager.adopt(torch.tensor([3.0, 1.0]))
     assert torch.equal(x, manager.adopt(torch.tensor([3.0, 1.0])))
-    ready = x + 1  # on the fast path there is no ladder: it has to be left
+    ready = x + 1  # on the ready path there is no ladder: it has to be left
     assert torch.equal(ready, ready)
     assert isinstance(ready.sum().item(), float)
     y = manager.adopt(torch.tensor(2.5))

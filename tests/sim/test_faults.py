@@ -140,7 +140,7 @@ def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes):
 
 
 class KernelFailedError(Exception):
-    """No RuntimeError: a view that torch refuses on the fast path is asked for again."""
+    """No RuntimeError: a view that torch refuses on the ready path is asked for again."""
 
 
 class Bomb:

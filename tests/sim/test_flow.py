@@ -222,7 +222,7 @@ class Listening(Flow):
 
 class TestTraining:
     def test_gradients_are_told_of_and_known_again_in_the_next_step(self, manage):
-        """Made on the fast path, of activations alone; used again when the next one is added."""
+        """Made on the ready path, of activations alone; used again when the next one is added."""
         layers, steps = 12, 6
         found: list[tuple[int, ...]] = []
 

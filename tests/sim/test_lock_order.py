@@ -1,4 +1,4 @@
-"""The strategy is asked without the lock: who tells it something may need that to look first."""
+"""Who may wait for whom: no strategy is asked, and no copy waited for, while the lock is held."""
 
 from __future__ import annotations
 
@@ -100,3 +100,46 @@ def test_when_the_device_refuses_a_fetch(curious):
         device.fail_next("alloc", number)
         assert torch.equal(manager.release(x.toCPU() * 1), manager.release(x))
     assert "victims" in strategy.asked
+
+
+def test_no_copy_is_waited_for_with_the_lock_held(manage, monkeypatch):
+    """Other threads count results, and change blocks, while the host waits for a copy."""
+    from torchTensorRef.devices.sim.events import SimEvent
+
+    manager = manage("lru", nbytes=2_000)
+    books = manager.residency.books
+    wait, waits = SimEvent.synchronize, []
+
+    def is_free() -> bool:
+        taken = []
+
+        def take() -> None:
+            if books.lock.acquire(timeout=10):
+                taken.append(True)
+                books.lock.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        return bool(taken)
+
+    def synchronize(event):
+        if not event.is_done():
+            waits.append(is_free())
+        wait(event)
+
+    monkeypatch.setattr(SimEvent, "synchronize", synchronize)
+    tensors = [manager.adopt(torch.full((100,), float(n))) for n in range(8)]
+    for _ in range(2):
+        tensors = [x + 1 for x in tensors]
+    tensors[0].mul_(2)
+    arrays = [x.numpy() for x in tensors[:3]]
+    targets = [x.toGPU().target for x in tensors[3:5]]
+    twins = [x.clone() for x in tensors]
+    for x in tensors:
+        x.add_(1)
+    assert [x[0].item() for x in tensors] == [5.0, *(n + 3.0 for n in range(1, 8))]
+    assert [x[0].item() for x in twins] == [4.0, *(n + 2.0 for n in range(1, 8))]
+    assert len(waits) > 3
+    assert all(waits)
+    del arrays, targets

@@ -11,7 +11,7 @@ is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=Fa
 
 
 class Watch:
-    """Whether somebody wants to see every operator: the fast path reads this one attribute."""
+    """Whether somebody wants to see every operator: the ready path reads this one attribute."""
 
     def __init__(self) -> None:
         self.on = False

@@ -25,9 +25,7 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
         return None
     core = _core()
     if type(tensor) is core.TensorRef:
-        ref: Any = tensor
-        ref._ttr_block.is_persistent = True
-        core.manager.native.watch()
+        core.manager.ownership.note_registered(tensor)
         return None
     if not injectTo.decisions[_module_behind(sys._getframe(1))]:
         return None

@@ -1,7 +1,7 @@
-"""The fast path: operators whose operands are all ready, so that nothing has to be decided.
+"""The ready path: operators whose operands are all ready, so that nothing has to be decided.
 
 Each function takes the operator's plan and the call, and returns the result, or `SLOW` for the
-long way. `WAYS[plan.ready_way]` is the one that fits the operator, None where none does.
+slow path. `WAYS[plan.ready_way]` is the one that fits the operator, None where none does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan, ReadyWay
 from . import handlers
 
-#: Returned where the operator has to take the long way. Nothing has happened then.
+#: Returned where the operator has to take the slow path. Nothing has happened then.
 SLOW = object()
 
 #: What most arguments beside operands are. To ask an instance whether it is a tensor takes longer.
@@ -334,7 +334,7 @@ def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         else:
             out = plan.binding(first._ttr_plain, *args[1:], **(kwargs or _NO_KWARGS))
     except RuntimeError:
-        return SLOW  # the program's own mistake is raised again on the long way
+        return SLOW  # the program's own mistake is raised again on the slow path
     if type(out) is _Tensor:
         return _wrap(out, block, device, first)
     if type(out) is not list and type(out) is not tuple:

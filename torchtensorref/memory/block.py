@@ -177,7 +177,7 @@ class Block:
         result: torch.Tensor | None = None,
         births: Births | None = None,
     ) -> None:
-        # The fast path reads these of every operand. None has a default in the class: Python finds
+        # The ready path reads these of every operand. None has a default in the class: Python finds
         # an attribute of an object several times as fast where the class has none of that name.
         self.block_id = next(_block_numbers)
         self.nbytes = nbytes

@@ -102,9 +102,9 @@ class Copier:
             The copy failed again and again; nothing is lost, the bytes are where they were.
         """
         books = self._books
+        self.refresh(block)  # once: what is exposed elsewhere is distrusted again at each look
         while True:
             with books.lock:
-                self.refresh(block)
                 home = block.readable_on(books.host)
                 if home is not None:
                     return home
@@ -172,8 +172,7 @@ class Copier:
 
         Notes
         -----
-        For home this is quick where `wait_for`, or `is_done`, has seen the end of the copy. The
-        few who write bytes at home have to be sure of it, and wait here.
+        For home `wait_for`, or `is_done`, has seen the end of the copy before.
         """
         self._holds.wait_for_issue(replica)
         arrival = replica.arrival
@@ -286,22 +285,25 @@ class Copier:
     # -- what is current ------------------------------------------------------------------------
 
     def refresh(self, block: Block) -> None:
-        """Distrust the copies of bytes that are exposed elsewhere (lock held)."""
-        exposure = block.exposure
-        if exposure is None:
+        """Distrust the copies of bytes that are exposed elsewhere (lock not held)."""
+        if block.exposure is None:
             return
-        if not exposure.alive:
-            block.exposure = None
-            return
-        host = self._books.host
-        held = block.replicas[exposure.device]
-        for replica in list(block.replicas.values()):
-            if replica is not held and replica.state is not INVALID and not replica.pins:
-                self.arrive(replica)
-                if replica.device is host or replica.state is CLEAN:
-                    self._make_stale(replica, f"exposed on {held.device.name}: {exposure.why}")
-        if held.device is not host and held.state is CLEAN:
-            held.become(DIRTY, f"exposed: {exposure.why}")
+        self.wait_for_home(block)
+        with self._books.lock:
+            exposure = block.exposure
+            if exposure is not None and not exposure.alive:
+                exposure = block.exposure = None
+            if exposure is None:
+                return
+            host = self._books.host
+            held = block.replicas[exposure.device]
+            for replica in list(block.replicas.values()):
+                if replica is not held and replica.state is not INVALID and not replica.pins:
+                    self.arrive(replica)
+                    if replica.device is host or replica.state is CLEAN:
+                        self._make_stale(replica, f"exposed on {held.device.name}: {exposure.why}")
+            if held.device is not host and held.state is CLEAN:
+                held.become(DIRTY, f"exposed: {exposure.why}")
 
     def written(self, block: Block, device: Device) -> None:
         """Note that an operator has written a block on a device: other replicas are stale."""

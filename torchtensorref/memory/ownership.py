@@ -99,9 +99,13 @@ class Ownership:
         if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
             return ref
         ref = replace_in_place(tensor, ref)
+        self.note_registered(ref)
+        return ref
+
+    def note_registered(self, ref: Any) -> None:
+        """Note that a module has a TensorRef: it stays, and the module may run natively."""
         ref._ttr_block.is_persistent = True
         self._manager.native.watch()
-        return ref
 
     def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
         for part in module.modules():

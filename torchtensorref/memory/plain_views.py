@@ -11,7 +11,7 @@ from .block import Block
 from .ref import TensorRef, wiring
 
 #: A dispatch key above autograd that torch itself leaves alone. Every TensorRef carries it, so that
-#: `above_autograd` can treat a few operators there; elsewhere it falls through inside torch.
+#: `autograd/overrides.py` can treat a few operators there; elsewhere it falls through inside torch.
 KEY_NAME = "DeferredInit"
 KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
 
@@ -67,7 +67,7 @@ def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.dev
 def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
     torch._C._set_conj(ref, like.is_conj())
     torch._C._set_neg(ref, like.is_neg())
-    # Never on the fast path, which hands plain results on without a look at such bits.
+    # Never on the ready path, which hands plain results on without a look at such bits.
     ref._ttr_device = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,12 +101,11 @@ class Residency:
         limit_nbytes = self.books.ledgers[device].budget.limit_nbytes
         raise OutOfBudgetError(device.name, need_nbytes, limit_nbytes, limit_nbytes)
 
-    def _pin(self, device: Device, blocks: Iterable[Block]) -> list[Replica]:
+    def _pin(self, device: Device, blocks: Sequence[Block]) -> list[Replica]:
+        for block in blocks:
+            self.copier.refresh(block)
         with self.books.lock:
-            held = []
-            for block in blocks:
-                self.copier.refresh(block)
-                held.append(self.copier.replica_on(block, device))
+            held = [self.copier.replica_on(block, device) for block in blocks]
             self.holds.pin(held)  # all or none: nothing above is held yet, this cannot fail
         return held
 

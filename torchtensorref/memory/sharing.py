@@ -29,9 +29,8 @@ class Sharing:
     def copy_on_write(self, block: Block) -> Block:
         """Return a new block that shares the bytes of another until one of them is written."""
         host = self._books.host
-        with self._books.lock:
-            self._copier.refresh(block)
-            is_exposed = block.exposure is not None
+        self._copier.refresh(block)
+        is_exposed = block.exposure is not None
         # Whoever holds exposed bytes may write them unseen: those are copied now.
         home = self._copier.bring_home(block) if is_exposed else None
         with self._books.lock:
@@ -100,8 +99,8 @@ class Sharing:
         """
         self.unshare(block)
         device.about_to_change(block.replicas[device].base)
+        self._copier.refresh(block)
         with self._books.lock:
-            self._copier.refresh(block)
             block.ready = None
             exposure = block.exposure
             if exposure is not None and exposure.device is not device and exposure.alive:

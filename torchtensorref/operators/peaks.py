@@ -5,7 +5,7 @@ itself. Where no gradient is noted and every operand is ready, torch's own compo
 the plain tensors instead: it decides by itself what it is made of, as it does without us, and its
 result is one fresh tensor. What it takes beside that has to fit the budget, so a rule says how much
 the two are at most, 0 for no more than the result; where that is not known, or does not fit, the
-operator goes its long way in parts.
+operator goes its slow path in parts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Use(NamedTuple):
 
 
 class Recorder:
-    """Written to by every operator while a module is being learned (`regions.py`)."""
+    """Written to by every operator while a module is being learned (`regions/`)."""
 
     def __init__(self, own: Sequence[Block], given: Sequence[Block]) -> None:
         self._expected = {*own, *given}

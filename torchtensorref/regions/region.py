@@ -169,7 +169,7 @@ def forgetter(region: Region) -> Any:
 
 
 class _Nowhere:
-    """A device on which no block is ever ready: recorded calls take the long way."""
+    """A device on which no block is ever ready: recorded calls take the slow path."""
 
 
 NOWHERE: Any = _Nowhere()

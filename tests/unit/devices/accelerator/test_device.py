@@ -198,7 +198,7 @@ def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operator
 def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatch):
     base = fetched(device)
     device.note_use(base)
-    device.forget_use(base)  # the fast path is open
+    device.forget_use(base)  # the ready path is open
     device._marks.now()
     module.calls.clear()
     other = same_room(device, base, monkeypatch)

@@ -1,4 +1,4 @@
-"""The fast path: what takes it, and that its results, books and views are those of the long way."""
+"""The ready path: what takes it; its results, books and views are those of the slow path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.interception import ready_path as fast_path
+from torchTensorRef.interception import ready_path
 from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.memory import ledger as ledgers
 from torchTensorRef.operators import peaks
@@ -52,16 +52,16 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Note the composite operators that run as one."""
     names: list[str] = []
-    whole = fast_path.run_one
+    whole = ready_path.run_one
 
     def run(plan: Any, args: Any, kwargs: Any) -> Any:
         result = whole(plan, args, kwargs)
-        if plan.peak_nbytes is not None and result is not fast_path.SLOW:
+        if plan.peak_nbytes is not None and result is not ready_path.SLOW:
             names.append(plan.name)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(fast_path, "run_one", run)
+        patch.setattr(ready_path, "run_one", run)
         yield names
 
 
