@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +10,17 @@ import pytest
 Program = Callable[[Callable[[Any], Any]], Any]
 
 
-@pytest.fixture
-def right(manage, request) -> Callable[[Program], None]:
+@pytest.fixture(params=["genoa", "flow"])
+def right(manage, request) -> Callable[..., None]:
     """Give `right(program)`: it fails where plain torch gives something else.
 
-    Under `genoa` or `flow`, as the test's name has it, with random evictions besides.
+    Under a strategy and random evictions besides. What a program may give plain, or compute on the
+    host alone, it says by `plain_because=` and `on_host_because=`.
     """
     from torchTensorRef.strategy.choice import make_strategy
 
     from ..support.programs import assert_right
     from ..support.shaking import Shaken
 
-    strategy = ("genoa", "flow")[zlib.crc32(request.node.name.encode()) % 2]
-    manager = manage(Shaken(make_strategy(strategy), seed=1))
-    return lambda program: assert_right(program, manager)
+    manager = manage(Shaken(make_strategy(request.param), seed=1))
+    return lambda program, **reasons: assert_right(program, manager, **reasons)

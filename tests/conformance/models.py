@@ -183,8 +183,8 @@ def _count(outcome: Outcome) -> None:
         outcome.failures["budget"] = f"{peak_nbytes} bytes were resident, {budget_nbytes} budgeted"
     outcome.native_op_count += stats["native_op_count"]
     if not outcome.op_count:
-        outcome.op_count = stats["op_count"]
-        outcome.accelerated_count = stats["op_count"] - stats["host_op_count"]
+        outcome.op_count = stats["slow_op_count"]
+        outcome.accelerated_count = stats["slow_op_count"] - stats["host_op_count"]
         outcome.accelerated_count -= stats["host_fallback_count"]
 
 

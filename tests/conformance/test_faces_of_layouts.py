@@ -42,7 +42,7 @@ def test_sparse_coo(right):
             repr(whole),
         ]
 
-    right(program)
+    right(program, plain_because="sparse tensors stay plain, and so does what is made of them")
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
@@ -62,7 +62,7 @@ def test_compressed_sparse(right, layout):
             results += [failure(lambda: s @ s)[0], failure(lambda: s @ csr)[0]]
         return results
 
-    right(program)
+    right(program, plain_because="sparse tensors stay plain, and so does what is made of them")
 
 
 def test_sparse_made_of_parts(right):
@@ -71,7 +71,7 @@ def test_sparse_made_of_parts(right):
         s = torch.sparse_csr_tensor(rows, columns, bring(torch.rand(2)), (2, 2))
         return [s @ bring(torch.rand(2, 2)), s.crow_indices() + 1]
 
-    right(program)
+    right(program, plain_because="sparse tensors stay plain, and so does what is made of them")
 
 
 def test_sparse_gradients(right):
@@ -86,7 +86,7 @@ def test_sparse_gradients(right):
         torch.sparse.mm(a, b).sum().backward()
         return [grad, table.weight, a.grad.to_dense(), b.grad]
 
-    right(program)
+    right(program, plain_because="sparse tensors stay plain, and so does what is made of them")
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -103,7 +103,7 @@ def test_nested(right, layout):
             nested.is_nested,
         ]
 
-    right(program)
+    right(program, plain_because="nested tensors stay plain, and so does what is made of them")
 
 
 def test_nested_of_rows_with_gradients(right):
@@ -133,7 +133,7 @@ def test_quantized(right):
             torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255),
         ]
 
-    right(program)
+    right(program, plain_because="quantized tensors stay plain, and so does what is made of them")
 
 
 # -- modes --------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_dlpack(right):
             [int(part) for part in x.__dlpack_device__()],
         ]
 
-    right(program)
+    right(program, on_host_because="it exchanges memory and computes nothing")
 
 
 def test_a_pointer_stays_good(right):
@@ -172,7 +172,11 @@ def test_storages(right):
             storage.device.type,
         ]
 
-    right(program)
+    right(
+        program,
+        plain_because="storages give plain tensors",
+        on_host_because="it looks at the memory at home and computes nothing",
+    )
 
 
 def test_resizing(right):
@@ -194,7 +198,7 @@ def test_share_memory(right):
         model = bring(nn.Linear(2, 2)).share_memory()
         return [before, same, x.is_shared(), x, [p.is_shared() for p in model.parameters()]]
 
-    right(program)
+    right(program, on_host_because="shared memory stays at home")
 
 
 # -- writing and reading ------------------------------------------------------------------------
@@ -218,7 +222,7 @@ def test_pickles(right):
             failure(lambda: pickle.dumps((grown * 2).requires_grad_())),
         ]
 
-    right(program)
+    right(program, plain_because="what is unpickled without injection is plain")
 
 
 def test_pickles_are_those_of_plain_tensors(right):
@@ -226,7 +230,11 @@ def test_pickles_are_those_of_plain_tensors(right):
         text = pickle.dumps(bring(torch.rand(3)))
         return [b"torchTensorRef" in text, b"TensorRef" in text]
 
-    right(program)
+    right(
+        program,
+        plain_because="what is unpickled without injection is plain",
+        on_host_because="it reads and writes files",
+    )
 
 
 def test_save_and_load(right):
@@ -251,7 +259,11 @@ def test_save_and_load(right):
             type(again[0].weight).__name__,
         ]
 
-    right(program)
+    right(
+        program,
+        plain_because="what is loaded without injection is plain",
+        on_host_because="it reads and writes files",
+    )
 
 
 def test_safetensors(right, tmp_path):
@@ -283,7 +295,7 @@ def test_safetensors(right, tmp_path):
             failure(lambda: safetensors.save({"x": x.t()}))[0],
         ]
 
-    right(program)
+    right(program, plain_because="what is loaded without injection is plain")
 
 
 # -- copies -------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_load_state_dict(right, assign):
             [type(p).__name__.replace("TensorRef", "Parameter") for p in model.parameters()],
         ]
 
-    right(program)
+    right(program, plain_because="`assign=True` puts plain tensors in")
 
 
 def test_swapping_tensors(right):
@@ -86,7 +86,7 @@ def test_swapping_tensors(right):
         a.data, b.data = b.data, a.data
         return [a, b, model.weight, model.state_dict()]
 
-    right(program)
+    right(program, on_host_because="it exchanges tensors and computes nothing")
 
 
 def test_parametrizations(right):
@@ -146,7 +146,7 @@ def test_packed_sequences(right):
         padded, lengths = nn.utils.rnn.pad_packed_sequence(out)
         return [padded, lengths, h, c, nn.utils.rnn.pad_sequence(rows)]
 
-    right(program)
+    right(program, plain_because="C++ makes what is padded")
 
 
 def test_parameters_and_buffers(right):

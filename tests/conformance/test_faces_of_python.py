@@ -25,7 +25,7 @@ def test_text(right, dtype):
         large = bring(torch.ones(40, 40, dtype=dtype))
         return [repr(x), str(x[0, 0]), f"{x}", f"{x[0, 0]}", str(x), repr(large), repr(x[:0])]
 
-    right(program)
+    right(program, on_host_because="texts are made at home")
 
 
 def test_text_of_tensors_with_gradients(right):
@@ -61,7 +61,7 @@ def test_print_options(right):
         finally:
             torch.set_printoptions(profile="default")
 
-    right(program)
+    right(program, on_host_because="texts are made at home")
 
 
 # -- Python's protocols -------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_data_loaders(right, workers):
         parts = torch.utils.data.random_split(dataset, [7, 3], torch.Generator().manual_seed(1))
         return [batches, [list(part) for part in parts]]
 
-    right(program)
+    right(program, plain_because="workers send plain tensors")
 
 
 def _double_in_child(x: torch.Tensor, results: Any) -> None:

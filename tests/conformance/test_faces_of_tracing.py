@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchTensorRef.strategy.choice import make_strategy
-
-from ..support.programs import Bring, assert_right
-from ..support.shaking import Shaken
+from ..support.programs import Bring
 
 # What torch says of graphs that it makes itself.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-
-
-@pytest.fixture(params=["genoa", "flow"])
-def right(manage, request) -> Callable[[Callable[[Bring], Any]], None]:
-    """Give `right(program)`: it fails where plain torch gives something else."""
-    manager = manage(Shaken(make_strategy(request.param), seed=1))
-    return lambda program: assert_right(program, manager)
 
 
 def test_linearized_functions(right):

@@ -6,24 +6,13 @@ many, with zeros among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchTensorRef.strategy.choice import make_strategy
-
 from ..support.programs import Bring, assert_right
-from ..support.shaking import Shaken
-
-
-@pytest.fixture(params=["genoa", "flow"])
-def right(manage, request) -> Callable[[Callable[[Bring], Any]], None]:
-    """Give `right(program)`: it fails where plain torch gives something else."""
-    manager = manage(Shaken(make_strategy(request.param), seed=1))
-    return lambda program: assert_right(program, manager)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])

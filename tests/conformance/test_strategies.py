@@ -13,6 +13,7 @@ from torchTensorRef.strategy import Strategy
 from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.programs import (
+    COUNTS_OF_STEPS,
     Adversary,
     RandomEviction,
     assert_right,
@@ -60,7 +61,13 @@ def test_no_strategy_changes_a_bit_or_passes_the_budget(manage, strategy, share)
     for program, nbytes in PROGRAMS.values():
         limit_nbytes = manager.budget = int(nbytes * share)
         manager.reset_stats()
-        assert_right(program, manager)
+        reason = "most operators need more than the budget" if share < 0.1 else ""
+        assert_right(
+            program,
+            manager,
+            plain_because=COUNTS_OF_STEPS if program is training else "",
+            on_host_because=reason,
+        )
         assert device.peak_nbytes <= limit_nbytes
         assert device.recount_nbytes() == device.resident_nbytes
         assert share < 1 or manager.stats()["host_fallback_count"] == 0

@@ -16,8 +16,17 @@ from torchTensorRef.interception import fallback, slow_path
 from torchTensorRef.memory import external_pressure as headroom
 from torchTensorRef.memory.budget import Budget
 
-from ..support.programs import assert_same
-from .test_promises import SMALL, WIDTH, home, inference_of, layers, on, ours, settle
+from .test_promises import (
+    SMALL,
+    WIDTH,
+    assert_same_at_home,
+    home,
+    inference_of,
+    layers,
+    on,
+    ours,
+    settle,
+)
 
 MIB = 1 << 20
 
@@ -46,7 +55,7 @@ def test_one_after_the_other_a_budget_is_lowered_and_raised(manage, device, scal
     expected = ours(manager, inference_of(model, [manager.adopt(x)]))
     for size in (9, 20, 6, 30):
         manager.budget = scale.nbytes(size * MIB)
-        assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
+        assert_same_at_home(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
         assert manager.residency.books.ledgers[device].resident_nbytes <= manager.budget
 
 
@@ -86,7 +95,7 @@ def test_a_kernel_without_memory_is_run_again_there(manage, device, scale, monke
     StarvedKernels(monkeypatch, 1)
     with torch.no_grad():
         result = model(manager.adopt(x))
-    assert_same([plain], ours(manager, [result]))
+    assert_same_at_home([plain], ours(manager, [result]))
     assert manager.stats()["host_fallback_count"] == 0
     assert manager.budget == budget, "what the user said stays"
     ledger = manager.residency.books.ledgers[device]
@@ -163,10 +172,10 @@ def test_what_others_take_is_given_up_and_taken_again(manage, device, scale, mon
     ledger = manager.residency.books.ledgers[device]
     assert until(lambda: ledger.resident_nbytes <= ledger.budget.limit_nbytes)
     assert until(lambda: device.double.emptied_count > emptied_before), "also what was only cached"
-    assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
+    assert_same_at_home(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
     device.double.others_nbytes = 0
     assert until(lambda: manager.budget >= alone - 3 * MIB)
-    assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
+    assert_same_at_home(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
     manager.budget = 20 * MIB
     device.double.others_nbytes = 16 * MIB
     time.sleep(0.1)
@@ -232,7 +241,7 @@ def test_another_process_takes_and_frees_memory_meanwhile(accelerator, manage_re
     threading.Thread(target=lambda: (other.wait(120), done.set()), daemon=True).start()
     rounds, ends = 0, time.monotonic() + 120
     while not done.is_set() and time.monotonic() < ends:
-        assert_same(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
+        assert_same_at_home(expected, ours(manager, inference_of(model, [manager.adopt(x)])))
         rounds += 1
     out, err = other.communicate(timeout=10)
     assert other.returncode == 0, err
@@ -255,6 +264,6 @@ def test_activations_come_and_go_between_weights(manage, device, scale):
     manager = manage("flow", scale.nbytes(8 * MIB))
     managed = manager.adopt(model)
     for _ in range(3):
-        assert_same(
+        assert_same_at_home(
             expected, ours(manager, inference_of(managed, [manager.adopt(x) for x in batches]))
         )

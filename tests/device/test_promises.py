@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.memory.ref import TensorRef
+
 from ..support.programs import RandomEviction, assert_same
 
 MIB = 1 << 20
@@ -48,7 +50,12 @@ def inference_of(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Te
 
 
 def ours(manager: Any, results: Any) -> list[torch.Tensor]:
+    assert all(isinstance(result, TensorRef) for result in results)
     return [manager.release(result.detach()).clone() for result in results]
+
+
+def assert_same_at_home(expected: Any, results: Any) -> None:
+    assert_same(expected, results, plain_because="`ours` has brought them home")
 
 
 # 25 MB of weights for a budget of 10 MB, and batches that need little.
@@ -69,7 +76,7 @@ def test_inference_is_plain_torchs_to_the_bit(manage, device, scale, strategy):
         results.append(ours(manager, inference_of(model, [manager.adopt(x) for x in batches])))
         settle(device)
     for result in results:
-        assert_same(expected, result)
+        assert_same_at_home(expected, result)
     assert manager.stats()["evict_count"] > 0
     assert manager.stats()["host_fallback_count"] == 0
 
@@ -101,7 +108,7 @@ def test_training_is_plain_torchs_to_the_bit(manage, device, scale, strategy, fo
     manager = manage(strategy, scale.nbytes(2 * MIB))
     model = manager.adopt(layers(width, 4))
     result = ours(manager, train(model, [manager.adopt(x) for x in batches], foreach=foreach))
-    assert_same(expected, result)
+    assert_same_at_home(expected, result)
 
 
 def test_what_is_written_in_place_is_not_lost(manage, device, scale, strategy):
@@ -115,7 +122,7 @@ def test_what_is_written_in_place_is_not_lost(manage, device, scale, strategy):
             for x in group:
                 x.mul_(0.9).add_(turn)
             group[turn].copy_(group[0])
-    assert_same([home(x) for x in plain], ours(manager, managed))
+    assert_same_at_home([home(x) for x in plain], ours(manager, managed))
 
 
 def test_a_source_that_the_host_writes_next_was_read_before(manage, device, scale):
@@ -165,7 +172,7 @@ def test_weights_in_a_mapped_file(manage, device, scale, tmp_path, strategy):
     managed = {name: manager.adopt(tensor, sole=True) for name, tensor in loaded.items()}
     del loaded
     for _ in range(5):
-        assert_same([expected], ours(manager, [run(managed, manager.adopt(x))]))
+        assert_same_at_home([expected], ours(manager, [run(managed, manager.adopt(x))]))
         settle(device)
     managed["w0"].mul_(0)  # what is copied from must not be an old mirror,
     manager.bring_all_home()
@@ -213,7 +220,7 @@ def test_two_threads(manage, device, scale, strategy):
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert_same(expected, results)
+    assert_same_at_home(expected, results)
 
 
 def test_numbers_drawn_on_the_device_are_those_of_its_generator(manage, device):
@@ -224,4 +231,4 @@ def test_numbers_drawn_on_the_device_are_those_of_its_generator(manage, device):
     expected = [home(torch.rand(1000, device=device.torch_device)) for _ in range(3)]
     torch.manual_seed(3)
     label = manager.adopt(torch.empty(1000)).to(device.torch_device)
-    assert_same(expected, ours(manager, [torch.rand_like(label) for _ in range(3)]))
+    assert_same_at_home(expected, ours(manager, [torch.rand_like(label) for _ in range(3)]))

@@ -434,7 +434,7 @@ def test_bias_that_comes_after_learning(ample: Any) -> None:
     assert follow(ample, plain, ours, x) == 2
     bias = torch.rand(16)
     plain[0].bias = nn.Parameter(bias)
-    ours[0].bias = ample.adopt_in_place(nn.Parameter(bias.clone()))
+    ours[0].bias = ample.ownership.adopt_in_place(nn.Parameter(bias.clone()))
     assert follow(ample, plain, ours, x) == 3
 
 

@@ -12,7 +12,7 @@ from ..support.device_double import LateDevice
 @pytest.fixture(autouse=True)
 def nobody_elses(manager, monkeypatch):
     """What earlier tests of this process keep (a library's own tensors) is not in the reports."""
-    monkeypatch.setattr(manager.residency, "known", weakref.WeakValueDictionary())
+    monkeypatch.setattr(manager.residency.books, "known", weakref.WeakValueDictionary())
 
 
 def test_an_empty_report_has_every_part(manager):

@@ -74,6 +74,19 @@ def _tensor_differences(a: torch.Tensor, b: torch.Tensor) -> list[str]:
     return found
 
 
+def plain_leaves(ours: Any) -> list[str]:
+    """The dense tensors among results that are no TensorRefs, in words."""
+    return [
+        f"result {number}: {type(leaf).__name__} of {leaf.dtype} {tuple(leaf.size())}"
+        for number, leaf in enumerate(tree_flatten(ours)[0])
+        if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, TensorRef)
+        and leaf.layout is torch.strided
+        and not leaf.is_quantized
+        and not leaf.is_nested
+    ]
+
+
 def managed(value: Any) -> Any:
     """A copy of arguments in which every strided tensor is a TensorRef."""
 

@@ -15,7 +15,7 @@ import torchTensorRef
 from torchTensorRef.inject import hooks
 
 from .differential import copied
-from .programs import assert_same
+from .programs import accelerator_work, assert_same
 
 
 @contextmanager
@@ -53,11 +53,19 @@ def plain_result(program: Callable[[], Any]) -> Any:
         return tree_map_only(torch.Tensor, copied, program())
 
 
-def assert_same_injected(program: Callable[[], Any], manager: Any) -> None:
-    """A program that nothing was changed in gives the bits of plain torch."""
-    plain = plain_result(program)
+def assert_same_injected(
+    program: Callable[[], Any],
+    manager: Any,
+    *,
+    plain_because: str = "",
+    on_host_because: str = "",
+) -> None:
+    """A program that nothing was changed in gives the bits of plain torch; see `assert_same`."""
+    plain, before = plain_result(program), accelerator_work(manager)
     seed()
     with injected(), one_thread():
         ours = program()
     manager.check()
-    assert_same(plain, ours)
+    worked = accelerator_work(manager) > before
+    assert worked or on_host_because, "the accelerator ran no operator of the program"
+    assert_same(plain, ours, plain_because=plain_because, on_host_because=on_host_because)

@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from torchTensorRef import tensorsManager
 from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
 
-from .differential import differences
+from .differential import differences, plain_leaves
+
+#: Why an optimizer's state is not all TensorRefs.
+COUNTS_OF_STEPS = "torch makes an optimizer's counts of steps, which stay plain"
 
 Bring = Callable[[Any], Any]
 Program = Callable[[Bring], Any]
@@ -41,17 +45,48 @@ def managed_result(program: Program, manager: Any) -> Any:
     return result
 
 
-def assert_same(plain: Any, ours: Any) -> None:
-    """Equal to the bit in everything that can be seen."""
+def accelerator_work(manager: Any) -> int:
+    """How much the accelerator has computed: zero where it ran no operator."""
+    main = manager.residency.books.main
+    if main.has_virtual_clock:
+        return main.clocks().compute_ns
+    stats = manager.stats()
+    return stats["op_count"] - stats["host_op_count"] - stats["host_fallback_count"]
+
+
+def assert_same(
+    plain: Any, ours: Any, *, plain_because: str = "", on_host_because: str = ""
+) -> None:
+    """Equal to the bit in everything that can be seen, and not for want of doing anything.
+
+    Parameters
+    ----------
+    plain, ours : Any
+        What plain torch gives, and what we give.
+    plain_because : str
+        Why some of our results may be plain tensors; they are to be TensorRefs otherwise.
+    on_host_because : str
+        Why the accelerator may have run no operator.
+    """
     found = differences(
         *(tree_map_only(torch.Tensor, torch.Tensor.detach, x) for x in (plain, ours))
     )
     assert not found, "; ".join(found[:10])
+    if not plain_because:
+        assert not plain_leaves(ours), f"plain results: {plain_leaves(ours)}"
+    if not on_host_because:
+        assert accelerator_work(tensorsManager), "the accelerator ran no operator"
 
 
-def assert_right(program: Program, manager: Any) -> None:
-    """A program's results are those of plain torch."""
-    assert_same(plain_result(program), managed_result(program, manager))
+def assert_right(
+    program: Program, manager: Any, *, plain_because: str = "", on_host_because: str = ""
+) -> None:
+    """A program's results are those of plain torch; see `assert_same`."""
+    plain, before = plain_result(program), accelerator_work(manager)
+    ours = managed_result(program, manager)
+    worked = accelerator_work(manager) > before
+    assert worked or on_host_because, "the accelerator ran no operator of the program"
+    assert_same(plain, ours, plain_because=plain_because, on_host_because=on_host_because)
 
 
 # -- strategies that misbehave ---------------------------------------------------------------------

@@ -19,11 +19,14 @@ from .ledger import Ledger
 class Counts:
     """What has happened since the counts were last reset."""
 
-    op_count: int = 0
+    #: Operators that took the slow path, and those inside of regions that ran natively.
+    slow_op_count: int = 0
+    native_op_count: int = 0
     hit_count: int = 0
     miss_count: int = 0
     evict_count: int = 0
     dropped_nbytes: int = 0
+    #: Of those on the slow path.
     host_op_count: int = 0
     #: Operators that the accelerator should have run and the host ran, by reason.
     host_fallbacks: dict[str, int] = field(default_factory=dict)

@@ -291,9 +291,8 @@ class Copier:
         self.wait_for_home(block)
         with self._books.lock:
             exposure = block.exposure
-            if exposure is not None and not exposure.alive:
-                exposure = block.exposure = None
-            if exposure is None:
+            if exposure is None or not exposure.alive:
+                block.exposure = None
                 return
             host = self._books.host
             held = block.replicas[exposure.device]

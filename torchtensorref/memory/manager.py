@@ -230,7 +230,15 @@ class TensorsManager:
     # -- asking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return what has happened since the start or the last `reset_stats`, as plain numbers."""
+        """Return what has happened since the start or the last `reset_stats`, as plain numbers.
+
+        Notes
+        -----
+        `op_count` operators ran: `ready_op_count` with nothing to be decided, `slow_op_count` with
+        a decision (`host_op_count` of these on the host, for they had to), `native_op_count` in
+        regions. Views of ready operands are not counted, and threads that run operators at the
+        same moment may lose a count.
+        """
         residency = self.residency
         with residency.books.lock:
             residency.books.bury()
@@ -238,6 +246,7 @@ class TensorsManager:
             main = books.main
             ledger = books.ledgers.get(main)
             counts, copies = books.counts, residency.copier.transfer.counts
+            op_count = max(books.tick - self._first_tick, 0)
             return {
                 "strategy": residency.feed.strategy.name,
                 "device": main.name,
@@ -253,11 +262,13 @@ class TensorsManager:
                 "evict_count": counts.evict_count,
                 "hit_count": counts.hit_count,
                 "miss_count": counts.miss_count,
-                "op_count": counts.op_count,
-                "native_op_region_count": self.native.native_count,
-                "native_op_count": self.native.native_op_count,
-                "native_share": self.native.share_of(residency.books.tick - self._first_tick),
+                "op_count": op_count,
+                "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
+                "slow_op_count": counts.slow_op_count,
                 "host_op_count": counts.host_op_count,
+                "native_op_region_count": self.native.native_count,
+                "native_op_count": counts.native_op_count,
+                "native_share": counts.native_op_count / max(op_count, 1),
                 "host_fallback_count": sum(counts.host_fallbacks.values()),
                 "host_fallback_reasons": dict(counts.host_fallbacks),
                 "stall_ns": main.stall_ns - self._first_stall_ns,
@@ -270,7 +281,7 @@ class TensorsManager:
         with residency.books.lock:
             residency.books.counts = Counts()
             residency.copier.transfer.counts = TransferCounts()
-            self.native.native_count = self.native.native_op_count = 0
+            self.native.native_count = 0
             self._first_tick = residency.books.tick
             self._start_clocks()
             for device in residency.books.ledgers:

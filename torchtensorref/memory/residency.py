@@ -185,7 +185,7 @@ class Residency:
             Number of the operator's kind: uses by the same one look alike to a strategy.
         """
         self.books.tick += 1
-        self.books.counts.op_count += 1
+        self.books.counts.slow_op_count += 1
         self.feed.tell_uses(device, blocks, written, kind)
 
     # -- readiness ------------------------------------------------------------------------------

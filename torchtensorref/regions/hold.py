@@ -120,7 +120,9 @@ class Hold:
                 for use in self._uses():
                     block = self.blocks[use.place]
                     feed.tell_access(block, use.kind, tick + use.number, writes=use.writes)
-        books.tick = tick + max(self.structure.op_count, 1)
+        op_count = max(self.structure.op_count, 1)
+        books.tick = tick + op_count
+        books.counts.native_op_count += op_count
 
     def _uses(self) -> Iterable[Use]:
         """Return the recorded uses; each block once where the blocks are others now."""

@@ -40,7 +40,7 @@ def learn(
     if recorder is None:
         return module._call_impl(*args, **kwargs)
     before_ns = residency.books.main.clocks().compute_ns
-    before_ops = residency.books.counts.op_count
+    before_ops = residency.books.counts.slow_op_count
     had_gradients = [ref.requires_grad for ref in inputs]
     try:
         out = module._call_impl(*args, **kwargs)
@@ -57,7 +57,7 @@ def learn(
     )
     structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
     structure.compute_ns = residency.books.main.clocks().compute_ns - before_ns
-    structure.op_count = residency.books.counts.op_count - before_ops
+    structure.op_count = residency.books.counts.slow_op_count - before_ops
     structure.uses, structure.block_count = tuple(recorder.uses), len(own) + len(given)
     structure.writes_inputs = structure.writes_inputs or recorder.writes_any(set(given))
     structure.is_random = structure.is_random or recorder.is_random

@@ -66,7 +66,6 @@ class Regions:
         self.manager = manager
         self.native_count = 0
         #: Operators that ran inside regions, by the count of their recorded calls.
-        self.native_op_count = 0
         self._enabled = True
         self._regions: weakref.WeakKeyDictionary[nn.Module, Region] = weakref.WeakKeyDictionary()
         self._hook: Any = None
@@ -198,10 +197,6 @@ class Regions:
             if callback is not None and self._hook is hook:
                 _global_hooks[hook.id] = callback
 
-    def share_of(self, op_count: int) -> float:
-        """Return which share of so many operators, views not counted, has run natively."""
-        return min(self.native_op_count / op_count, 1.0) if op_count > 0 else 0.0
-
     # -- calling ----------------------------------------------------------------------------
 
     def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +248,6 @@ class Regions:
             structure.doubt = "memory ran out inside"
         else:
             self.native_count += 1
-            self.native_op_count += structure.op_count
             return out
         generators.restore()
         return module._call_impl(*args, **kwargs)
