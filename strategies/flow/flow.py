@@ -9,7 +9,7 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import islice
 from typing import NamedTuple
 
@@ -68,6 +68,10 @@ STAYS_AFTER = 100
 TINY_SHARE = 1 / 4096
 
 
+def _later_first(entry: tuple[int, float]) -> float:
+    return -entry[1]
+
+
 class _Wanted(NamedTuple):
     """A block that is missing and will be used."""
 
@@ -98,6 +102,9 @@ class Flow(Strategy):
         self.referee = Referee(self.history.next_use)
         self._room = TransientPeak()
         self._order = Farthest()
+        self._small_order = Farthest()
+        self._dirty_order = Farthest()
+        self._near = 0.0  # what is used after so many accesses or more may go before long
         self._order_is_void = True
         self._accesses_until_void = 0
         self._small: dict[int, int] = {}
@@ -156,7 +163,8 @@ class Flow(Strategy):
         """Forget a block."""
         self.history.death(block_id)
         self._room.death(block_id)
-        self._order.forget(block_id)
+        for order in (self._order, self._small_order, self._dirty_order):
+            order.forget(block_id)
         self._small_nbytes -= self._small.pop(block_id, 0)
         self._may_be_dirty.pop(block_id, None)
         self._made.discard(block_id)
@@ -204,6 +212,7 @@ class Flow(Strategy):
         What waits on the link home does not delay what is queued behind it, as long as the other
         engines are not idle meanwhile.
         """
+        self._set_limit(device.limit_nbytes)
         busy_until_ns = max(device.now_ns, device.compute_free_ns, device.link_free_ns)
         if not self._may_be_dirty or device.d2h_free_ns > busy_until_ns:
             return ()
@@ -212,21 +221,27 @@ class Flow(Strategy):
         if not self._follows(VICTIM_CONFIDENCE):
             return self._oldest_dirty(look_into(resident))
         self._put_in_order(resident)
-        near_nbytes = int(device.limit_nbytes * WRITE_BACK_SHARE)
+        return self._farthest_dirty(device, look_into(resident))
+
+    def _farthest_dirty(self, device: DeviceSnapshot, look: Look) -> list[int]:
+        """Return the dirty blocks used last, of those that are among the next victims."""
         queue_nbytes = min(QUEUE_NBYTES, int(device.limit_nbytes * WRITE_BACK_QUEUE_SHARE))
         leaving: list[int] = []
-        soon = min(SOON, self.history.period // 4)
-        for distance, block in self._by_distance(device, look_into(resident), 1.0):
-            if block.is_dirty and block.is_persistent and distance > soon:
+        cursor, order = self.history.cursor, self._dirty_order
+        least = max(self._near, min(SOON, self.history.period // 4) + 1)
+        for block_id, position in order.descending():
+            if position - cursor < least:
+                break
+            block = look(block_id)
+            if block is None or not block.is_dirty:
+                order.forget(block_id)
+            elif block.is_persistent and not (self._keeps_small and block_id in self._small):
                 queue_nbytes -= block.nbytes
                 if leaving and queue_nbytes < 0:
                     break
-                leaving.append(block.block_id)
+                leaving.append(block_id)
                 if len(leaving) >= WRITE_BACK_COUNT:
                     break
-            near_nbytes -= block.nbytes
-            if near_nbytes <= 0:
-                break
         return leaving
 
     def _oldest_dirty(self, look: Look) -> list[int]:
@@ -268,12 +283,24 @@ class Flow(Strategy):
         history = self.history
         distance = history.next_use(block_id)
         if distance != NEVER:
-            self._order.note(block_id, history.cursor + distance)
+            position = history.cursor + distance
             if nbytes <= self._small_limit and block_id not in self._small:
                 self._small[block_id] = nbytes
                 self._small_nbytes += nbytes
+                self._order.forget(block_id)
         elif is_persistent:
-            self._order.note(block_id, UNFORESEEN - history.end)
+            position = UNFORESEEN - history.end
+        else:
+            return
+        order = self._small_order if block_id in self._small else self._order
+        order.note(block_id, position)
+        if block_id in self._may_be_dirty:
+            self._dirty_order.note(block_id, position)
+
+    @property
+    def _keeps_small(self) -> bool:
+        """Whether small blocks that recur are few enough to be kept, all of them."""
+        return self._small_nbytes <= self._limit_nbytes * SMALL_TOTAL_SHARE
 
     def _put_in_order(self, resident: Sequence[BlockSnapshot]) -> None:
         """Work the order out anew where the forecast has changed, and now and then."""
@@ -281,23 +308,46 @@ class Flow(Strategy):
             return
         self._order_is_void = False
         self._accesses_until_void = self.history.distinct_count + 64
-        self._order.clear()
+        for order in (self._order, self._small_order, self._dirty_order):
+            order.clear()
+        nbytes_of = {}
         for block in sorted(resident, key=lambda block: -block.last_use):
+            if block.is_dirty:
+                self._may_be_dirty.setdefault(block.block_id)
             self._note_position(block.block_id, block.nbytes, is_persistent=block.is_persistent)
+            nbytes_of[block.block_id] = block.nbytes
+        self._near = self._distance_of_the_next(WRITE_BACK_SHARE * self._limit_nbytes, nbytes_of)
+
+    def _distance_of_the_next(self, nbytes: float, nbytes_of: dict[int, int]) -> float:
+        """Return after how many accesses the soonest used of the next victims is used.
+
+        Parameters
+        ----------
+        nbytes : float
+            How many victims: those that come to so many bytes.
+        """
+        distance = 0.0
+        for block_id, position in self._order.descending():
+            distance = position - self.history.cursor
+            nbytes -= nbytes_of[block_id]
+            if nbytes <= 0:
+                return distance
+        return 0.0
 
     def _by_distance(
         self, device: DeviceSnapshot, look: Look, dirty_cost: float
     ) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
-        cursor, order = self.history.cursor, self._order
-        keeps_small = self._small_nbytes <= device.limit_nbytes * SMALL_TOTAL_SHARE
+        cursor = self.history.cursor
+        farthest: Iterator[tuple[int, float]] = self._order.descending()
+        if not self._keeps_small:
+            farthest = merge(farthest, self._small_order.descending(), key=_later_first)
         dearer: list[tuple[float, int, float, BlockSnapshot]] = []
-        for block_id, position in order.descending():
+        for block_id, position in farthest:
             block = look(block_id)
             if block is None:
-                order.forget(block_id)
-                continue
-            if keeps_small and block_id in self._small:
+                self._order.forget(block_id)
+                self._small_order.forget(block_id)
                 continue
             distance = position - cursor
             cost = cost_per_byte(block, device, dirty_cost)
@@ -394,8 +444,10 @@ class Flow(Strategy):
         for wish in issued:
             for victim in wish.victims:
                 self._order.forget(victim)
+                self._small_order.forget(victim)
         for block_id, position in coming:
-            self._order.note(block_id, position)
+            order = self._small_order if block_id in self._small else self._order
+            order.note(block_id, position)
         return issued
 
     def _at_rest(

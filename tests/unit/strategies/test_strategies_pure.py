@@ -214,6 +214,7 @@ def test_flow_copies_the_next_victims_home_early():
     full = device(8_000)
     blocks = [block(number, dirty=number in (1, 2)) for number in range(8)]
     assert list(strategy.write_back(full, blocks)) == []
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
     blocks = [block(number, dirty=True) for number in range(8)]
     assert list(strategy.write_back(full, blocks)) == [0, 7]
     assert list(strategy.write_back(device(80_000, resident_nbytes=8_000), blocks)) == []
