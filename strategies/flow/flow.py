@@ -194,7 +194,7 @@ class Flow(Strategy):
         if self._present_until > history.end + LOOK_AGAIN_SHARE * self._horizon():
             return ()
         look = look_into(resident)
-        wanted = self._missing(look, self.queue_count)
+        wanted = list(islice(self._missing(look), self.queue_count))
         if not wanted or self._can_wait(device, look):
             return ()
         self._put_in_order(resident)
@@ -371,8 +371,8 @@ class Flow(Strategy):
             device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
         )
 
-    def _missing(self, look: Look, most: int | None) -> list[_Wanted]:
-        """Return the blocks that will be used and are not there, in the order of use.
+    def _missing(self, look: Look) -> Iterator[_Wanted]:
+        """Yield the blocks that will be used and are not there, in the order of use.
 
         Notes
         -----
@@ -381,16 +381,16 @@ class Flow(Strategy):
         history = self.history
         horizon = self._horizon()
         known = max(0, self._present_until - history.end)
-        wanted: dict[int, _Wanted] = {}
+        seen: set[int] = set()
         for distance, block_id in history.upcoming(horizon, known):
-            if block_id in wanted or look(block_id) is not None:
+            if block_id in seen or look(block_id) is not None:
                 continue
-            wanted[block_id] = _Wanted(distance, block_id, history.nbytes(block_id))
-            if most is not None and len(wanted) >= most:
-                break
-        first = next(iter(wanted.values())).distance if wanted else horizon
-        self._present_until = history.end + first
-        return list(wanted.values())
+            if not seen:
+                self._present_until = history.end + distance
+            seen.add(block_id)
+            yield _Wanted(distance, block_id, history.nbytes(block_id))
+        if not seen:
+            self._present_until = history.end + horizon
 
     def _can_wait(self, device: DeviceSnapshot, look: Look) -> bool:
         """Say whether compute is so far behind the link that no copy has to start yet."""
@@ -398,7 +398,7 @@ class Flow(Strategy):
             return False
         if device.compute_ns < self._wait_until_ns:
             return True
-        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(look, None))
+        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(look))
         slack_ns = self._gate.slack_ns(device, self.history.cursor, queue)
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,18 +16,19 @@ SECOND_PATIENCE = 1.0
 CONVINCING = 0.9
 
 
+#: Blocks drawn, of which the one used last of all goes: to look at all would take longer the more
+#: there are. The best of 64 is among the farthest 5 % in 96 of 100 cases.
+DRAWN_COUNT = 64
+
+
 class GhostCache:
     """A cache of block numbers under a limit, which counts the bytes that it would have fetched.
 
-    Parameters
-    ----------
-    next_use : callable, optional
-        Forecast distance of a block's next use. Without it the least recently used block goes.
+    The least recently used block goes.
     """
 
-    def __init__(self, next_use: Callable[[int], float] | None = None) -> None:
+    def __init__(self) -> None:
         self.missed_nbytes = 0
-        self._next_use = next_use
         self._held: OrderedDict[int, int] = OrderedDict()
         self._held_nbytes = 0
 
@@ -43,7 +45,7 @@ class GhostCache:
         """Let a block in that needs no copy."""
         self.death(block_id)
         while self._held and self._held_nbytes + nbytes > limit_nbytes:
-            self._evict()
+            self.death(self._victim())
         self._held[block_id] = nbytes
         self._held_nbytes += nbytes
 
@@ -57,13 +59,53 @@ class GhostCache:
         self._held_nbytes = other._held_nbytes
         self.missed_nbytes = 0
 
-    def _evict(self) -> None:
-        if self._next_use is None:
-            _, nbytes = self._held.popitem(last=False)
-        else:
-            # The order is by age and `max` takes the first of equals: least recently used.
-            nbytes = self._held.pop(max(self._held, key=self._next_use))
-        self._held_nbytes -= nbytes
+    def _victim(self) -> int:
+        return next(iter(self._held))
+
+
+class FarthestGhost(GhostCache):
+    """A ghost cache in which a block goes whose next use is far.
+
+    Parameters
+    ----------
+    next_use : callable
+        Forecast distance of a block's next use.
+    """
+
+    def __init__(self, next_use: Callable[[int], float]) -> None:
+        super().__init__()
+        self._next_use = next_use
+        self._random = random.Random(0)
+        self._numbers: list[int] = []  # of the blocks held, in no order
+        self._place: dict[int, int] = {}
+
+    def birth(self, block_id: int, nbytes: int, limit_nbytes: int) -> None:
+        """Let a block in that needs no copy."""
+        super().birth(block_id, nbytes, limit_nbytes)
+        self._place[block_id] = len(self._numbers)
+        self._numbers.append(block_id)
+
+    def death(self, block_id: int) -> None:
+        """Forget a block."""
+        super().death(block_id)
+        place = self._place.pop(block_id, None)
+        if place is not None:
+            last = self._numbers.pop()
+            if last != block_id:
+                self._numbers[place] = last
+                self._place[last] = place
+
+    def become(self, other: GhostCache) -> None:
+        """Hold what another ghost holds, with nothing missed yet."""
+        super().become(other)
+        self._numbers = list(self._held)
+        self._place = {block_id: place for place, block_id in enumerate(self._numbers)}
+
+    def _victim(self) -> int:
+        # Of few all, by age: `max` takes the first of equals, the least recently used.
+        few = len(self._held) <= DRAWN_COUNT
+        drawn = self._held if few else self._random.choices(self._numbers, k=DRAWN_COUNT)
+        return max(drawn, key=self._next_use)
 
 
 class Referee:
@@ -79,7 +121,7 @@ class Referee:
         self.is_followed = True
         self.fall_count = 0
         self._lru = GhostCache()
-        self._forecast = GhostCache(next_use)
+        self._forecast = FarthestGhost(next_use)
         self._excess_nbytes = 0.0
 
     def access(

@@ -38,7 +38,7 @@ class LatestStart:
     def slack_ns(
         self, device: DeviceSnapshot, cursor: int, missing: Iterable[tuple[int, int]]
     ) -> float:
-        """Return how long the first of the missing blocks can wait without a stall.
+        """Return how long the first missing block can wait without a stall; 0 if not at all.
 
         Parameters
         ----------
@@ -61,6 +61,6 @@ class LatestStart:
             due_ns = self._spent_ns[index] - self._spent_ns[first]
             sure_ns = due_ns * (1 - MARGIN_SHARE)
             slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
-        if link_ns == 0:
-            return 0.0
-        return slack_ns - 2 * largest_ns
+            if slack_ns <= 2 * largest_ns:
+                return 0.0  # what is missing later can only make it less
+        return slack_ns - 2 * largest_ns if link_ns else 0.0
