@@ -50,7 +50,6 @@ class TensorsManager:
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
-        self._devices_by_name: dict[str, Device] = {}
         self._others = OthersWatch()
         #: The native regions (`regions/`); `tensor/install.py` gives them.
         self.native: Any = None
@@ -74,7 +73,6 @@ class TensorsManager:
                 residency = Residency(host, device, strategy, self.log)
                 for accelerator, budget in budgets:
                     self._open_ledger(residency, accelerator, budget)
-                self._devices_by_name = {d.name: d for d in (host, *device)}
                 self._residency = residency
                 self._start_clocks()
                 tracing.begin(self.log, self.report)
@@ -126,7 +124,6 @@ class TensorsManager:
                 self.native.start_again()
                 for device, budget in budgets:
                     self._open_ledger(residency, device, budget)
-                self._devices_by_name = {d.name: d for d in (residency.books.host, *devices)}
                 self.unsupported.clear()
                 self._start_clocks()
 
@@ -184,10 +181,6 @@ class TensorsManager:
     @regions.setter
     def regions(self, wanted: bool) -> None:
         self.native.enabled = bool(wanted)
-
-    def device_named(self, name: str) -> Device:
-        """Return one of the devices in use by its name."""
-        return self._devices_by_name[name]
 
     # -- tensors ---------------------------------------------------------------------------------
 

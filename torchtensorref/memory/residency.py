@@ -148,10 +148,11 @@ class Residency:
         need_nbytes = sum(block.nbytes for block in missing)
         if need_nbytes or expected or is_over:
             try:
-                self.evictor.make_room(device, need_nbytes + expected, "operands and results")
+                need_all_nbytes = need_nbytes + expected
+                self.evictor.make_room(device, need_all_nbytes, "operands, results", may_fail=True)
             except OutOfBudgetError:
                 # What results take is only expected: operands must fit, results are seen to later.
-                self.evictor.make_room(device, need_nbytes, "operands")
+                self.evictor.make_room(device, need_nbytes, "operands", may_fail=True)
         for block in missing:
             self._fetch_with_room(block, device)
         with books.lock:
@@ -162,7 +163,7 @@ class Residency:
         """Fetch; if the device refuses the allocation all the same, evict as much again, once."""
         has_been_refused = False
         for _ in range(PATIENCE_ROUNDS):
-            self.evictor.make_room(device, block.nbytes, "operands")
+            self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
             try:
                 return self.copier.fetch(block, device)
             except RoomTakenError:
@@ -171,7 +172,7 @@ class Residency:
                 if has_been_refused:
                     raise
                 has_been_refused = True
-                self.evictor.evict_some(device, block.nbytes)
+                self.evictor.evict_some(device, block.nbytes, may_fail=True)
         raise HeldByOthersError
 
     def note_operator(

@@ -58,7 +58,9 @@ class Hold:
                 # What is given may be written inside, unseen: a static cache.
                 self.held = residency.acquire(self.device, self.blocks, self.given, passing)
             if self.device.is_witness:
-                residency.evictor.make_room_patiently(self.device, passing, "a native region")
+                residency.evictor.make_room_patiently(
+                    self.device, passing, "a native region", may_fail=True
+                )
                 self.reserve = self.device.allocate(passing)
             self._tell_accesses()
         except SHORTAGES:
