@@ -277,6 +277,30 @@ class Evictor:
         books.log.note(f"b{replica.block_id}", f"drop {replica.device.name}", why)
         return books.ledgers[replica.device].remove(replica)
 
+    def clear(self, device: Device) -> None:
+        """Evict what nobody holds on a device that is out of use."""
+        for replica in self._books.ledgers[device].replicas():
+            with self._books.lock:
+                self._copier.arrive(replica)
+            self.try_evict(replica, f"{device.name} is out of use")
+        self._books.close_ledger(device)
+
+    def leave(self, device: Device) -> None:
+        """Clear a device, as other threads let go of what they hold there.
+
+        Notes
+        -----
+        Who holds something for longer than one can wait clears it when he lets go.
+        """
+        for _ in range(PATIENCE_ROUNDS):
+            self.clear(device)
+            with self._books.lock:
+                if device not in self._books.ledgers or self._holds.is_alone():
+                    return
+                if any(is_exposed_on(block, device) for block in self._books.blocks_on(device)):
+                    return
+            self._holds.wait_a_little()
+
     def evict_all(self) -> None:
         """Evict every replica on every accelerator, dirty ones written back first."""
         for ledger in list(self._books.ledgers.values()):

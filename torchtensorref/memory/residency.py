@@ -125,6 +125,8 @@ class Residency:
                 if replica.device.notes_uses:
                     self._note_use(replica)
             self.holds.unpin(held)
+        for device in {replica.device for replica in held if self.books.is_left(replica.device)}:
+            self.evictor.clear(device)
 
     def _note_use(self, replica: Replica) -> None:
         """Tell a device who was the last to use a replica, where that can be known (lock held)."""
@@ -200,6 +202,7 @@ class Residency:
             or block.exposure is not None
             or block.sharers is not None
             or (block.is_persistent and self.feed.wants_every_use)
+            or self.books.is_left(device)
         ):
             block.ready = None
             return
@@ -306,3 +309,5 @@ class Residency:
                     self.evictor.try_evict(replica, f"{self.feed.strategy.name}: given back")
         if self.books.is_pressed and self.feed.looks_ahead:
             self.prefetcher.issue_wishes(device)
+        if self.books.is_left(device):
+            self.evictor.clear(device)
