@@ -62,5 +62,4 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
         flops=0,
         default_device=accelerator.name,
     )
-    name = residency.feed.place(snapshot)
-    return manager.device_named(name)
+    return residency.feed.place(snapshot, accelerator)

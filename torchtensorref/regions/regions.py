@@ -25,6 +25,7 @@ from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
 from ..memory.budget import SHORTAGES
+from ..memory.holds import PATIENCE_ROUNDS, PATIENCE_S
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .entry import Entry
@@ -102,9 +103,15 @@ class Regions:
         """Let every module run intercepted again, and stop looking."""
         self._is_wanted = False
         self._stop_looking()
-        for module in list(self._regions):
+        for module, region in list(self._regions.items()):
+            region.is_over = True
+            # Who runs it just now has put plain tensors in the place of its parameters.
+            has_ended = region.lock.acquire(timeout=PATIENCE_S * PATIENCE_ROUNDS)
             if is_region(module):
                 del module.__dict__["_compiled_call_impl"]
+            region.gone.set()
+            if has_ended:
+                region.lock.release()
         self._regions.clear()
         self._covered.clear()
 
@@ -209,11 +216,14 @@ class Regions:
         if self._must_be_intercepted(module):
             return module._call_impl(*args, **kwargs)
         with region.lock:  # while another thread runs it, its parameters are plain
-            region.runner = me
-            try:
-                return self._call_alone(region, module, args, kwargs)
-            finally:
-                region.runner = 0
+            if not region.is_over:
+                region.runner = me
+                try:
+                    return self._call_alone(region, module, args, kwargs)
+                finally:
+                    region.runner = 0
+        region.gone.wait(PATIENCE_S * PATIENCE_ROUNDS)
+        return module(*args, **kwargs)
 
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
