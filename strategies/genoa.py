@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..strategy import BlockSnapshot, DeviceSnapshot, Strategy
-from .lru import by_age, until_freed
+from .lru import until_freed
 
 
 class Genoa(Strategy):
@@ -22,7 +22,7 @@ class Genoa(Strategy):
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
     ) -> Iterable[int]:
         """Return the least recently used blocks: what an interrupted operator left behind."""
-        return list(until_freed(by_age(candidates), need_nbytes))
+        return until_freed(candidates, need_nbytes)
 
     def after_operator(
         self, device: DeviceSnapshot, used: Sequence[BlockSnapshot]

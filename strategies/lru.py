@@ -17,11 +17,6 @@ def until_freed(blocks: Iterable[BlockSnapshot], need_nbytes: int) -> Iterator[i
         freed_nbytes += block.nbytes
 
 
-def by_age(candidates: Iterable[BlockSnapshot]) -> list[BlockSnapshot]:
-    """Sort blocks: least recently used first, among equals the largest."""
-    return sorted(candidates, key=lambda block: (block.last_use, -block.nbytes))
-
-
 class LeastRecentlyUsed(Strategy):
     """Evict what has waited longest; among equals, the largest."""
 
@@ -31,4 +26,4 @@ class LeastRecentlyUsed(Strategy):
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
     ) -> Iterable[int]:
         """Return the least recently used blocks, as many as are needed."""
-        return list(until_freed(by_age(candidates), need_nbytes))
+        return until_freed(candidates, need_nbytes)

@@ -54,7 +54,7 @@ def manage() -> Iterator[Callable[..., Any]]:
         held = [
             block
             for replica in residency.books.ledgers[device].replicas()
-            if (block := residency.books.block_of(replica)) is not None and block.exposure is None
+            if (block := replica.block) is not None and block.exposure is None
         ]
         assert held == []
     tensorsManager.check()

@@ -21,7 +21,7 @@ from ...strategy import (
     Prefetch,
     Strategy,
 )
-from ..lru import by_age, until_freed
+from ..lru import until_freed
 from .by_next_use import Farthest
 from .forecaster import Forecaster, Look, look_into, newest_of
 from .ghost_cache import Referee
@@ -179,7 +179,7 @@ class Flow(Strategy):
         self._set_limit(device.limit_nbytes)
         self._look_again()
         if not self._follows(VICTIM_CONFIDENCE):
-            return list(until_freed(by_age(candidates), need_nbytes))
+            return until_freed(candidates, need_nbytes)
         return list(until_freed(by_score(self.history, device, candidates), need_nbytes))
 
     def prefetch(

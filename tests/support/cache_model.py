@@ -174,10 +174,10 @@ class CacheModel:
         if excess_nbytes <= 0:
             return
         candidates = self._snapshots(lambda block_id: block_id not in pinned)
+        candidates.sort(key=lambda block: (block.last_use, -block.nbytes))
         chosen = list(self.strategy.victims(self._device(), candidates, excess_nbytes))
         allowed = {block.block_id for block in candidates}
-        by_age = sorted(candidates, key=lambda block: (block.last_use, -block.nbytes))
-        for block_id in (*chosen, *(block.block_id for block in by_age)):
+        for block_id in (*chosen, *(block.block_id for block in candidates)):
             if self._resident_nbytes + need_nbytes <= self.limit_nbytes:
                 return
             if block_id in allowed and block_id in self._held:

@@ -73,6 +73,15 @@ class Replica:
         self.arrival: Event | None = None
 
     @property
+    def block(self) -> Block | None:
+        """The living block whose views over this replica are kept."""
+        for reference in self.holders:
+            block = reference()
+            if block is not None:
+                return block
+        return None
+
+    @property
     def readable(self) -> bool:
         """Whether an operator may read it now."""
         return self.state in READABLE

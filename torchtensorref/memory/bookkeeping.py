@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
-from .block import Block, Replica, graveyard
+from .block import Block, graveyard
 from .budget import Budget
 from .ledger import Ledger
 
@@ -146,15 +146,7 @@ class Books:
         deaths, self._deaths = self._deaths, []
         return deaths
 
-    def block_of(self, replica: Replica) -> Block | None:
-        """Return the living block whose views over this replica are kept."""
-        for reference in replica.holders:
-            block = reference()
-            if block is not None:
-                return block
-        return None
-
     def blocks_on(self, device: Device) -> list[Block]:
         """Return the living blocks with bytes on a device."""
-        found = (self.block_of(replica) for replica in self.ledgers[device].replicas())
+        found = (replica.block for replica in self.ledgers[device].replicas())
         return [block for block in found if block is not None]

@@ -56,7 +56,7 @@ class Copier:
         """
         books, holds = self._books, self._holds
         with books.lock:
-            block = books.block_of(replica)
+            block = replica.block
             if block is None or replica.state is not DIRTY:
                 return
             block.owned = False
@@ -182,7 +182,7 @@ class Copier:
             arrival.synchronize()
             replica.arrival = None
             replica.become(CLEAN, "written back")
-            block = self._books.block_of(replica)
+            block = replica.block
             for other in block.replicas.values() if block is not None else ():
                 if other.state is DIRTY:
                     other.become(CLEAN, "written back")

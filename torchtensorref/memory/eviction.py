@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from ..base.errors import TransferError
 from ..devices.base import Device
-from ..strategy import BlockSnapshot, DeviceSnapshot
 from .block import Replica
 from .bookkeeping import Books
 from .budget import OutOfBudgetError
 from .copies import Copier
 from .holds import PATIENCE_ROUNDS, Holds, is_exposed_on
+from .resident import Candidates
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .strategy_feed import StrategyFeed
 
@@ -63,19 +63,16 @@ class Evictor:
                     return
                 if not books.is_pressed:
                     self._note_pressure()
-                candidates = self._holds.free_replicas(device)
-                evictable_nbytes = sum(r.nbytes for r in candidates.values())
-                held_nbytes = ledger.resident_nbytes - evictable_nbytes
-                must_nbytes = ledger.resident_nbytes + need_nbytes - limit_nbytes
-                snapshots = self._feed.snapshots_of(candidates.values())
-                seen = self._feed.device_snapshot(device)
-            if evictable_nbytes < must_nbytes:
-                if self._settle_in_flight(device):
-                    continue
-                self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
-            chosen = self._chosen(seen, snapshots, candidates, excess_nbytes, may_fail)
-            self._evict_enough(chosen, candidates, excess_nbytes, why)
-        self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
+                resident_nbytes = ledger.resident_nbytes
+                must_nbytes = resident_nbytes + need_nbytes - limit_nbytes
+                can_fit = resident_nbytes - self._holds.pinned_nbytes(device) >= must_nbytes
+            if can_fit and self._evict_enough(device, excess_nbytes, why, may_fail=may_fail):
+                continue
+            if must_nbytes <= 0:
+                return
+            if not self._settle_in_flight(device):
+                break
+        self._raise_no_room(device, need_nbytes, limit_nbytes)
 
     def make_room_patiently(
         self, device: Device, need_nbytes: int, why: str, *, may_fail: bool = False
@@ -131,12 +128,8 @@ class Evictor:
 
     def evict_some(self, device: Device, need_nbytes: int, *, may_fail: bool = False) -> None:
         """Evict at least so much although the ledger sees room: the device says otherwise."""
-        with self._books.lock:
-            candidates = self._holds.free_replicas(device)
-            snapshots = self._feed.snapshots_of(candidates.values())
-            seen = self._feed.device_snapshot(device)
-        chosen = self._chosen(seen, snapshots, candidates, need_nbytes, may_fail)
-        self._evict_enough(chosen, candidates, need_nbytes, f"{device.name} refused to allocate")
+        why = f"{device.name} refused to allocate"
+        self._evict_enough(device, need_nbytes, why, may_fail=may_fail)
 
     def _note_pressure(self) -> None:
         """From now on the strategy wants to see each use of what stays (lock held)."""
@@ -147,9 +140,11 @@ class Evictor:
                     if block.is_persistent:
                         block.ready = None
 
-    def _raise_no_room(self, device: Device, need: int, limit: int, held: int) -> None:
+    def _raise_no_room(self, device: Device, need: int, limit: int) -> None:
         if need <= limit and not self._holds.is_alone():
             raise HeldByOthersError
+        with self._books.lock:
+            held = self._holds.held_nbytes(device)
         raise OutOfBudgetError(device.name, need, limit, held)
 
     def _settle_in_flight(self, device: Device) -> bool:
@@ -164,35 +159,19 @@ class Evictor:
                 self._copier.arrive(replica)
         return bool(filling)
 
-    def _chosen(
-        self,
-        seen: DeviceSnapshot,
-        snapshots: Sequence[BlockSnapshot],
-        candidates: dict[int, Replica],
-        need_nbytes: int,
-        may_fail: bool,
-    ) -> Iterable[int]:
-        """Return what the strategy names, then the least recently used (no lock held)."""
-
-        def nbytes_of(block_id: int) -> int:
-            replica = candidates.get(block_id)
-            return 0 if replica is None else replica.nbytes
-
-        chosen = self._feed.victims(seen, snapshots, need_nbytes, nbytes_of, may_fail=may_fail)
-        rest = [s.block_id for s in sorted(snapshots, key=lambda s: (s.last_use, -s.nbytes))]
-        return dict.fromkeys([*chosen, *rest])
-
-    def _evict_enough(
-        self, chosen: Iterable[int], candidates: dict[int, Replica], need_nbytes: int, why: str
-    ) -> None:
-        """Evict in this order until enough is free."""
+    def _evict_enough(self, device: Device, need_nbytes: int, why: str, *, may_fail: bool) -> int:
+        """Evict what the strategy names, then the least recently used; return the bytes freed."""
+        candidates = Candidates(self._books, self._holds, device)
+        chosen = self._feed.victims(device, candidates, need_nbytes, may_fail=may_fail)
+        rest = (block.block_id for block in candidates)
         freed_nbytes = 0
-        for block_id in chosen:
-            if freed_nbytes >= need_nbytes:
-                return
-            replica = candidates.get(block_id)
+        for block_id in chain(chosen, rest):
+            replica = candidates.replica(block_id)
             if replica is not None:
                 freed_nbytes += self.evict(replica, f"{self._feed.strategy.name}: {why}")
+            if freed_nbytes >= need_nbytes:
+                break
+        return freed_nbytes
 
     # -- one replica ----------------------------------------------------------------------------
 
@@ -232,7 +211,7 @@ class Evictor:
         Nobody waits for the copy: home is filling until it has arrived, and who reads it waits
         then. What is written meanwhile ends the copy first, so a copy in flight is current.
         """
-        block = self._books.block_of(replica)
+        block = replica.block
         home = block.replicas.get(self._books.host) if block is not None else None
         if home is None or not self._holds.seize(replica):
             return 0

@@ -14,7 +14,7 @@ from typing import Any
 from ..devices.base import Device
 from .block import Block, Replica
 from .bookkeeping import Books
-from .states import CLEAN, DIRTY, FILLING
+from .states import CLEAN, DIRTY, FILLING, INVALID
 
 #: How long a thread waits for others to let go of bytes before it looks again, in seconds.
 PATIENCE_S = 0.02
@@ -35,6 +35,7 @@ class Holds:
         #: Replicas whose copy a thread is just issuing, without the lock.
         self.issuing: set[Replica] = set()
         self.pins_by_thread: dict[int, int] = {}
+        self._pinned: dict[int, Replica] = {}  # on accelerators, by number
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -43,6 +44,8 @@ class Holds:
         me = threading.get_ident()
         for replica in replicas:
             replica.pins += 1
+            if not replica.device.is_host:
+                self._pinned[replica.number] = replica
         count = sum(not replica.device.is_host for replica in replicas)
         if count:
             self.pins_by_thread[me] = self.pins_by_thread.get(me, 0) + count
@@ -55,9 +58,19 @@ class Holds:
                 replica.pins -= 1
                 if not replica.device.is_host:
                     self.pins_by_thread[me] -= 1
+                    if not replica.pins:
+                        del self._pinned[replica.number]
             if self.pins_by_thread.get(me) == 0:
                 del self.pins_by_thread[me]
             self._books.released.notify_all()
+
+    def pinned_nbytes(self, device: Device) -> int:
+        """Return the bytes on a device that operators on the slow path hold there (lock held)."""
+        return sum(
+            replica.nbytes
+            for replica in self._pinned.values()
+            if replica.device is device and replica.state is not INVALID
+        )
 
     # -- announcements --------------------------------------------------------------------------
 
@@ -94,7 +107,7 @@ class Holds:
 
     def seize(self, replica: Replica) -> bool:
         """Close the ready path to a replica; False if somebody holds it (lock held)."""
-        block = self._books.block_of(replica)
+        block = replica.block
         if replica.pins or replica.state not in (CLEAN, DIRTY) or block is None:
             return False
         ready, block.ready = block.ready, None
@@ -105,16 +118,6 @@ class Holds:
             return False
         return True
 
-    def free_replicas(self, device: Device) -> dict[int, Replica]:
-        """Return the replicas on a device that nobody holds, by block number (lock held)."""
-        announced = self.announced_blocks()
-        found = {}
-        for replica in self._books.ledgers[device].replicas():
-            block = self._books.block_of(replica)
-            if block is not None and _is_free(replica, block, announced):
-                found[block.block_id] = replica
-        return found
-
     def free_among(self, device: Device, block_ids: Sequence[int]) -> list[Replica]:
         """Return those of the named blocks' replicas on a device that nobody holds (lock held)."""
         announced = self.announced_blocks()
@@ -122,7 +125,7 @@ class Holds:
         for block_id in block_ids:
             block = self._books.known.get(block_id)
             replica = block.replicas.get(device) if block is not None else None
-            if block is not None and replica is not None and _is_free(replica, block, announced):
+            if block is not None and replica is not None and is_free(replica, block, announced):
                 found[replica.number] = replica
         return list(found.values())
 
@@ -132,7 +135,7 @@ class Holds:
         return sum(
             replica.nbytes
             for replica in self._books.ledgers[device].replicas()
-            if (block := self._books.block_of(replica)) is not None
+            if (block := replica.block) is not None
             and (replica.pins or block in announced or is_exposed_on(block, device))
         )
 
@@ -155,7 +158,8 @@ def is_exposed_on(block: Block, device: Device) -> bool:
     return exposure is not None and exposure.device is device and exposure.alive
 
 
-def _is_free(replica: Replica, block: Block, announced: set[Block]) -> bool:
+def is_free(replica: Replica, block: Block, announced: set[Block]) -> bool:
+    """Whether a replica holds bytes, and nobody keeps them there."""
     return (
         not replica.pins
         and replica.state in (CLEAN, DIRTY)

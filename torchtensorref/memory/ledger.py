@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from itertools import islice
 
 import torch
 
@@ -12,6 +13,7 @@ from ..base.units import format_nbytes
 from ..devices.base import Device
 from .block import Block, Replica
 from .budget import Budget
+from .recency import Recency
 from .states import DIRTY
 
 _weakly = weakref.ref
@@ -38,6 +40,7 @@ class Ledger:
         self.resident_nbytes = 0
         self._lock = threading.RLock()  # again: making objects can collect garbage that comes here
         self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
+        self._recency = Recency(self._last_use_of)
         #: Fresh results and their bytes, by the weak references that tell their deaths.
         self._newborn: dict[weakref.ref[Block], int] = {}
         #: Filled by weak references' callbacks, in any thread; `bury` takes them off the books.
@@ -100,7 +103,9 @@ class Ledger:
     def add(self, replica: Replica) -> None:
         """Count a replica."""
         with self._lock:
+            block = replica.block
             self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
+            self._recency.add(replica.number, block.last_use if block else 0, replica.nbytes)
             self.resident_nbytes += replica.nbytes
 
     def add_if_room(self, replica: Replica) -> bool:
@@ -120,6 +125,7 @@ class Ledger:
         """Stop counting a replica that died; return its bytes, 0 if it did not count."""
         with self._lock:
             nbytes, _ = self._replicas.pop(number, (0, None))
+            self._recency.remove(number)
             self.resident_nbytes -= nbytes
             return nbytes
 
@@ -128,12 +134,28 @@ class Ledger:
 
     def replicas(self) -> list[Replica]:
         """Return the living replicas that hold bytes here."""
+        self._settle_all()
+        found = (reference() for _, reference in list(self._replicas.values()))
+        return [replica for replica in found if replica is not None]
+
+    def oldest(self, count: int) -> list[Replica]:
+        """Return the replicas used least recently, in that order: so many, or all there are."""
+        with self._lock:
+            self._settle_all()
+            found = (self._replicas[number][1]() for number in self._recency.oldest())
+            return list(islice((replica for replica in found if replica is not None), count))
+
+    def _settle_all(self) -> None:
         for newborn in list(self._newborn):
             block = newborn()
             if block is not None:
                 self.settle(block)
-        found = (reference() for _, reference in list(self._replicas.values()))
-        return [replica for replica in found if replica is not None]
+
+    def _last_use_of(self, number: int) -> int | None:
+        _, reference = self._replicas.get(number, (0, None))
+        replica = reference() if reference is not None else None
+        block = replica.block if replica is not None else None
+        return block.last_use if block is not None else None
 
     def both_sums(self) -> tuple[int, int]:
         """Return the running sum, and what is counted summed again: they are to be equal."""

@@ -130,7 +130,7 @@ class Residency:
 
     def _note_use(self, replica: Replica) -> None:
         """Tell a device who was the last to use a replica, where that can be known (lock held)."""
-        block = self.books.block_of(replica)
+        block = replica.block
         is_closed = block is not None and block.ready is None and block.exposure is None
         # Another thread on the ready path may have looked before it was closed.
         if is_closed and self.holds.is_alone_on_ready_path():
@@ -304,8 +304,8 @@ class Residency:
                 ]
             given_back = self.feed.given_back(device, used)
             for replica in used:
-                block_of = self.books.block_of(replica)
-                if block_of is not None and block_of.block_id in given_back:
+                block = replica.block
+                if block is not None and block.block_id in given_back:
                     self.evictor.try_evict(replica, f"{self.feed.strategy.name}: given back")
         if self.books.is_pressed and self.feed.looks_ahead:
             self.prefetcher.issue_wishes(device)

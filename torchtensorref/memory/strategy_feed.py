@@ -9,15 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import overload
 
 from ..devices.base import Device
 from ..strategy import (
     PERSISTENT_AFTER,
     Access,
-    BlockSnapshot,
     DeviceSnapshot,
     OpSnapshot,
     Prefetch,
@@ -27,7 +25,8 @@ from ..strategy.answers import CheckedStrategy
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
-from .states import DIRTY, FILLING, INVALID
+from .resident import Candidates, Resident, snapshots_of
+from .states import INVALID
 
 #: Results remembered until the strategy is told of them; most are dead by then.
 UNHEARD_COUNT = 4096
@@ -171,26 +170,25 @@ class StrategyFeed:
             return by_name[self._checked.place(snapshot, by_name)]
 
     def victims(
-        self,
-        seen: DeviceSnapshot,
-        candidates: Sequence[BlockSnapshot],
-        need_nbytes: int,
-        nbytes_of: Callable[[int], int],
-        *,
-        may_fail: bool,
+        self, device: Device, candidates: Candidates, need_nbytes: int, *, may_fail: bool
     ) -> list[int]:
         """Ask what goes first where room is needed (no lock held).
 
         Parameters
         ----------
-        nbytes_of : callable
-            The bytes that a block frees; 0 for what is no candidate.
         may_fail : bool
             The operator that needs the room has not run yet: an error may end it.
         """
+        with self._books.lock:
+            seen = self.device_snapshot(device)
         with self.lock:
             return self._checked.victims(
-                seen, candidates, need_nbytes, nbytes_of, may_fail=may_fail
+                seen,
+                candidates,
+                need_nbytes,
+                len(self._books.known),
+                candidates.nbytes_of,
+                may_fail=may_fail,
             )
 
     @property
@@ -201,7 +199,7 @@ class StrategyFeed:
     def given_back(self, device: Device, used: Sequence[Replica]) -> set[int]:
         """Ask which of the blocks that an operator has used go at once (no lock held)."""
         with self._books.lock:
-            snapshots = self.snapshots_of(used)
+            snapshots = snapshots_of(self._books, used)
             seen = self.device_snapshot(device)
         with self.lock:
             return set(self._checked.after_operator(seen, snapshots))
@@ -213,7 +211,7 @@ class StrategyFeed:
 
     def wishes(self, device: Device) -> tuple[list[int], list[Prefetch]]:
         """Ask what to write back and what to fetch ahead of need (no lock held)."""
-        resident = Resident(self._books, self, device)
+        resident = Resident(self._books, device)
         with self._books.lock:
             self._books.bury()
             self._copier.note_arrivals()
@@ -247,35 +245,6 @@ class StrategyFeed:
             d2h_free_ns=clocks.d2h_free_ns,
         )
 
-    def snapshots_of(self, replicas: Iterable[Replica]) -> list[BlockSnapshot]:
-        """Describe the living blocks of replicas (lock of the books held)."""
-        pairs = ((self._books.block_of(replica), replica) for replica in replicas)
-        return [self._describe(block, replica) for block, replica in pairs if block is not None]
-
-    def describe(self, block_id: int, device: Device) -> BlockSnapshot | None:
-        """Describe one block by its number; None if the device does not hold it."""
-        block = self._books.known.get(block_id)
-        replica = block.replicas.get(device) if block is not None else None
-        if block is None or replica is None or replica.state is INVALID:
-            return None
-        return self._describe(block, replica)
-
-    def _describe(self, block: Block, replica: Replica) -> BlockSnapshot:
-        return BlockSnapshot(
-            block.block_id,
-            replica.nbytes,
-            block.last_use,
-            self._is_newer_than_home(block, replica),
-            block.is_persistent,
-        )
-
-    def _is_newer_than_home(self, block: Block, replica: Replica) -> bool:
-        """Whether evicting a replica takes a copy home that nobody has issued yet."""
-        if replica.state is not DIRTY:
-            return False
-        home = block.replicas.get(self._books.host)
-        return home is None or home.state is not FILLING
-
 
 def note_use(books: Books, block: Block, tick: int) -> bool:
     """Count a use of a block on the slow path or in a native region; True if it is the first."""
@@ -285,41 +254,3 @@ def note_use(books: Books, block: Block, tick: int) -> bool:
     if is_first:
         books.known[block.block_id] = block
     return is_first
-
-
-class Resident(Sequence[BlockSnapshot]):
-    """What a device holds, described when somebody looks: strategies seldom ask for all of it."""
-
-    def __init__(self, books: Books, feed: StrategyFeed, device: Device) -> None:
-        self._books = books
-        self._feed = feed
-        self._device = device
-        self._all: list[BlockSnapshot] | None = None
-        #: Number of the last operator.
-        self.newest = books.tick
-
-    def get(self, block_id: int) -> BlockSnapshot | None:
-        """Describe one block; None if the device does not hold it."""
-        return self._feed.describe(block_id, self._device)
-
-    def _look(self) -> list[BlockSnapshot]:
-        if self._all is None:
-            with self._books.lock:
-                replicas = self._books.ledgers[self._device].replicas()
-                self._all = self._feed.snapshots_of(replicas)
-        return self._all
-
-    def __len__(self) -> int:
-        return len(self._look())
-
-    def __iter__(self) -> Iterator[BlockSnapshot]:
-        return iter(self._look())
-
-    @overload
-    def __getitem__(self, index: int) -> BlockSnapshot: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[BlockSnapshot]: ...
-
-    def __getitem__(self, index: int | slice) -> BlockSnapshot | list[BlockSnapshot]:
-        return self._look()[index]

@@ -99,6 +99,7 @@ class CheckedStrategy:
         device: DeviceSnapshot,
         candidates: Sequence[BlockSnapshot],
         need_nbytes: int,
+        count: int,
         nbytes_of: Callable[[int], int],
         *,
         may_fail: bool,
@@ -107,6 +108,8 @@ class CheckedStrategy:
 
         Parameters
         ----------
+        count : int
+            How many blocks live.
         nbytes_of : callable
             The bytes that a block frees; 0 for what is no candidate.
         may_fail : bool
@@ -119,7 +122,7 @@ class CheckedStrategy:
         """
 
         def read(answer: Any) -> list[int]:
-            return block_numbers(answer, len(candidates), nbytes_of, need_nbytes)
+            return block_numbers(answer, count, nbytes_of, need_nbytes)
 
         return self._ask("victims", (device, candidates, need_nbytes), read, [], may_fail=may_fail)
 

@@ -116,8 +116,11 @@ class Strategy:
     ) -> Iterable[int]:
         """Return the blocks to give back, in order, until `need_nbytes` are free.
 
-        `candidates` are the blocks on the device that no running operator holds. Naming fewer than
-        needed means that the rest is the manager's choice (least recently used).
+        `candidates` are the blocks on the device that no running operator holds, least recently
+        used first, and among equals the largest. They are described as far as they are looked at:
+        go through them as far as is needed, or ask `candidates.get(block_id)` for one of them
+        (None if it is not among them). Naming fewer than needed means that the rest is the
+        manager's choice: in that order.
         """
         raise NotImplementedError
 

@@ -64,7 +64,7 @@ def answering(method: str, answer: Callable[[], Any]) -> CheckedStrategy:
 def asked(checked: CheckedStrategy, method: str, *, may_fail: bool = True) -> Any:
     arguments = {**ASKED, **TOLD}[method]
     if method == "victims":
-        return checked.victims(*arguments, nbytes_of, may_fail=may_fail)
+        return checked.victims(*arguments, 10, nbytes_of, may_fail=may_fail)
     return getattr(checked, method)(*arguments)
 
 

