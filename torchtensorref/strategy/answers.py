@@ -19,7 +19,7 @@ from reprlib import Repr
 from types import GeneratorType
 from typing import Any, NoReturn, TypeVar
 
-from ..base.errors import StrategyError, did_you_mean
+from ..base.errors import InvariantError, StrategyError, did_you_mean
 from .contract import (
     PERSISTENT_AFTER,
     Access,
@@ -202,6 +202,8 @@ class CheckedStrategy:
         try:
             answer = getattr(self.strategy, method)(*arguments)
             return read(answer)
+        except InvariantError:
+            raise  # our own fault: it was looking at what the books say
         except UnusableAnswerError as more:
             self._warn(method, f"answered {_brief.repr(answer)} to `{method}`", str(more))
         except Exception as error:
