@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchTensorRef import StrategyError
 from torchTensorRef.strategy import Strategy
 from torchTensorRef.strategy.choice import make_strategy
 
@@ -193,8 +194,9 @@ def test_a_strategy_that_raises_does_not_hurt_the_books(manage):
 
     manager = manage(Broken(), nbytes=9_000)
     refs = [manager.adopt(torch.rand(30, 30)) for _ in range(4)]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(StrategyError, match=r"'broken' .*ZeroDivisionError.* in `victims`") as end:
         sweep_sum(refs)
+    assert isinstance(end.value.__cause__, ZeroDivisionError)
     manager.check()
     assert not manager.residency.holds.pins_by_thread
     manager.strategy = "lru"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.memory.copies import RoomTakenError
@@ -184,6 +188,144 @@ def test_the_budget_and_the_strategy_change_while_threads_work(manage):
     assert_idle(manager, limit_nbytes=20_000)
 
 
+ON_SEVERAL = "it ran on several devices, of which one is in use now"
+
+
+def other_devices(nbytes: int) -> list[Any]:
+    """Two simulated accelerators, and none."""
+    specs = [DeviceSpec(name=name, capacity_nbytes=nbytes) for name in ("one", "two")]
+    return [*(SimDevice(spec, poison=True, name=f"sim:{spec.name}") for spec in specs), "cpu"]
+
+
+def assert_left(device: Any, manager: Any) -> None:
+    """Nothing of ours is on a device that is out of use."""
+    assert device not in manager.residency.books.ledgers
+    assert device.resident_nbytes == device.recount_nbytes() == 0
+
+
+@pytest.fixture
+def short_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def changing(manager: Any, devices: list[Any], work: Callable[[int], Any], count: int) -> list[Any]:
+    """Run `work` in threads, and change the device until they are done; at least three times."""
+    running = set(range(count))
+    change_counts = []
+
+    def run(number: int) -> Any:
+        if number < count:
+            try:
+                return work(number)
+            finally:
+                running.discard(number)
+        change_counts.append(0)
+        while running or change_counts[0] < 3:
+            manager.device = devices[change_counts[0] % len(devices)]
+            change_counts[0] += 1
+            time.sleep(0.002)
+        return None
+
+    results = in_threads(run, count + 1)
+    assert change_counts[0] >= 3
+    return results[:-1]
+
+
+@pytest.mark.usefixtures("short_switches")
+@pytest.mark.parametrize("nbytes", [8_000, 40_000])
+def test_the_device_changes_while_threads_work(manage, strategy, nbytes):
+    count = 5
+    shared = [torch.rand(16, 16) for _ in range(5)]
+    owns = [torch.rand(16, 16) for _ in range(count)]
+    expected = [work_on(shared, own.clone(), 10) for own in owns]
+    manager = manage(strategy, nbytes=nbytes)
+    first = manager.residency.books.main
+    refs = [manager.adopt(t.clone()) for t in shared]
+    mine = [manager.adopt(t.clone()) for t in owns]
+    devices = [*other_devices(nbytes), first]
+    results = changing(manager, devices, lambda n: work_on(refs, mine[n], 10), count)
+    manager.device = first
+    assert_same([*expected, *shared], [*results, *refs], on_host_because=ON_SEVERAL)
+    assert_idle(manager)
+    for device in devices[:2]:
+        assert_left(device, manager)
+        assert device.peak_nbytes <= nbytes
+    assert sum(device.clocks().compute_ns for device in (first, *devices[:2]))
+
+
+@pytest.mark.usefixtures("short_switches")
+def test_the_device_changes_while_models_train_and_run_natively(manage, strategy):
+    count = 4
+    expected = [train(lambda t: t, seed) for seed in range(count)]
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 4)).eval()
+    x = torch.rand(3, 12)
+    with torch.no_grad():
+        forward = copy.deepcopy(model)(x)
+    manager = manage(strategy, nbytes=9_000)
+    first = manager.residency.books.main
+    manager.adopt(model)
+    ref = manager.adopt(x.clone())
+
+    def work(number: int) -> Any:
+        if number % 2:
+            return train(manager.adopt, number)
+        with torch.no_grad():
+            return [model(ref) for _ in range(15)]
+
+    devices = [*other_devices(9_000), first]
+    results = changing(manager, devices, work, count)
+    manager.device = first
+    for number in range(count):
+        right = expected[number] if number % 2 else [forward] * 15
+        assert_same(right, results[number], on_host_because=ON_SEVERAL)
+    assert sum(device.clocks().compute_ns for device in (first, *devices[:2]))
+    assert_idle(manager)
+    for device in devices[:2]:
+        assert_left(device, manager)
+
+
+@pytest.mark.usefixtures("short_switches")
+def test_everything_that_can_be_set_is_set_while_threads_work(manage):
+    count = 4
+    plain = [torch.rand(16, 16) for _ in range(count + 2)]
+    expected = [work_on(plain, p.clone(), 10) for p in plain[:count]]
+    manager = manage("lru", nbytes=20_000)
+    first = manager.residency.books.main
+    shared = [manager.adopt(p.clone()) for p in plain]
+    devices = [*other_devices(20_000), first]
+    ended = threading.Event()
+
+    def set_all(number: int) -> None:
+        i = 0
+        while not ended.is_set():
+            if number == count:
+                manager.device = devices[i % 4]
+            else:
+                manager.budget = (20_000, 5_000, 12_000)[i % 3]
+                manager.strategy = ("genoa", "lru", RandomEviction(i), "flow")[i % 4]
+            str(manager), manager.stats(), manager.device, manager.budget, manager.report()
+            i += 1
+
+    def work(number: int) -> Any:
+        if number >= count:
+            return set_all(number)
+        try:
+            return work_on(shared, shared[number].clone(), 10)
+        finally:
+            done.append(number)
+            if len(done) == count:
+                ended.set()
+
+    done: list[int] = []
+    results = in_threads(work, count + 2)
+    manager.device = first
+    assert_same(expected, results[:count], on_host_because=ON_SEVERAL)
+    assert_idle(manager, limit_nbytes=20_000)
+
+
 class Gate:
     """Stops the first caller of a function at its door, until somebody lets it in."""
 
@@ -214,6 +356,138 @@ def two_at_once(gate: Gate, first: Callable[[], Any], second: Callable[[], Any])
         threading.Event().wait(0.1)  # `second` has come as far as it can
         gate.opened.set()
         return [one.result(), two.result()]
+
+
+def test_a_device_is_left_when_the_operator_in_flight_has_ended(manage, monkeypatch):
+    manager = manage()
+    plain = torch.rand(30, 30)
+    ref = manager.adopt(plain.clone())
+    old, (new, *_) = manager.residency.books.main, other_devices(1 << 20)
+    had_changed: list[bool] = []
+    after = old.after_operator
+
+    def after_operator(*args: Any, **kwargs: Any) -> None:
+        had_changed.append(changed.is_set())
+        after(*args, **kwargs)
+
+    monkeypatch.setattr(old, "after_operator", after_operator)
+    gate = gated(monkeypatch, old, "before_operator")
+    changed = threading.Event()
+
+    def change() -> None:
+        manager.device = new
+        changed.set()
+
+    result, _ = two_at_once(gate, lambda: ref.mul_(2) + 1, change)
+    assert not had_changed[0], "it waited for the operator"
+    assert_same([plain * 2, plain * 2 + 1], [ref, result])
+    assert_same(plain * 2 + 1, ref + 1)
+    assert_idle(manager)
+    assert_left(old, manager)
+
+
+def learned(manager: Any) -> tuple[nn.Module, Any, Any]:
+    """A module that has run natively, its input, and what plain torch makes of it."""
+    manager.regions = True
+    module, x = nn.Sequential(nn.Linear(12, 20), nn.Tanh()).eval(), torch.rand(3, 12)
+    before = manager.native.native_count
+    with torch.no_grad():
+        expected = copy.deepcopy(module)(x)
+        manager.adopt(module)
+        ref = manager.adopt(x.clone())
+        for _ in range(4):
+            module(ref)
+    assert manager.native.native_count == before + 1
+    return module, ref, expected
+
+
+def while_it_runs_natively(
+    manager: Any, monkeypatch: Any, other: Callable[[nn.Module, Any], Any]
+) -> Any:
+    """Run a module natively and have another thread do something that must wait for its end."""
+    module, ref, expected = learned(manager)
+    gate = gated(monkeypatch, torch, "tanh")
+    tanh, ended_meanwhile = gate.function, []
+    is_over = threading.Event()
+
+    runner: list[int] = []
+
+    def passed(*args: Any) -> Any:
+        if runner == [threading.get_ident()]:
+            ended_meanwhile.append(is_over.is_set())
+        return tanh(*args)
+
+    def run() -> Any:
+        runner.append(threading.get_ident())
+        with torch.no_grad():
+            return module(ref)
+
+    def do_other() -> Any:
+        result = other(module, ref)
+        is_over.set()
+        return result
+
+    gate.function = passed
+    native_count = manager.native.native_count
+    result, others = two_at_once(gate, run, do_other)
+    assert manager.native.native_count == native_count + 1
+    assert ended_meanwhile == [False], "it waited for the run"
+    assert_same(expected, result, on_host_because="the device may be another one now")
+    return expected, others
+
+
+def test_a_device_is_left_when_a_module_that_runs_natively_there_has_ended(manage, monkeypatch):
+    manager = manage()
+    old, (new, *_) = manager.residency.books.main, other_devices(1 << 20)
+
+    def change(module: nn.Module, ref: Any) -> None:
+        manager.device = new
+
+    while_it_runs_natively(manager, monkeypatch, change)
+    assert_idle(manager)
+    assert_left(old, manager)
+
+
+@pytest.mark.parametrize("why", ["strategy", "gradients", "budget"])
+def test_a_module_that_runs_natively_is_not_seen_half_exchanged(manage, monkeypatch, why):
+    """Another thread's call has to be intercepted: it waits until the parameters are back."""
+    manager = manage()
+
+    def call(module: nn.Module, ref: Any) -> Any:
+        if why == "strategy":
+            manager.strategy = "genoa"
+        elif why == "budget":
+            manager.budget = 1 << 19
+        with torch.set_grad_enabled(why == "gradients"):
+            return module(ref)
+
+    expected, found = while_it_runs_natively(manager, monkeypatch, call)
+    assert_same(expected, found)
+    assert found.requires_grad == (why == "gradients")
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("new_device", ["sim:one", "cpu"])
+def test_an_operator_that_had_chosen_a_device_ends_there_and_clears_it(
+    manage, monkeypatch, new_device
+):
+    """Nothing tells yet that it will use the device, so nobody waits for it."""
+    manager = manage()
+    plain = torch.rand(30, 30)
+    ref = manager.adopt(plain.clone())
+    old, (one, *_) = manager.residency.books.main, other_devices(1 << 20)
+    gate = gated(monkeypatch, manager.residency, "acquire")
+
+    def change() -> None:
+        manager.device = one if new_device == "sim:one" else "cpu"
+
+    result, _ = two_at_once(gate, lambda: ref + 1, change)
+    assert manager.device == new_device
+    assert_same(plain + 1, result, on_host_because="the device that was left ran it")
+    assert_left(old, manager)
+    assert old.clocks().compute_ns > 0
+    assert_same(plain + 2, result + 1, on_host_because="there is no accelerator")
+    manager.check()
 
 
 def test_a_copy_that_another_thread_is_just_issuing_is_waited_for(manage, monkeypatch):

@@ -78,15 +78,19 @@ class ConfigError(TensorRefError, ValueError):
 class StrategyError(TensorRefError):
     """A strategy does not keep its contract.
 
-    Cause: a method is missing or takes other arguments, its name is taken, or what it
-    answered is not of the kind that was asked for.
+    Cause: when it is chosen, a method is missing or takes other arguments. While the
+    program runs, a method raised; the error's cause is what it raised.
 
-    Cure: the message names the strategy, its file and the point. Run the conformance
-    suite in `tests/conformance` over it. Meanwhile `tensorsManager.strategy = "lru"` works.
+    Cure: the message names the strategy, its file and the point. The operator that was
+    about to run has not run and nothing has been changed, so the program may go on with
+    `tensorsManager.strategy = "lru"`. An answer that cannot be used is no error but a
+    warning: the built-in answer is taken instead.
     """
 
     strategy: str = ""  # its name
     where: str = ""  # the file that defines it
+    method: str = ""  # what was asked, if it was being asked
+    answer: str = ""  # what it did, in short
 
 
 class UnsupportedOpError(TensorRefError, NotImplementedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,8 @@ class Device(ABC):
 
     #: The host itself, where blocks are at home.
     is_host: bool = False
+    #: What counts it for us. Kept here: it lives as long as somebody may ask for it.
+    ledger: Any = None
     #: Its time is virtual: it must be told what operators cost (`after_operator`, `charge`), and
     #: that the host waits for a number which the program reads.
     has_virtual_clock: bool = False

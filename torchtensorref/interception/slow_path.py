@@ -176,7 +176,7 @@ def note_operator(operands: Operands, device: Device, residency: Residency) -> N
 def after_operator(operands: Operands, born: list[Block], manager: TensorsManager) -> None:
     """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
     manager.residency.feed.tell_deaths()
-    if manager.residency.books.accelerators:
+    if not operands.accelerator.is_host:
         manager.residency.after_operator(operands.accelerator, [*operands.blocks, *born])
     if settings.check >= 2:
         manager.check()

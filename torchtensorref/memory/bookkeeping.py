@@ -32,6 +32,26 @@ class Counts:
     host_fallbacks: dict[str, int] = field(default_factory=dict)
 
 
+class Ledgers(dict[Device, Ledger]):
+    """The ledgers by device: of those in use, and of those that were and still hold something.
+
+    An operator that was in flight when its device went out of use may ask for it later: then it is
+    here again, the same one, until `Books.close_ledger` finds it empty.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        super().__init__()
+        self._lock = lock
+
+    def __missing__(self, device: Device) -> Ledger:
+        ledger: Ledger | None = device.ledger
+        if ledger is None:
+            raise KeyError(device)
+        with self._lock:
+            self[device] = ledger
+        return ledger
+
+
 class Books:
     """Devices, ledgers and counts, and the one lock under which blocks change.
 
@@ -55,7 +75,7 @@ class Books:
         self.lock = threading.RLock()
         #: Told when a hold ends, or a copy has been issued.
         self.released = threading.Condition(self.lock)
-        self.ledgers: dict[Device, Ledger] = {}
+        self.ledgers = Ledgers(self.lock)
         self.counts = Counts()
         #: Number of the operator that runs; the clock of recency.
         self.tick = 0
@@ -66,23 +86,46 @@ class Books:
     @property
     def main(self) -> Device:
         """The accelerator that operators run on unless a strategy says otherwise."""
-        return self.accelerators[0] if self.accelerators else self.host
+        accelerators = self.accelerators  # looked at once: another thread may exchange them
+        return accelerators[0] if accelerators else self.host
 
-    def use(self, accelerators: Sequence[Device]) -> None:
-        """Use these accelerators, whose ledgers are still to be opened, and no others."""
-        self.ledgers.clear()
-        self.accelerators[:] = accelerators
-        self.ready_device = self.main
-        self.is_pressed = False
+    def use(self, accelerators: Sequence[Device]) -> list[Device]:
+        """Use these accelerators, whose ledgers are open, and no others; return those left.
+
+        Operators that are in flight on one of those end there; what begins later goes to the new
+        ones. From here on no block is ready on a device that was left.
+        """
+        with self.lock:
+            was_main = self.main
+            self.accelerators = list(accelerators)
+            if self.ready_device is was_main:
+                self.ready_device = self.main  # else everything is to be seen: that goes on
+            self.is_pressed = False
+            left = [device for device in self.ledgers if device not in self.accelerators]
+            for device in left:
+                for block in self.blocks_on(device):
+                    block.ready = None
+        return left
+
+    def is_left(self, device: Device) -> bool:
+        """Whether a device is not in use, or not any more."""
+        return not device.is_host and device not in self.accelerators
 
     def open_ledger(self, device: Device, budget: Budget) -> None:
         """Start counting a device; what it already holds for us goes on being counted."""
         with self.lock:
-            ledger = self.ledgers.get(device)
-            if ledger is None:
-                self.ledgers[device] = Ledger(device, budget)
-            else:
-                ledger.budget = budget
+            if device.ledger is None:
+                device.ledger = Ledger(device, budget)
+            device.ledger.budget = budget
+            self.ledgers[device] = device.ledger
+
+    def close_ledger(self, device: Device) -> bool:
+        """Leave out the ledger of a device that is out of use; False while it holds something."""
+        with self.lock:
+            self.bury()
+            if self.is_left(device) and self.ledgers[device].resident_nbytes == 0:
+                del self.ledgers[device]
+            return device not in self.ledgers
 
     def bury(self) -> None:
         """Take what the program has let go of out of the ledgers (lock held)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..base.errors import TransferError
 from ..devices.base import Device
@@ -35,8 +35,15 @@ class Evictor:
 
     # -- room -----------------------------------------------------------------------------------
 
-    def make_room(self, device: Device, need_nbytes: int, why: str) -> None:
+    def make_room(
+        self, device: Device, need_nbytes: int, why: str, *, may_fail: bool = False
+    ) -> None:
         """Evict until `need_nbytes` fit on a device (no lock held).
+
+        Parameters
+        ----------
+        may_fail : bool, optional
+            The operator that needs them has not run yet: an error of the strategy's may end it.
 
         Raises
         ------
@@ -66,14 +73,17 @@ class Evictor:
                 if self._settle_in_flight(device):
                     continue
                 self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
-            self._evict_enough(device, seen, snapshots, candidates, excess_nbytes, why)
+            chosen = self._chosen(seen, snapshots, candidates, excess_nbytes, may_fail)
+            self._evict_enough(chosen, candidates, excess_nbytes, why)
         self._raise_no_room(device, need_nbytes, limit_nbytes, held_nbytes)
 
-    def make_room_patiently(self, device: Device, need_nbytes: int, why: str) -> None:
+    def make_room_patiently(
+        self, device: Device, need_nbytes: int, why: str, *, may_fail: bool = False
+    ) -> None:
         """`make_room`, waiting a bounded time for what other threads hold."""
         for _ in range(PATIENCE_ROUNDS):
             try:
-                return self.make_room(device, need_nbytes, why)
+                return self.make_room(device, need_nbytes, why, may_fail=may_fail)
             except HeldByOthersError:
                 self._holds.wait_a_little()
                 # This thread holds its operands while it waits, pinned or announced: it must give
@@ -119,20 +129,19 @@ class Evictor:
             return
         self.make_room_patiently(device, 0, "the budget was lowered")
 
-    def evict_some(self, device: Device, need_nbytes: int) -> None:
+    def evict_some(self, device: Device, need_nbytes: int, *, may_fail: bool = False) -> None:
         """Evict at least so much although the ledger sees room: the device says otherwise."""
         with self._books.lock:
             candidates = self._holds.free_replicas(device)
             snapshots = self._feed.snapshots_of(candidates.values())
             seen = self._feed.device_snapshot(device)
-        self._evict_enough(
-            device, seen, snapshots, candidates, need_nbytes, f"{device.name} refused to allocate"
-        )
+        chosen = self._chosen(seen, snapshots, candidates, need_nbytes, may_fail)
+        self._evict_enough(chosen, candidates, need_nbytes, f"{device.name} refused to allocate")
 
     def _note_pressure(self) -> None:
         """From now on the strategy wants to see each use of what stays (lock held)."""
         self._books.is_pressed = True
-        if self._feed.strategy.watches_accesses:
+        if self._feed.watches_accesses:
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     if block.is_persistent:
@@ -155,20 +164,30 @@ class Evictor:
                 self._copier.arrive(replica)
         return bool(filling)
 
-    def _evict_enough(
+    def _chosen(
         self,
-        device: Device,
         seen: DeviceSnapshot,
         snapshots: Sequence[BlockSnapshot],
         candidates: dict[int, Replica],
         need_nbytes: int,
-        why: str,
-    ) -> None:
-        """Evict what the strategy names, then the least recently used, until enough is free."""
-        chosen = self._feed.victims(seen, snapshots, need_nbytes)
+        may_fail: bool,
+    ) -> Iterable[int]:
+        """Return what the strategy names, then the least recently used (no lock held)."""
+
+        def nbytes_of(block_id: int) -> int:
+            replica = candidates.get(block_id)
+            return 0 if replica is None else replica.nbytes
+
+        chosen = self._feed.victims(seen, snapshots, need_nbytes, nbytes_of, may_fail=may_fail)
         rest = [s.block_id for s in sorted(snapshots, key=lambda s: (s.last_use, -s.nbytes))]
+        return dict.fromkeys([*chosen, *rest])
+
+    def _evict_enough(
+        self, chosen: Iterable[int], candidates: dict[int, Replica], need_nbytes: int, why: str
+    ) -> None:
+        """Evict in this order until enough is free."""
         freed_nbytes = 0
-        for block_id in dict.fromkeys([*chosen, *rest]):
+        for block_id in chosen:
             if freed_nbytes >= need_nbytes:
                 return
             replica = candidates.get(block_id)
@@ -257,6 +276,30 @@ class Evictor:
         books.counts.dropped_nbytes += replica.nbytes
         books.log.note(f"b{replica.block_id}", f"drop {replica.device.name}", why)
         return books.ledgers[replica.device].remove(replica)
+
+    def clear(self, device: Device) -> None:
+        """Evict what nobody holds on a device that is out of use."""
+        for replica in self._books.ledgers[device].replicas():
+            with self._books.lock:
+                self._copier.arrive(replica)
+            self.try_evict(replica, f"{device.name} is out of use")
+        self._books.close_ledger(device)
+
+    def leave(self, device: Device) -> None:
+        """Clear a device, as other threads let go of what they hold there.
+
+        Notes
+        -----
+        Who holds something for longer than one can wait clears it when he lets go.
+        """
+        for _ in range(PATIENCE_ROUNDS):
+            self.clear(device)
+            with self._books.lock:
+                if device not in self._books.ledgers or self._holds.is_alone():
+                    return
+                if any(is_exposed_on(block, device) for block in self._books.blocks_on(device)):
+                    return
+            self._holds.wait_a_little()
 
     def evict_all(self) -> None:
         """Evict every replica on every accelerator, dirty ones written back first."""

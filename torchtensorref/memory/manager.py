@@ -50,7 +50,6 @@ class TensorsManager:
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         #: Bytes that the results of an operator on operands of such sizes took the last time.
         self.expected_results: dict[Any, int] = {}
-        self._devices_by_name: dict[str, Device] = {}
         self._others = OthersWatch()
         #: The native regions (`regions/`); `tensor/install.py` gives them.
         self.native: Any = None
@@ -74,7 +73,6 @@ class TensorsManager:
                 residency = Residency(host, device, strategy, self.log)
                 for accelerator, budget in budgets:
                     self._open_ledger(residency, accelerator, budget)
-                self._devices_by_name = {d.name: d for d in (host, *device)}
                 self._residency = residency
                 self._start_clocks()
                 tracing.begin(self.log, self.report)
@@ -115,20 +113,23 @@ class TensorsManager:
     @device.setter
     def device(self, setting: Any) -> None:
         devices = self._resolve_devices(setting)
-        budgets = self._budgets_for(devices, self._budget_setting)
         with self._lock:
-            self._device_setting = setting
+            budgets = self._budgets_for(devices, self._budget_setting)
             residency = self._residency
             if residency is not None:
                 self.bring_all_home()
                 host_readers.forget_finished()
-                residency.books.use(devices)
-                self.native.start_again()
                 for device, budget in budgets:
                     self._open_ledger(residency, device, budget)
-                self._devices_by_name = {d.name: d for d in (residency.books.host, *devices)}
+                # From here on operators begin on the new ones; those in flight end on the old.
+                left = residency.books.use(devices)
+                self._device_setting = setting
                 self.unsupported.clear()
+                self.native.start_again()
                 self._start_clocks()
+                for device in left:
+                    residency.evictor.leave(device)
+            self._device_setting = setting
 
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
@@ -145,8 +146,8 @@ class TensorsManager:
     def budget(self) -> Any:
         """The most bytes the accelerator may hold; by device name where there are several."""
         limits = {
-            device.name: ledger.limit_nbytes
-            for device, ledger in self.residency.books.ledgers.items()
+            device.name: self.residency.books.ledgers[device].limit_nbytes
+            for device in self.residency.books.accelerators
         }
         return next(iter(limits.values())) if len(limits) == 1 else limits
 
@@ -157,12 +158,14 @@ class TensorsManager:
             self._budgets_for(devices, setting)  # bad text is refused now, not at the first tensor
             self._budget_setting = setting
             return
-        budgets = self._budgets_for(self._residency.books.accelerators, setting)
-        self._budget_setting = setting
-        for device, budget in budgets:
-            self._open_ledger(self._residency, device, budget)
+        with self._lock:  # the device may be changed by another thread
+            budgets = self._budgets_for(self._residency.books.accelerators, setting)
+            self._budget_setting = setting
+            for device, budget in budgets:
+                self._open_ledger(self._residency, device, budget)
+            self.native.start_again()  # which modules fit is another question now
+        for device, _ in budgets:
             self._residency.evictor.fit_budget(device)
-        self.native.start_again()  # which modules fit is another question now
 
     @property
     def strategy(self) -> Any:
@@ -184,10 +187,6 @@ class TensorsManager:
     @regions.setter
     def regions(self, wanted: bool) -> None:
         self.native.enabled = bool(wanted)
-
-    def device_named(self, name: str) -> Device:
-        """Return one of the devices in use by its name."""
-        return self._devices_by_name[name]
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -350,7 +349,7 @@ class TensorsManager:
         where = ", ".join(
             f"{device.name} {format_nbytes(ledger.resident_nbytes)} of "
             f"{format_nbytes(ledger.budget.limit_nbytes)}"
-            for device, ledger in self._residency.books.ledgers.items()
+            for device, ledger in list(self._residency.books.ledgers.items())
         )
         return f"<TensorsManager {self._residency.feed.strategy.name}: {where or 'host only'}>"
 

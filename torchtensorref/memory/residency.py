@@ -125,6 +125,8 @@ class Residency:
                 if replica.device.notes_uses:
                     self._note_use(replica)
             self.holds.unpin(held)
+        for device in {replica.device for replica in held if self.books.is_left(replica.device)}:
+            self.evictor.clear(device)
 
     def _note_use(self, replica: Replica) -> None:
         """Tell a device who was the last to use a replica, where that can be known (lock held)."""
@@ -148,10 +150,11 @@ class Residency:
         need_nbytes = sum(block.nbytes for block in missing)
         if need_nbytes or expected or is_over:
             try:
-                self.evictor.make_room(device, need_nbytes + expected, "operands and results")
+                need_all_nbytes = need_nbytes + expected
+                self.evictor.make_room(device, need_all_nbytes, "operands, results", may_fail=True)
             except OutOfBudgetError:
                 # What results take is only expected: operands must fit, results are seen to later.
-                self.evictor.make_room(device, need_nbytes, "operands")
+                self.evictor.make_room(device, need_nbytes, "operands", may_fail=True)
         for block in missing:
             self._fetch_with_room(block, device)
         with books.lock:
@@ -162,7 +165,7 @@ class Residency:
         """Fetch; if the device refuses the allocation all the same, evict as much again, once."""
         has_been_refused = False
         for _ in range(PATIENCE_ROUNDS):
-            self.evictor.make_room(device, block.nbytes, "operands")
+            self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
             try:
                 return self.copier.fetch(block, device)
             except RoomTakenError:
@@ -171,7 +174,7 @@ class Residency:
                 if has_been_refused:
                     raise
                 has_been_refused = True
-                self.evictor.evict_some(device, block.nbytes)
+                self.evictor.evict_some(device, block.nbytes, may_fail=True)
         raise HeldByOthersError
 
     def note_operator(
@@ -199,6 +202,7 @@ class Residency:
             or block.exposure is not None
             or block.sharers is not None
             or (block.is_persistent and self.feed.wants_every_use)
+            or self.books.is_left(device)
         ):
             block.ready = None
             return
@@ -305,3 +309,5 @@ class Residency:
                     self.evictor.try_evict(replica, f"{self.feed.strategy.name}: given back")
         if self.books.is_pressed and self.feed.looks_ahead:
             self.prefetcher.issue_wishes(device)
+        if self.books.is_left(device):
+            self.evictor.clear(device)

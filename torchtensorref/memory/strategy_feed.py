@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import overload
 
@@ -23,6 +23,7 @@ from ..strategy import (
     Prefetch,
     Strategy,
 )
+from ..strategy.answers import CheckedStrategy
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
@@ -33,12 +34,10 @@ UNHEARD_COUNT = 4096
 
 
 class StrategyFeed:
-    """What the strategy is told and asked.
+    """What the strategy is told and asked; what it says is checked in `strategy/answers.py`.
 
     Attributes
     ----------
-    strategy : Strategy
-        The one in use.
     lock : threading.RLock
         Held while it is told or asked anything. Taken before the lock of the books, never after.
     """
@@ -46,7 +45,7 @@ class StrategyFeed:
     def __init__(self, books: Books, copier: Copier, strategy: Strategy) -> None:
         self._books = books
         self._copier = copier
-        self.strategy = strategy
+        self._checked = CheckedStrategy(strategy)
         self.lock = threading.RLock()
         #: Results that the strategy has not been told of, oldest first; and (operator, block) from
         #: which on those that it was told of count as persistent.
@@ -55,11 +54,17 @@ class StrategyFeed:
         #: Number of the operator whose access to a persistent block was told last.
         self._told_tick = 0
 
+    @property
+    def strategy(self) -> Strategy:
+        """The one in use."""
+        return self._checked.strategy
+
     def change(self, strategy: Strategy) -> None:
         """Ask another strategy from now on; every block goes by it again before it is ready."""
+        checked = CheckedStrategy(strategy)
         # In this order: what a strategy is told can need the lock (a result's first look).
         with self.lock, self._books.lock:
-            self.strategy = strategy
+            self._checked = checked
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     block.ready = None
@@ -67,7 +72,12 @@ class StrategyFeed:
     @property
     def wants_every_use(self) -> bool:
         """Whether each use of a persistent block has to be told: it takes the slow path then."""
-        return self._books.is_pressed and self.strategy.watches_accesses
+        return self._books.is_pressed and self._checked.watches_accesses
+
+    @property
+    def watches_accesses(self) -> bool:
+        """Whether the strategy wants to be told each use of what stays, once memory is short."""
+        return self._checked.watches_accesses
 
     # -- told -----------------------------------------------------------------------------------
 
@@ -85,7 +95,7 @@ class StrategyFeed:
         if not (self._unheard or self._young):
             return
         with self.lock:
-            strategy, unheard, young = self.strategy, self._unheard, self._young
+            checked, unheard, young = self._checked, self._unheard, self._young
             while unheard:
                 block = unheard.popleft()()
                 if block is None:
@@ -93,8 +103,8 @@ class StrategyFeed:
                 _ = block.replicas  # its death has to be told too
                 self._books.known[block.block_id] = block
                 place = max(0, block.born - self._told_tick)
-                age: int | None = strategy.on_birth(block.block_id, block.nbytes, place)
-                if age is not None and age < PERSISTENT_AFTER:
+                age = checked.on_birth(block.block_id, block.nbytes, place)
+                if age < PERSISTENT_AFTER:
                     heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
             while young and young[0][0] <= self._books.tick:
                 block = heappop(young)[2]()
@@ -113,7 +123,7 @@ class StrategyFeed:
         if deaths:
             with self.lock:
                 for block_id in deaths:
-                    self.strategy.on_death(block_id)
+                    self._checked.on_death(block_id)
 
     def tell_uses(
         self, device: Device, blocks: Iterable[Block], written: Iterable[Block], kind: int
@@ -142,33 +152,56 @@ class StrategyFeed:
             self._told_tick = tick
         replica = block.replicas.get(self._books.main)
         there = replica is not None and replica.state is not INVALID
-        self.strategy.on_access(
+        self._checked.on_access(
             Access(block.block_id, block.nbytes, struct, block.is_persistent, writes, there)
         )
 
     def tell_prefetch(self, block: Block) -> None:
         """Tell that a copy which the strategy asked for has been issued (no lock held)."""
         with self.lock:
-            self.strategy.on_prefetch(block.block_id, block.nbytes)
+            self._checked.on_prefetch(block.block_id, block.nbytes)
 
     # -- asked ----------------------------------------------------------------------------------
 
-    def place(self, snapshot: OpSnapshot) -> str:
-        """Ask where an operator runs (no lock held)."""
+    @property
+    def places(self) -> bool:
+        """Whether the strategy says where operators run."""
+        return self._checked.places
+
+    def place(self, snapshot: OpSnapshot, default: Device) -> Device:
+        """Ask where an operator runs, unless on the default device (no lock held)."""
+        books = self._books
+        by_name = {d.name: d for d in (books.host, *books.accelerators, default)}
         with self.lock:
-            return self.strategy.place(snapshot)
+            return by_name[self._checked.place(snapshot, by_name)]
 
     def victims(
-        self, seen: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
+        self,
+        seen: DeviceSnapshot,
+        candidates: Sequence[BlockSnapshot],
+        need_nbytes: int,
+        nbytes_of: Callable[[int], int],
+        *,
+        may_fail: bool,
     ) -> list[int]:
-        """Ask what goes first where room is needed (no lock held)."""
+        """Ask what goes first where room is needed (no lock held).
+
+        Parameters
+        ----------
+        nbytes_of : callable
+            The bytes that a block frees; 0 for what is no candidate.
+        may_fail : bool
+            The operator that needs the room has not run yet: an error may end it.
+        """
         with self.lock:
-            return list(self.strategy.victims(seen, candidates, need_nbytes))
+            return self._checked.victims(
+                seen, candidates, need_nbytes, nbytes_of, may_fail=may_fail
+            )
 
     @property
     def gives_back(self) -> bool:
         """Whether the strategy evicts what an operator has used as soon as it has ended."""
-        return type(self.strategy).after_operator is not Strategy.after_operator
+        return self._checked.gives_back
 
     def given_back(self, device: Device, used: Sequence[Replica]) -> set[int]:
         """Ask which of the blocks that an operator has used go at once (no lock held)."""
@@ -176,13 +209,12 @@ class StrategyFeed:
             snapshots = self.snapshots_of(used)
             seen = self.device_snapshot(device)
         with self.lock:
-            return set(self.strategy.after_operator(seen, snapshots))
+            return set(self._checked.after_operator(seen, snapshots))
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the strategy asks for copies before they are needed."""
-        kind = type(self.strategy)
-        return kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
+        return self._checked.looks_ahead
 
     def wishes(self, device: Device) -> tuple[list[int], list[Prefetch]]:
         """Ask what to write back and what to fetch ahead of need (no lock held)."""
@@ -192,8 +224,9 @@ class StrategyFeed:
             self._copier.note_arrivals()
             seen = self.device_snapshot(device)
         with self.lock:
-            leaving = list(self.strategy.write_back(seen, resident))
-            return leaving, list(self.strategy.prefetch(seen, resident))
+            checked, count = self._checked, len(self._books.known)
+            leaving = checked.write_back(seen, resident, count)
+            return leaving, checked.prefetch(seen, resident, count)
 
     # -- snapshots ------------------------------------------------------------------------------
 

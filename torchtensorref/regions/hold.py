@@ -42,6 +42,8 @@ class Hold:
     def acquire(self) -> bool:
         """Hold all blocks on the device, with room for what passes; False if that cannot be."""
         residency, passing = self.residency, self.structure.passing_nbytes
+        if self.device.is_host:
+            return False  # the device was changed since this was learned
         ledger = residency.books.ledgers[self.device]
         if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
             return False
@@ -58,7 +60,9 @@ class Hold:
                 # What is given may be written inside, unseen: a static cache.
                 self.held = residency.acquire(self.device, self.blocks, self.given, passing)
             if self.device.is_witness:
-                residency.evictor.make_room_patiently(self.device, passing, "a native region")
+                residency.evictor.make_room_patiently(
+                    self.device, passing, "a native region", may_fail=True
+                )
                 self.reserve = self.device.allocate(passing)
             self._tell_accesses()
         except SHORTAGES:

@@ -80,6 +80,9 @@ class Region:
     lock: Any = field(default_factory=threading.RLock)
     #: The thread that runs it, natively or inside its own call; others wait.
     runner: int = 0
+    #: It is being forgotten: who comes now waits until it is gone, and calls the module again.
+    is_over: bool = False
+    gone: threading.Event = field(default_factory=threading.Event)
     slots: list[Slot] = field(default_factory=list)
     #: The modules under it, looked at before each run, and the distinct blocks.
     parts: list[Part] = field(default_factory=list)

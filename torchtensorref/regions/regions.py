@@ -25,6 +25,7 @@ from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
 from ..memory.budget import SHORTAGES
+from ..memory.holds import PATIENCE_ROUNDS, PATIENCE_S
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .entry import Entry
@@ -74,6 +75,9 @@ class Regions:
         self._nbytes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         #: Modules inside a region: no regions of their own while the larger one may run.
         self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: How many intercepted calls of a region's module are in flight: it cannot be run natively.
+        self._intercepted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._counting = threading.Lock()
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -102,9 +106,15 @@ class Regions:
         """Let every module run intercepted again, and stop looking."""
         self._is_wanted = False
         self._stop_looking()
-        for module in list(self._regions):
+        for module, region in list(self._regions.items()):
+            region.is_over = True
+            # Who runs it just now has put plain tensors in the place of its parameters.
+            has_ended = region.lock.acquire(timeout=PATIENCE_S * PATIENCE_ROUNDS)
             if is_region(module):
                 del module.__dict__["_compiled_call_impl"]
+            region.gone.set()
+            if has_ended:
+                region.lock.release()
         self._regions.clear()
         self._covered.clear()
 
@@ -207,13 +217,29 @@ class Regions:
         if region.runner == me or me in self.manager.residency.holds.native_entries:
             return module._call_impl(*args, **kwargs)
         if self._must_be_intercepted(module):
-            return module._call_impl(*args, **kwargs)
+            return self._call_intercepted(region, module, args, kwargs)
         with region.lock:  # while another thread runs it, its parameters are plain
-            region.runner = me
-            try:
-                return self._call_alone(region, module, args, kwargs)
-            finally:
-                region.runner = 0
+            if not region.is_over:
+                region.runner = me
+                try:
+                    return self._call_alone(region, module, args, kwargs)
+                finally:
+                    region.runner = 0
+        region.gone.wait(PATIENCE_S * PATIENCE_ROUNDS)
+        return module(*args, **kwargs)
+
+    def _call_intercepted(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module as it is, while no other thread runs it natively."""
+        with region.lock:
+            self._count(module, 1)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            self._count(module, -1)
+
+    def _count(self, module: nn.Module, more: int) -> None:
+        with self._counting:
+            self._intercepted[module] = self._intercepted.get(module, 0) + more
 
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
@@ -224,7 +250,7 @@ class Regions:
         exchange = Exchange()
         inputs = exchange.find((args, kwargs))
         structure = region.structures.setdefault(key_of(inputs), Structure())
-        if structure.doubt:
+        if structure.doubt or self._intercepted.get(module):
             return module._call_impl(*args, **kwargs)
         input_nbytes = sum(ref._ttr_block.nbytes for ref in inputs)
         is_forced = settings.regions == "forced"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import warnings
+from collections.abc import Iterator
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, NoReturn
 
 from ..base.errors import ConfigError, StrategyError, did_you_mean, nearest
+from .answers import file_of
 from .contract import Strategy
 
 #: Strategies that come with us, by name: where each lives. Found by name, never imported from here.
@@ -20,20 +24,15 @@ DEFAULT = "flow"
 #: The entry-point group under which other packages offer theirs.
 ENTRY_POINTS = "torchTensorRef.strategies"
 
-#: The methods a strategy must have, with the names of their arguments.
+#: What a strategy may have of its own, and the methods among it with the names of their arguments.
+NAMES = tuple(name for name in vars(Strategy) if not name.startswith("_"))
 CONTRACT = {
     name: tuple(inspect.signature(getattr(Strategy, name)).parameters)
-    for name in (
-        "place",
-        "victims",
-        "after_operator",
-        "on_access",
-        "on_birth",
-        "on_death",
-        "prefetch",
-        "write_back",
-    )
+    for name in NAMES
+    if inspect.isfunction(vars(Strategy)[name])
 }
+#: A name so like one of those is taken for a slip.
+LIKENESS = 0.8
 
 
 def make_strategy(setting: Any) -> Strategy:
@@ -56,9 +55,16 @@ def make_strategy(setting: Any) -> Strategy:
         setting = DEFAULT
     if isinstance(setting, str):
         setting = _class_named(setting)
-    strategy = setting() if inspect.isclass(setting) else setting
+    strategy = _made(setting) if inspect.isclass(setting) else setting
     validate(strategy)
-    return strategy  # type: ignore[return-value]
+    return strategy  # type: ignore[no-any-return]
+
+
+def _made(kind: type) -> Any:
+    try:
+        return kind()
+    except Exception as error:
+        _refuse(kind, f"cannot be made: {kind.__name__}() raised {error!r}. Give an object.", error)
 
 
 def known_names() -> list[str]:
@@ -84,27 +90,62 @@ def _class_named(name: str) -> Any:
 
 
 def validate(strategy: Any) -> None:
-    """Refuse an object that does not keep the contract, saying where and in which point."""
-    kind = type(strategy)
-    name = getattr(strategy, "name", "")
-    try:
-        where = inspect.getfile(kind)
-    except (TypeError, OSError):
-        where = "unknown file"
+    """Refuse an object that does not keep the contract, saying where and in which point.
 
-    def refuse(point: str) -> None:
-        raise StrategyError(
-            f"The strategy {name or kind.__name__!r} ({where}) {point}", strategy=name, where=where
+    What looks like a slip in an optional name is warned of: nobody would ever call it.
+    """
+    kind = type(strategy)
+    if not isinstance(strategy, Strategy):
+        _refuse(
+            kind,
+            "must be derived from torchTensorRef.strategy.Strategy; only `victims` is required.",
+        )
+    name = strategy.name
+    if not isinstance(name, str) or not name:
+        _refuse(kind, "has no name: give its class an attribute `name`.")
+    for method, arguments in CONTRACT.items():
+        function = getattr(strategy, method)
+        if not callable(function):
+            _refuse(kind, f"has `{method} = {function!r}`; it is called with {arguments}.")
+        found = tuple(inspect.signature(getattr(kind, method)).parameters)
+        if found != arguments:
+            _refuse(kind, f"has `{method}{found}`; it is called with {arguments}.")
+    slips = list(_slips(kind))
+    if kind.victims is Strategy.victims:
+        meant = next((f" Was `{slip}` meant to be it?" for slip, n in slips if n == "victims"), "")
+        _refuse(
+            kind,
+            "has no `victims` of its own: it must say what is given back when room is needed."
+            + meant,
+        )
+    for slip, known in slips:
+        warnings.warn_explicit(
+            f"The strategy {name!r} has `{slip}`, which nobody asks for. Did you mean `{known}`? "
+            f"Known: {', '.join(NAMES)}. What is its own business may begin with an underscore.",
+            RuntimeWarning,
+            file_of(strategy),
+            1,
         )
 
-    if not isinstance(strategy, Strategy):
-        refuse("must be derived from torchTensorRef.strategy.Strategy; only `victims` is required.")
-    if not isinstance(name, str) or not name:
-        refuse("has no name: give its class an attribute `name`.")
-    for method, arguments in CONTRACT.items():
-        function = getattr(kind, method)
-        found = tuple(inspect.signature(function).parameters)
-        if found != arguments:
-            refuse(f"has `{method}{found}`; it is called with {arguments}.")
-    if kind.victims is Strategy.victims:
-        refuse("has no `victims` of its own: it must say what is given back when room is needed.")
+
+def _slips(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield public names that are nearly one of the contract, which itself was left out."""
+    own = {
+        name
+        for base in kind.__mro__[: kind.__mro__.index(Strategy)]
+        for name in vars(base)
+        if not name.startswith("_")
+    }
+    left_out = [name for name in NAMES if name not in own]
+    for name in sorted(own.difference(NAMES)):
+        close = difflib.get_close_matches(name.casefold(), left_out, n=1, cutoff=LIKENESS)
+        if close:
+            yield name, close[0]
+
+
+def _refuse(kind: type, point: str, cause: Exception | None = None) -> NoReturn:
+    name, where = getattr(kind, "name", ""), file_of(kind)
+    shown = name if isinstance(name, str) and name else kind.__name__
+    raise StrategyError(
+        f"The strategy {shown!r} ({where}) {point}", strategy=str(name), where=where
+    ) from cause
