@@ -386,43 +386,85 @@ def test_a_device_is_left_when_the_operator_in_flight_has_ended(manage, monkeypa
     assert_left(old, manager)
 
 
-def test_a_device_is_left_when_a_module_that_runs_natively_there_has_ended(manage, monkeypatch):
-    manager = manage()
+def learned(manager: Any) -> tuple[nn.Module, Any, Any]:
+    """A module that has run natively, its input, and what plain torch makes of it."""
     manager.regions = True
     module, x = nn.Sequential(nn.Linear(12, 20), nn.Tanh()).eval(), torch.rand(3, 12)
+    before = manager.native.native_count
     with torch.no_grad():
         expected = copy.deepcopy(module)(x)
         manager.adopt(module)
         ref = manager.adopt(x.clone())
         for _ in range(4):
             module(ref)
-    old, (new, *_) = manager.residency.books.main, other_devices(1 << 20)
-    native_count = manager.native.native_count
-    assert native_count, "it is learned"
+    assert manager.native.native_count == before + 1
+    return module, ref, expected
+
+
+def while_it_runs_natively(
+    manager: Any, monkeypatch: Any, other: Callable[[nn.Module, Any], Any]
+) -> Any:
+    """Run a module natively and have another thread do something that must wait for its end."""
+    module, ref, expected = learned(manager)
     gate = gated(monkeypatch, torch, "tanh")
-    had_changed: list[bool] = []
+    tanh, ended_meanwhile = gate.function, []
+    is_over = threading.Event()
+
+    runner: list[int] = []
+
+    def passed(*args: Any) -> Any:
+        if runner == [threading.get_ident()]:
+            ended_meanwhile.append(is_over.is_set())
+        return tanh(*args)
 
     def run() -> Any:
+        runner.append(threading.get_ident())
         with torch.no_grad():
             return module(ref)
 
-    def change() -> None:
-        manager.device = new
-        had_changed.append(True)
-
-    tanh, seen = gate.function, []
-
-    def passed(*args: Any) -> Any:
-        seen.append(bool(had_changed))
-        return tanh(*args)
+    def do_other() -> Any:
+        result = other(module, ref)
+        is_over.set()
+        return result
 
     gate.function = passed
-    result, _ = two_at_once(gate, run, change)
-    assert seen == [False], "it waited for the run"
+    native_count = manager.native.native_count
+    result, others = two_at_once(gate, run, do_other)
     assert manager.native.native_count == native_count + 1
-    assert_same(expected, result, on_host_because="the device that was left ran it")
+    assert ended_meanwhile == [False], "it waited for the run"
+    assert_same(expected, result, on_host_because="the device may be another one now")
+    return expected, others
+
+
+def test_a_device_is_left_when_a_module_that_runs_natively_there_has_ended(manage, monkeypatch):
+    manager = manage()
+    old, (new, *_) = manager.residency.books.main, other_devices(1 << 20)
+
+    def change(module: nn.Module, ref: Any) -> None:
+        manager.device = new
+
+    while_it_runs_natively(manager, monkeypatch, change)
     assert_idle(manager)
     assert_left(old, manager)
+
+
+@pytest.mark.parametrize("why", ["strategy", "gradients", "budget"])
+def test_a_module_that_runs_natively_is_not_seen_half_exchanged(manage, monkeypatch, why):
+    """Another thread's call has to be intercepted: it waits until the parameters are back."""
+    manager = manage()
+
+    def call(module: nn.Module, ref: Any) -> Any:
+        if why == "strategy":
+            manager.strategy = "genoa"
+        elif why == "budget":
+            manager.budget = 1 << 19
+        with torch.set_grad_enabled(why == "gradients"):
+            return module(ref)
+
+    expected, found = while_it_runs_natively(manager, monkeypatch, call)
+    assert_same(expected, found)
+    assert found.requires_grad == (why == "gradients")
+    assert_idle(manager)
 
 
 @pytest.mark.parametrize("new_device", ["sim:one", "cpu"])

@@ -54,6 +54,8 @@ def _table_is_away(operands: Operands, residency: Residency) -> bool:
 
 def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
     residency, accelerator = manager.residency, operands.accelerator
+    if not residency.feed.places:
+        return accelerator
     missing = [b for b in operands.blocks if b.ready is None and not b.readable_on(accelerator)]
     snapshot = OpSnapshot(
         name=operands.plan.name,

@@ -162,6 +162,11 @@ class StrategyFeed:
 
     # -- asked ----------------------------------------------------------------------------------
 
+    @property
+    def places(self) -> bool:
+        """Whether the strategy says where operators run."""
+        return self._checked.places
+
     def place(self, snapshot: OpSnapshot, default: Device) -> Device:
         """Ask where an operator runs, unless on the default device (no lock held)."""
         books = self._books

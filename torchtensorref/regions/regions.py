@@ -75,6 +75,9 @@ class Regions:
         self._nbytes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         #: Modules inside a region: no regions of their own while the larger one may run.
         self._covered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        #: How many intercepted calls of a region's module are in flight: it cannot be run natively.
+        self._intercepted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._counting = threading.Lock()
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -214,7 +217,7 @@ class Regions:
         if region.runner == me or me in self.manager.residency.holds.native_entries:
             return module._call_impl(*args, **kwargs)
         if self._must_be_intercepted(module):
-            return module._call_impl(*args, **kwargs)
+            return self._call_intercepted(region, module, args, kwargs)
         with region.lock:  # while another thread runs it, its parameters are plain
             if not region.is_over:
                 region.runner = me
@@ -225,6 +228,19 @@ class Regions:
         region.gone.wait(PATIENCE_S * PATIENCE_ROUNDS)
         return module(*args, **kwargs)
 
+    def _call_intercepted(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module as it is, while no other thread runs it natively."""
+        with region.lock:
+            self._count(module, 1)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            self._count(module, -1)
+
+    def _count(self, module: nn.Module, more: int) -> None:
+        with self._counting:
+            self._intercepted[module] = self._intercepted.get(module, 0) + more
+
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
             return module._call_impl(*args, **kwargs)
@@ -234,7 +250,7 @@ class Regions:
         exchange = Exchange()
         inputs = exchange.find((args, kwargs))
         structure = region.structures.setdefault(key_of(inputs), Structure())
-        if structure.doubt:
+        if structure.doubt or self._intercepted.get(module):
             return module._call_impl(*args, **kwargs)
         input_nbytes = sum(ref._ttr_block.nbytes for ref in inputs)
         is_forced = settings.regions == "forced"
