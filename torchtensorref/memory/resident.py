@@ -17,7 +17,7 @@ from .holds import Holds, is_free
 from .states import DIRTY, FILLING, INVALID
 
 #: Candidates looked at first; then four times as many, and so on.
-FIRST_COUNT = 16
+FIRST_COUNT = 4
 
 
 class _Described(Sequence[BlockSnapshot]):

@@ -10,7 +10,7 @@ from ...base.errors import TransferError
 from ..base import Event, bytes_of
 from ..residents import Resident
 from .compute import ComputeEngine
-from .events import Copy, Engine, SimEvent
+from .events import Copy, Engine, Landing, SimEvent
 from .faults import FaultPlan
 from .machine import Machine
 from .memory import SimMemory
@@ -84,6 +84,8 @@ class CopyEngines:
         self._faults = faults
         self._page_locked = page_locked
         self.copy_count = 0
+        #: Copies to the host that it has not waited for, oldest first.
+        self.landing: Landing = deque()
         self._engines = {
             Engine.H2D: _CopyEngine(
                 spec.link_bytes_per_s(to_device=True, page_locked=page_locked), memory.arriving
@@ -177,6 +179,7 @@ class CopyEngines:
             busy.free_ns = end_ns
         copy = Copy(self, direction, end_ns, number=self.copy_count, resident=resident, after=after)
         engine.pending.append(copy)
+        engine.not_awaited.pop(resident.key, None)
         engine.not_awaited[resident.key] = copy
         if not self._page_locked:
             machine.wait_until(end_ns)
@@ -236,10 +239,13 @@ class CopyEngines:
             return
         self._deliver(direction, end_ns)
         not_awaited = self._engines[direction].not_awaited
-        for key in [key for key, copy in not_awaited.items() if copy.end_ns <= end_ns]:
+        while not_awaited:
+            key, copy = next(iter(not_awaited.items()))  # they end in the order of their issue
+            if copy.end_ns > end_ns:
+                break
             del not_awaited[key]
         if on_host and direction is Engine.D2H:
-            self._machine.land(self, end_ns)
+            self._machine.land(self.landing, end_ns)
 
     def _deliver(self, direction: Engine, end_ns: int) -> None:
         pending = self._engines[direction].pending

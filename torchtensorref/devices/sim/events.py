@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ..base import bytes_of, move_bytes
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from ..base import Event
     from ..residents import Resident
 
-__all__ = ["Copy", "Engine", "Observer", "SimEvent"]
+__all__ = ["Copy", "Engine", "Landing", "Observer", "SimEvent"]
+
+#: Copies of one device to the host, in the order of their ends, and the addresses they write.
+Landing: TypeAlias = "deque[tuple[Copy, int]]"
 
 
 class Engine(Enum):
@@ -26,6 +30,9 @@ class Engine(Enum):
 
 class Observer(Protocol):
     """What an event needs of the device's engines."""
+
+    #: Copies to the host that it has not waited for, oldest first.
+    landing: Landing
 
     def has_fired(self, event: SimEvent) -> bool:
         """Whether the host's clock has passed it; if so, its bytes arrive."""

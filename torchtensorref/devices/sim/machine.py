@@ -13,7 +13,7 @@ from ...base.errors import InvariantError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .events import Copy
+    from .events import Copy, Landing
 
 __all__ = ["Machine", "SharedMemory"]
 
@@ -112,19 +112,21 @@ class Machine:
 
     def expect(self, copy: Copy, destination: Tensor) -> None:
         """Remember that bytes are on their way to host memory."""
-        passed = [at for at, (copy, _) in self.landing.items() if copy.is_past(self.now_ns)]
-        for address in passed:
-            del self.landing[address]
-        self.landing[destination.data_ptr()] = (copy, destination)
+        landing = copy.observer.landing
+        while landing and landing[0][0].is_past(self.now_ns):
+            self._forget_first(landing)
+        address = destination.data_ptr()
+        landing.append((copy, address))
+        self.landing[address] = (copy, destination)
 
-    def land(self, observer: object, end_ns: int) -> None:
+    def land(self, landing: Landing, end_ns: int) -> None:
         """Forget the copies of one device that ended by `end_ns`: the host has waited for them."""
-        landed = [
-            at
-            for at, (copy, _) in self.landing.items()
-            if copy.observer is observer and copy.end_ns <= end_ns
-        ]
-        for address in landed:
+        while landing and landing[0][0].end_ns <= end_ns:
+            self._forget_first(landing)
+
+    def _forget_first(self, landing: Landing) -> None:
+        copy, address = landing.popleft()
+        if self.landing.get(address, (None,))[0] is copy:  # else a later one goes there
             del self.landing[address]
 
     def check_landed(self, bases: Iterable[Tensor], verb: str) -> None:
