@@ -235,9 +235,13 @@ class TensorsManager:
         Notes
         -----
         `op_count` operators ran: `ready_op_count` with nothing to be decided, `slow_op_count` with
-        a decision (`host_op_count` of these on the host, for they had to), `native_op_count` in
-        regions. Views of ready operands are not counted, and threads that run operators at the
-        same moment may lose a count.
+        a decision (`host_op_count` of these placed on the host), `native_op_count` in regions.
+        Views are not counted; an operator that finds no memory on the ready path counts there too;
+        threads that run operators at the same moment may lose a count.
+
+        `miss_count` operands had to be fetched before an operator could run. On the ready path
+        every operand is there, so only hits of the slow path, where one might have been missing,
+        are counted: `slow_hit_count`.
         """
         residency = self.residency
         with residency.books.lock:
@@ -260,7 +264,7 @@ class TensorsManager:
                 "dropped_nbytes": counts.dropped_nbytes,
                 "fetch_count": copies.fetch_count + copies.prefetch_count,
                 "evict_count": counts.evict_count,
-                "hit_count": counts.hit_count,
+                "slow_hit_count": counts.slow_hit_count,
                 "miss_count": counts.miss_count,
                 "op_count": op_count,
                 "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),

@@ -59,19 +59,19 @@ def living_blocks(manager: Any) -> list[Block]:
 
 def _totals(stats: dict[str, Any]) -> list[str]:
     size = {name: format_nbytes(n) for name, n in stats.items() if name.endswith("_nbytes")}
-    uses = stats["hit_count"] + stats["miss_count"]
-    share = f" ({stats['hit_count'] / uses:.0%} hits)" if uses else ""
+    on_host_count = stats["host_op_count"] + stats["host_fallback_count"]
     return [
         f"torchTensorRef: {stats['strategy']} on {stats['device']}",
         f"  resident   {size['resident_nbytes']} of {size['budget_nbytes']}, "
         f"peak {size['peak_resident_nbytes']}",
-        f"  operators  {stats['op_count']}, of which on the host "
-        f"{stats['host_op_count'] + stats['host_fallback_count']}",
-        f"  operands   hits {stats['hit_count']}, misses {stats['miss_count']}{share}",
+        f"  operators  {stats['op_count']} (views not counted): {stats['ready_op_count']} ready, "
+        f"{stats['slow_op_count']} slow, {stats['native_op_count']} in "
+        f"{stats['native_op_region_count']} native calls",
+        f"  on host    {on_host_count} of the slow ones",
+        f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "
+        "path (on the ready path each is one)",
         f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
         f"in {stats['fetch_count']} copies",
-        f"  native     {stats['native_op_count']} operators in {stats['native_op_region_count']} "
-        f"calls of regions",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
         f"{size['written_back_nbytes']} written back",
         f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}",
