@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from .errors import ConfigError, did_you_mean, nearest
@@ -39,6 +40,22 @@ def switch(text: str) -> bool:
 def name(text: str) -> str:
     """Read a name: any text."""
     return text.strip()
+
+
+def file_to_write(text: str) -> str:
+    """Read the path of a file that can be written; give it back from the root on.
+
+    Asked without a trace: nothing is made or touched, and a program may change its folder later.
+    """
+    path = os.path.abspath(text.strip())
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise BadValueError(f"{path!r} is a folder; name a file in it")
+    if not os.path.isdir(folder):
+        raise BadValueError(f"there is no folder {folder!r}; make it first")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise BadValueError(f"{path!r} may not be written; name a file where you may")
+    return path
 
 
 def region_mode(text: str) -> str:

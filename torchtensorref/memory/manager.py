@@ -12,7 +12,7 @@ import torch
 from ..base import event_sinks as tracing
 from ..base.errors import InvariantError
 from ..base.event_log import EventLog
-from ..base.options import settings
+from ..base.options import Settings, listeners, settings
 from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
@@ -78,9 +78,14 @@ class TensorsManager:
                 self._residency = residency
                 self._start_clocks()
                 tracing.begin(self.log, self.report)
-                if settings.check >= 1:
-                    atexit.register(self.check)
+                listeners.append(self._check_at_the_end)
+                atexit.register(self._check_at_the_end, settings, ended=True)
             return self._residency
+
+    def _check_at_the_end(self, before: Settings, *, ended: bool = False) -> None:
+        """Verify the books where the process, or a scope that asked for it, ends."""
+        if before.check >= 1 and (ended or not settings.check):
+            self.check()
 
     def _resolve_devices(self, setting: Any) -> list[Device]:
         if setting is None:
