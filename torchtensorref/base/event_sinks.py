@@ -1,4 +1,4 @@
-"""What `TTR_TRACE` asks for: totals at the end, and events as they happen, to a file or to stderr.
+"""What `TTR_TRACE` asks for: events as they happen, to a file or to stderr; totals at the end.
 
 Nothing here raises into the program: what cannot be written is told once, where anybody listens.
 """
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from .event_log import EventLog, EventRecord
 from .options import Settings, listeners, settings
@@ -115,11 +114,14 @@ class Trace:
         Where the events come from.
     totals : Callable
         Gives the text to be written when tracing ends.
+    check : Callable
+        Verifies the books, when checking ends.
     """
 
-    def __init__(self, log: EventLog, totals: Callable[[], str]) -> None:
+    def __init__(self, log: EventLog, totals: Callable[[], str], check: Callable[[], None]) -> None:
         self._log = log
         self._totals = totals
+        self._check = check
         self._files: dict[str, TraceFile] = {}
 
     def settle(self) -> None:
@@ -155,19 +157,25 @@ class Trace:
             self._log.sink = None
 
     def change(self, before: Settings) -> None:
-        """Follow a change of the settings: where tracing ends, the totals are written."""
-        if before.trace >= 1 > settings.trace:
-            say(self._totals())
+        """Follow a change of the settings, which may be the end of what they had asked for."""
         if (before.trace, before.trace_file) != (settings.trace, settings.trace_file):
             self.settle()
+        self._end(
+            trace=before.trace >= 1 > settings.trace, check=before.check >= 1 > settings.check
+        )
 
     def end(self) -> None:
-        """Write the totals of a process that ends while it is traced."""
-        if settings.trace >= 1:
+        """Do what was asked for the end of the process."""
+        self._end(trace=settings.trace >= 1, check=settings.check >= 1)
+
+    def _end(self, *, trace: bool, check: bool) -> None:
+        if trace:
             say(self._totals())
+        if check:
+            self._check()
 
 
-def begin(log: EventLog, totals: Callable[[], Any]) -> None:
+def begin(log: EventLog, totals: Callable[[], str], check: Callable[[], None]) -> None:
     """Start what the settings ask for, now and later; called once, when devices are opened.
 
     Parameters
@@ -176,8 +184,10 @@ def begin(log: EventLog, totals: Callable[[], Any]) -> None:
         Where the events come from.
     totals : Callable
         Gives the text to be written at exit, or at the end of a scope, from level 1 on.
+    check : Callable
+        Verifies the books; called at the same ends where `TTR_CHECK` is 1 or more.
     """
-    trace = Trace(log, totals)
+    trace = Trace(log, totals, check)
     trace.settle()
     listeners.append(trace.change)
     atexit.register(trace.end)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from .device_names import kind_of
 from .errors import ConfigError, did_you_mean, nearest
-from .units import parse_nbytes, parse_share
+from .units import parse_limit, parse_share
 
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
@@ -79,9 +80,15 @@ def prefixes(text: str) -> tuple[str, ...]:
 
 def size_or_share(text: str) -> str:
     """Give `text` back if it is a size or a share."""
-    parse = parse_share if text.endswith("%") else parse_nbytes
+    parse = parse_share if text.strip().endswith("%") else parse_limit
     parse(text)
     return text
+
+
+def device(text: str) -> str:
+    """Read the name of a device of a kind that there is."""
+    kind_of(text)
+    return text.strip()
 
 
 def parse_budget(text: str) -> str | dict[str, str]:
@@ -91,7 +98,7 @@ def parse_budget(text: str) -> str | dict[str, str]:
     ----------
     text : str
         A size (``6GiB``), a share (``25%``), or one of them per device, separated by
-        commas (``cuda:0=6GiB,cpu=50%``).
+        commas (``cuda:0=6GiB,cuda:1=50%``).
 
     Returns
     -------
@@ -101,7 +108,7 @@ def parse_budget(text: str) -> str | dict[str, str]:
     Raises
     ------
     ConfigError
-        If an amount is not understood.
+        If an amount is not understood, or no device has such a name.
     """
     if "=" not in text:
         return size_or_share(text.strip())
@@ -111,9 +118,10 @@ def parse_budget(text: str) -> str | dict[str, str]:
         if not device or not equals:
             raise ConfigError(
                 f"{part.strip()!r} in the budget {text!r} names no device and amount. "
-                "Write it as 'cuda:0=6GiB,cpu=24GiB'.",
+                "Write it as 'cuda:0=6GiB,cuda:1=25%'.",
                 name=text,
             )
+        kind_of(device, where=f", which the budget {text!r} names")
         budgets[device] = size_or_share(amount)
     return budgets
 

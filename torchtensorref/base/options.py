@@ -40,11 +40,12 @@ def _row(
     values: str,
     effect: str,
     cost: str,
-    instead: str = "",
+    instead: str | None = None,
 ) -> Any:
     """One row of the table, as the field of a dataclass.
 
-    An option that says how to begin is of no use in a scope; `instead` is what a program writes.
+    An option that says how to begin is of no use in a scope; `instead` is what a program writes,
+    "" where there is nothing.
     """
     metadata = {
         "parse": parse, "values": values, "effect": effect, "cost": cost, "instead": instead,
@@ -120,7 +121,7 @@ class Settings:
     )
     device: str | None = _row(
         None,
-        texts.name,
+        texts.device,
         "`cuda:0`, `mps`, `sim`, ...",
         "choose the accelerator",
         "none",
@@ -140,6 +141,7 @@ class Settings:
         "`8GiB`, `25%`, `0`",
         "the most host memory to page-lock",
         "not swappable",
+        instead="",
     )
     faults: str | None = _row(
         None,
@@ -176,7 +178,7 @@ class Option:
     default: object
     effect: str
     cost: str
-    instead: str  # what a program writes where a scope would be of no use, else ""
+    instead: str | None  # what a program writes where a scope is of no use; None: it is of use
     _parse: Callable[[str], Any]
 
     def parse(self, text: str, asked: str = "") -> Any:
@@ -306,10 +308,11 @@ def _checked(changes: Mapping[str, object]) -> dict[str, object]:
                 known=tuple(OPTIONS),
                 nearest=nearest(name, OPTIONS),
             )
-        if option.instead:
+        if option.instead is not None:
+            write = f"Write {option.instead}, or set" if option.instead else "Set"
             raise ConfigError(
                 f"The option {name!r} says how to begin, so a scope would change nothing. "
-                f"Write {option.instead}, or set {option.variable} before the import.",
+                f"{write} {option.variable} before the import.",
                 name=name,
             )
         if value == option.default:

@@ -20,13 +20,14 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 from zipfile import is_zipfile
 
-from ..base.errors import ConfigError, TensorRefError, did_you_mean, nearest
+from ..base.device_names import no_such_device
+from ..base.errors import ConfigError, TensorRefError, nearest
 from ..base.event_sinks import say
 from ..base.option_parsers import BadValueError, file_to_write
 from ..base.options import OPTIONS, settings
-from ..devices.registry import REAL_KINDS
+from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.spec import SPECS
-from ..inject.inject_to import injectTo
+from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
 
 #: Exit status of Python itself for arguments it does not understand.
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
+        check_known([*injectTo, *injectTo.excluded])  # now its own modules are found, too
     except TensorRefError as error:
         say(f"torchtensorref: {error}")
         return BAD_USAGE
@@ -117,8 +119,7 @@ def apply(chosen: argparse.Namespace) -> None:
         make_strategy(values["strategy"])
     for name, value in values.items():
         setattr(settings, name, value)
-    injectTo.extend(values.get("inject_to", ()))
-    injectTo.exclude(*values.get("exclude", ()))
+    injectTo.begin_with(values.get("inject_to", ()), values.get("exclude", ()))
 
 
 def check_device(name: str) -> None:
@@ -127,13 +128,7 @@ def check_device(name: str) -> None:
     spec = rest.rpartition(":")[0] if ":" in rest else "" if rest.isdecimal() else rest
     if kind in ("cpu", *REAL_KINDS) or (kind == "sim" and (not spec or spec in SPECS)):
         return
-    known = ["cpu", *REAL_KINDS, "sim", *(f"sim:{spec}" for spec in SPECS)]
-    raise ConfigError(
-        f"There is no device {name!r}. {did_you_mean(name, known)}",
-        name=name,
-        known=tuple(known),
-        nearest=nearest(name, known),
-    )
+    raise no_such_device(name, known_names())
 
 
 # -- becoming the program -------------------------------------------------------------------------

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from ..base.units import format_nbytes, format_ns
 from .block import Block
+from .ref import TensorRef
 
 #: Rows of each list; what is left out is counted, so that a report fits a screen.
 BLOCK_ROWS = 5
@@ -39,6 +42,30 @@ def report_text(manager: Any) -> str:
         lines = [*_totals(stats), *_fallbacks(stats), *_held(blocks)]
         lines += _largest(blocks, residency.books.tick)
     return "\n".join(lines)
+
+
+def block_of(value: Any, asked: str) -> Block:
+    """Return the block of a TensorRef; a TypeError that says what else it is, and what to do.
+
+    Parameters
+    ----------
+    value : TensorRef
+        What somebody wants to be told of.
+    asked : str
+        The method that was asked.
+    """
+    if type(value) is TensorRef:
+        block: Block = value._ttr_block
+        return block
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    advice = "Give it a TensorRef"
+    if isinstance(value, torch.Tensor):
+        advice = (
+            "It is not managed, so nothing is known of it; tensorsManager.adopt(...) changes that"
+        )
+    elif isinstance(value, torch.nn.Module):
+        advice = "Give it one of the module's tensors, such as a parameter"
+    raise TypeError(f"tensorsManager.{asked}() tells of one TensorRef; this is a {kind}. {advice}.")
 
 
 def living_blocks(manager: Any) -> list[Block]:

@@ -55,7 +55,7 @@ def test_every_option_has_its_variable_and_its_words():
         ("TTR_TRACE", "yes", "a number from 0 to 3"),
         ("TTR_SYNC", "true", "use 0 or 1"),
         ("TTR_BUDGET", "6 gigs", "such as '6GiB'"),
-        ("TTR_BUDGET", "cuda:0=6GiB,cpu", "Write it as 'cuda:0=6GiB,cpu=24GiB'"),
+        ("TTR_BUDGET", "cuda:0=6GiB,cpu", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("TTR_BUDGET", "200%", "such as '25%'"),
         ("TTR_FAULTS", "copies:1", "Did you mean 'copy'?"),
         ("TTR_FAULTS", "copy:0", "from 1 upward"),
@@ -94,9 +94,9 @@ def test_faults_are_taken_apart():
 
 
 def test_a_scope_sets_and_sets_back():
-    with options(trace=2, poison=True, page_lock="1KiB") as inside:
+    with options(trace=2, poison=True, regions="off") as inside:
         assert inside is settings
-        assert (settings.trace, settings.poison, settings.page_lock) == (2, True, "1KiB")
+        assert (settings.trace, settings.poison, settings.regions) == (2, True, "off")
         with options(trace="3"):
             assert settings.trace == 3
         assert settings.trace == 2
