@@ -116,3 +116,17 @@ def test_on_a_clock_on_the_wall_time_begins_with_the_device(manage):
     began_ns = time.perf_counter_ns()
     manager.device = LateDevice()
     assert 0 <= manager.stats()["time_ns"] <= time.perf_counter_ns() - began_ns
+
+
+@pytest.mark.parametrize("method", ["describe", "story"])
+def test_what_is_no_ref_is_named(manager, method):
+    ask = getattr(manager, method)
+    with pytest.raises(TypeError, match=f"tensorsManager.{method}.. tells of one TensorRef"):
+        ask(3)
+    with pytest.raises(TypeError, match=r"this is a torch.Tensor. It is not managed.*adopt"):
+        ask(torch.rand(3))
+    with pytest.raises(
+        TypeError, match=r"this is a torch.nn.modules.linear.Linear. Give it one of"
+    ):
+        ask(torch.nn.Linear(3, 3))
+    assert ask(manager.adopt(torch.rand(3))) is not None

@@ -358,7 +358,8 @@ def test_an_option_as_the_environment_has_it(tmp_path: Any) -> None:
     wrong = {
         "disable": "yes", "trace": "4", "trace_file": "/no/such/folder/f", "check": "-1",
         "sync": "2", "poison": "true", "shadow": "on", "regions": "of", "device": "gpu",
-        "budget": "6", "page_lock": "0.5", "faults": "cpoy:1", "inject_to": "a b", "exclude": "a-b",
+        "tracebacks": "long", "budget": "6", "page_lock": "0.5", "faults": "cpoy:1",
+        "inject_to": "a b", "exclude": "a-b",
     }  # fmt: skip
     assert {*wrong, "strategy"} == set(OPTIONS)  # a strategy's name is looked up when it is made
     for name, text in wrong.items():

@@ -12,9 +12,6 @@ from .units import parse_limit, parse_share
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
 
-#: What `TTR_REGIONS` can say of native regions.
-REGION_MODES = ("on", "off", "forced")
-
 
 class BadValueError(Exception):
     """Says why a text is no value for an option; turned into a ConfigError by `Option.parse`."""
@@ -59,11 +56,15 @@ def file_to_write(text: str) -> str:
     return path
 
 
-def region_mode(text: str) -> str:
-    """Read one of `REGION_MODES`."""
-    if text.strip() not in REGION_MODES:
-        raise BadValueError(f"use one of {', '.join(REGION_MODES)}")
-    return text.strip()
+def one_of(*known: str) -> Callable[[str], str]:
+    """Read one of these words."""
+
+    def parse(text: str) -> str:
+        if text.strip() not in known:
+            raise BadValueError(f"use one of {', '.join(known)}")
+        return text.strip()
+
+    return parse
 
 
 def prefixes(text: str) -> tuple[str, ...]:

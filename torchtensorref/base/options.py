@@ -105,11 +105,18 @@ class Settings:
     )
     regions: str = _row(
         "on",
-        texts.region_mode,
+        texts.one_of("on", "off", "forced"),
         "on, off, forced",
         "run modules natively where nothing speaks against it; never; as soon as that is legal, "
         "also where it takes longer",
         "forced: slow while memory is short",
+    )
+    tracebacks: str = _row(
+        "short",
+        texts.one_of("short", "whole"),
+        "short, whole",
+        "leave our frames out of what torch raises for a program's own mistake; show them",
+        "none",
     )
     strategy: str | None = _row(
         None,
