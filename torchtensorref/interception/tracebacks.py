@@ -36,10 +36,11 @@ def shorten(error: BaseException) -> None:
 
     Notes
     -----
-    Kept are all frames where one of them is not torch's and not ours, where the last is ours, for
-    errors of our own, and with `TTR_TRACEBACKS=whole`.
+    Kept are all frames where one of them is not torch's and not ours, where the last is ours, of
+    errors that are not `OF_PROGRAMS` or are ours on purpose, and with `TTR_TRACEBACKS=whole`.
     """
-    if settings.tracebacks == "whole" or isinstance(error, TensorRefError):
+    is_of_program = isinstance(error, OF_PROGRAMS) and not isinstance(error, TensorRefError)
+    if not is_of_program or settings.tracebacks == "whole":
         return
     torchs = str(Path(sys.modules["torch"].__file__ or "").parent)
     trace, file = error.__traceback__, ""
