@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
+from ..base.errors import ConfigError
 from ..base.options import settings
 from .hooks import is_disabled, load, state
-from .inject_to import injectTo
+from .inject_to import check_known, injectTo
 
 _log = logging.getLogger("torchTensorRef")
 
@@ -213,6 +214,7 @@ class _Core:
         self.manager = load(".memory.manager").tensorsManager
         self.make_ref = load(".memory.plain_views").make_ref
         say_what_is_simulated(self.manager)
+        say_what_is_not_here()
 
 
 def say_what_is_simulated(manager: Any) -> None:
@@ -223,6 +225,14 @@ def say_what_is_simulated(manager: Any) -> None:
             "torchTensorRef: torch finds no accelerator here, so a simulated one is used. "
             "Choose it (tensorsManager.device = 'sim', or TTR_DEVICE=sim) to silence this."
         )
+
+
+def say_what_is_not_here() -> None:
+    """Tell of a slip in `TTR_INJECT_TO` or `TTR_EXCLUDE`: now the program's modules are found."""
+    try:
+        check_known([*settings.inject_to, *settings.exclude])
+    except ConfigError as error:
+        _log.warning("torchTensorRef: TTR_INJECT_TO or TTR_EXCLUDE: %s", error)
 
 
 _core = functools.cache(_Core)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -153,6 +154,16 @@ class Ownership:
         residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
         with residency.books.lock:
             residency.set_ready(ref._ttr_block, device)
+        exposure = ref._ttr_block.exposure
+        if exposure is not None and exposure.alive and exposure.device is not device:
+            length = "for good" if exposure.forever else "while that lives"
+            warnings.warn(
+                f"toGPU() has not made {ref._ttr_block.name} stay on {device.name}: {exposure.why} "
+                f"holds it on {exposure.device.name} {length}, and every operator fetches it anew. "
+                "Delete what holds it first, or take a clone() there.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
