@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.errors import ConfigError, nearest
 from ..devices.base import Device
 from .adoption import block_for, is_adoptable, replace_in_place
 from .block import Block
@@ -146,13 +147,27 @@ class Ownership:
                 return device
         return residency.books.host
 
-    def to_accelerator(self, ref: Any) -> None:
+    def to_accelerator(self, ref: Any, name: Any = None) -> None:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
         residency = self._residency
-        device = residency.books.main
+        device = residency.books.main if name is None else self._accelerator_named(name)
         residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
         with residency.books.lock:
             residency.set_ready(ref._ttr_block, device)
+
+    def _accelerator_named(self, name: Any) -> Device:
+        known = {device.name: device for device in self._residency.books.accelerators}
+        asked = name.name if isinstance(name, Device) else str(name).strip().lower()
+        found = known.get(asked) or known.get(f"{asked}:0")
+        if found is None:
+            raise ConfigError(
+                f"The accelerator {asked!r} is not in use; {', '.join(known) or 'none'} is. Name "
+                "one of these, or set tensorsManager.device to a list that has it.",
+                name=asked,
+                known=tuple(known),
+                nearest=nearest(asked, known),
+            )
+        return found
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
@@ -221,14 +236,6 @@ class Ownership:
             block = self._residency.sharing.copy_on_write(ref._ttr_block)
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
-
-    def labelled_copy(self, ref: Any, wished: str) -> Any:
-        """Return what `.to(device)` gives where torch cannot carry that label."""
-        if getattr(ref, "_ttr_asked", None) == wished:
-            return ref
-        twin = ref.clone()
-        twin._ttr_asked = wished
-        return twin
 
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""
