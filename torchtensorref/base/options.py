@@ -126,6 +126,13 @@ class Settings:
         "modules that keep plain tensors, as `injectTo.exclude` does",
         "none",
     )
+    run: str | None = _row(
+        None,
+        texts.name,
+        "path",
+        "the folder that the processes of one `torchtensorref run` share; set by it",
+        "none",
+    )
 
 
 @dataclass(frozen=True)

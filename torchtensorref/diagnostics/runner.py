@@ -26,11 +26,14 @@ from ..devices.registry import REAL_KINDS
 from ..devices.sim.spec import SPECS
 from ..inject.inject_to import injectTo
 from ..strategy.choice import make_strategy
+from . import children
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
 #: Options that take no value.
-FLAGS = ("-h", "--help")
+FLAGS = ("-h", "--help", "--no-children")
+#: Options of ours that children find in their environment, by the option that it sets.
+_TOLD = ("device", "budget", "strategy", "inject_to", "exclude")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     except TensorRefError as error:
         print(f"torchtensorref: {error}", file=sys.stderr)
         return BAD_USAGE
+    if not (chosen.no_children or settings.disable):
+        children.prepare(variables_of(chosen), budget_is_each=chosen.budget_per_process is not None)
     if chosen.report != "none" and not settings.disable:
         atexit.register(write_report, chosen.report, os.getpid())
     execute(code, main_module)
@@ -77,11 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", help="the accelerator: cuda, mps, sim, sim:rtx3060, ... (what torch finds)")
     add("--budget", help="most bytes it may hold: 6GiB, 25%% (what is free)")
+    add("--budget-per-process", metavar="BUDGET", help="so much for it and each of its children")
     add("--strategy", help="what stays there: a strategy's name")
     add("--inject-to", help="packages whose names taken from torch are rebound")
     add("--exclude", help="modules that keep plain tensors")
     add("--report", default="stderr", help="stderr, none, or a file; .json for numbers (stderr)")
     add("--trace", metavar="FILE", help="write what happened to the blocks there, as JSON lines")
+    add("--no-children", action="store_true", help="leave its Python children plain")
     return parser
 
 
@@ -90,9 +97,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def apply(chosen: argparse.Namespace) -> None:
     """Make the options hold, as if the environment had said so; ConfigError before any does."""
+    if chosen.budget_per_process is not None:
+        if chosen.budget is not None:
+            raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
+        chosen.budget = chosen.budget_per_process
     values = {
         name: OPTIONS[name].parse(text)
-        for name in ("device", "budget", "strategy", "inject_to", "exclude")
+        for name in _TOLD
         if (text := getattr(chosen, name)) is not None
     }
     if "device" in values:
@@ -105,6 +116,13 @@ def apply(chosen: argparse.Namespace) -> None:
         setattr(settings, name, value)
     injectTo.extend(values.get("inject_to", ()))
     injectTo.exclude(*values.get("exclude", ()))
+
+
+def variables_of(chosen: argparse.Namespace) -> dict[str, str]:
+    """Say what the command line said as the environment says it."""
+    told = {OPTIONS[name].variable: getattr(chosen, name) for name in _TOLD}
+    told[OPTIONS["trace_file"].variable] = chosen.trace
+    return {variable: text for variable, text in told.items() if text is not None}
 
 
 def check_device(name: str) -> None:
@@ -254,9 +272,12 @@ def write_report(where: str, pid: int) -> None:
 def report_of(manager: Any, *, as_json: bool) -> str:
     """Describe what the manager did for the program, as text or as JSON."""
     opened = manager is not None and manager._residency is not None
+    born = children.children_of_this_run()
     if as_json:
-        return json.dumps(manager.stats() if opened else {})
-    if not opened:
-        return "torchTensorRef: the program made no tensor."
-    text: str = manager.report()
-    return text
+        stats = manager.stats() if opened else {}
+        return json.dumps({**stats, "children": born} if born else stats)
+    if opened:
+        first = manager.report()
+    else:
+        first = "torchTensorRef: the program made no tensor" + (" itself." if born else ".")
+    return "\n".join([first, *children.lines_of(born)])

@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 
 from ..base.options import settings
 from ..tensor.device_names import canonical, is_foreign
-from .hooks import is_disabled, load, state
+from .hooks import disabled, is_disabled, load, state
 from .inject_to import injectTo
 
 _log = logging.getLogger("torchTensorRef")
@@ -233,6 +233,12 @@ def _adopted(plain: Tensor) -> Any:
     if plain.device.type == "meta" or plain.layout is not torch.strided:
         return plain
     return _core().manager.ownership.adopt_tensor(plain)
+
+
+def left_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function inside which everything that is made stays plain."""
+    with disabled():
+        return wrapped(*args, **kwargs)
 
 
 # -- files ----------------------------------------------------------------------------------------

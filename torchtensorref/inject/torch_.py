@@ -23,7 +23,13 @@ from .devices import (
     to_wrapper,
     type_wrapper,
 )
-from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
+from .factories import (
+    left_plain,
+    load_wrapper,
+    own_memory_factory,
+    own_values_factory,
+    shared_memory_factory,
+)
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import in_python, legacy_instance, on_plain
@@ -178,6 +184,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
     Patch("torch", "set_default_device", on_readable_name, UNNAMEABLE),
     Patch("torch.storage", "_StorageBase.to", storage_wrapper, UNNAMEABLE),
     LatePatch("torch.serialization", "_package_registry", keep_at_home, UNNAMEABLE),
+    Patch(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        left_plain,
+        "a spawned worker of a DataLoader needs no accelerator, as a forked one has none",
+    ),
     Patch(
         "torch._higher_order_ops.utils",
         "_hop_compile_and_call",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..base import event_sinks as tracing
+from ..base.activation import when_open
 from ..base.errors import InvariantError
 from ..base.event_log import EventLog
 from ..base.options import settings
@@ -80,6 +81,8 @@ class TensorsManager:
                 tracing.begin(self.log, self.report)
                 if settings.check >= 1:
                     atexit.register(self.check)
+                for call in when_open:
+                    call(self)
             return self._residency
 
     def _resolve_devices(self, setting: Any) -> list[Device]:
