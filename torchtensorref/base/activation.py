@@ -14,6 +14,9 @@ is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=Fa
 #: Called with the manager once its devices are open.
 when_open: list[Callable[[Any], None]] = []
 
+#: Called with a plain parameter that meets TensorRefs in an operator.
+when_plain: list[Callable[[Any], None]] = []
+
 
 class Watch:
     """Whether somebody wants to see every operator: the ready path reads this one attribute."""

@@ -17,6 +17,7 @@ from .factories import _core, is_plain_world, takes_part, with_known_device
 from .hooks import is_disabled, load, state
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_MODULES = "torch.nn.modules.module"
 
 
 def _is_ours(device: Any) -> bool:
@@ -72,6 +73,8 @@ def _labelled(to: Any, device: str, rest: dict[str, Any], tensor: Any, caller: A
         return tensor.to(device, **rest)
     if type(tensor) not in _PLAIN or not is_plain_world():
         return to("cpu", **rest)
+    if caller == _OF_MODULES and takes_part(caller) and _became_ref(tensor):
+        return tensor.to(device, **rest)
     copy = to("cpu", **{**rest, "copy": True})
     if not takes_part(caller):
         return copy
@@ -79,6 +82,16 @@ def _labelled(to: Any, device: str, rest: dict[str, Any], tensor: Any, caller: A
     if ref is not copy:
         ref._ttr_asked = device
     return ref
+
+
+def _became_ref(tensor: Any) -> bool:
+    """Whether a module's plain parameter could be adopted, as the same object.
+
+    `module.to` puts what `.to` gives into the parameter's object if both are of one kind.
+    """
+    return type(tensor) is torch.nn.Parameter and bool(
+        _core().manager.ownership.try_adopt_in_place(tensor)
+    )
 
 
 def likeness_wrapper(

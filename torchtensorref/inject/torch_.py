@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from . import hooks
+from .built_before import unwatched, watch_modules
 from .devices import (
     accelerator_wrapper,
     generator_wrapper,
@@ -146,7 +147,7 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
         native = None if core is None else core.tensorsManager.native
-        with nullcontext() if native is None else native.unwatched():
+        with nullcontext() if native is None else native.unwatched(), unwatched():
             return original(self, *args, **kwargs)
 
     eval_frame.OptimizedModule.__call__ = unwatched_call
@@ -207,6 +208,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
         "register_module_buffer_registration_hook",
         on_registration,
         "so is a buffer",
+    ),
+    LatePatch(
+        "torch.nn.modules.module",
+        "register_module_forward_pre_hook",
+        watch_modules,
+        "a model that was built before has plain parameters, which each operator would fetch anew",
     ),
     LatePatch(
         "torch._dynamo.trace_rules",

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.activation import when_plain
 from ..base.errors import ConfigError, nearest
 from ..devices.base import Device
-from .adoption import block_for, is_adoptable, replace_in_place
+from .adoption import block_for, is_adoptable, replace_in_place, try_replace_in_place
 from .block import Block
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
 from .ref import TensorRef
@@ -76,6 +77,10 @@ class Ownership:
         entry = entries.get(threading.get_ident()) if entries else None
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
+        whole = tensor._base if tensor._is_view() else tensor
+        if isinstance(whole, torch.nn.Parameter):
+            for call in when_plain:
+                call(whole)
         return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
 
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
@@ -102,6 +107,21 @@ class Ownership:
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
         return ref
+
+    def try_adopt_in_place(self, tensor: torch.Tensor) -> bool:
+        """Make the object `tensor` itself a TensorRef; where that cannot be, nothing changes.
+
+        Nor where a graph holds it: torch would let its backward pass end in an error.
+        """
+        if tensor._use_count() > 1:  # type: ignore[attr-defined]
+            return False
+        ref = self.adopt_tensor(tensor)
+        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
+            return False
+        if not try_replace_in_place(tensor, ref):
+            return False
+        self.note_registered(tensor)
+        return True
 
     def note_registered(self, ref: Any) -> None:
         """Note that a module has a TensorRef: it stays, and the module may run natively."""
