@@ -160,6 +160,20 @@ def test_gradients_and_hooks_stay(build):
     assert built.weight.grad is gradient
 
 
+@pytest.mark.parametrize("adopt", [True, False])
+def test_what_is_adopted_in_inference_mode_can_still_be_trained(build, manager, adopt):
+    built = build(lambda: nn.Linear(2, 2))
+    with torch.inference_mode():
+        built(torch.ones(1, 2))
+        if adopt:
+            with torchTensorRef.disabled(), torch.inference_mode(False):
+                built = nn.Linear(2, 2)
+            manager.adopt(built)
+    assert kinds(built) == {TensorRef}
+    built(torch.ones(1, 2)).sum().backward()
+    assert built.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
 def test_adopt_keeps_gradients_and_hooks_too(build, manager):
     seen = []
     with torchTensorRef.disabled():

@@ -61,6 +61,9 @@ class Ownership:
         known = tensor.__dict__.get("_ttr_ref")
         if known is not None:
             return known
+        if torch.is_inference_mode_enabled() and not tensor.is_inference():
+            with torch.inference_mode(False):  # else no gradient would ever come to it
+                return self.adopt_tensor(tensor, sole=sole)
         ref = self._ref_over(tensor, sole=sole)
         if ref is None:
             return tensor
