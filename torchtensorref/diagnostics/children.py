@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from ..base.activation import when_open
+from ..base.errors import TransferError
 from ..base.option_parsers import parse_budget
 from ..base.options import settings
 from ..base.units import format_nbytes, parse_nbytes, parse_share
@@ -44,15 +45,27 @@ def prepare(variables: Mapping[str, str], *, budget_is_each: bool) -> None:
     budget_is_each : bool
         The budget is that of every process; else all of them divide it.
     """
-    folder = tempfile.mkdtemp(prefix="torchtensorref-run-")
-    Path(folder, _RULE).write_text(json.dumps({"divides": not budget_is_each}))
+    global _is_member
+    try:
+        folder = tempfile.mkdtemp(prefix="torchtensorref-run-")
+        Path(folder, _RULE).write_text(json.dumps({"divides": not budget_is_each}))
+    except OSError as error:
+        print(
+            f"torchtensorref: children stay plain, for want of a folder: {error}", file=sys.stderr
+        )
+        return
+    _is_member = True
     os.environ.update(variables, TTR_RUN=folder)
     before = os.environ.get("PYTHONPATH")
     if before is None or IN_CHILDREN not in before.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (IN_CHILDREN, before)))
     settings.run = folder
-    when_open.append(_Membership(folder, is_child=False).open)
+    when_open.append(Membership(folder, is_child=False).open)
     atexit.register(_remove, folder, os.getpid())
+
+
+#: This process takes part in a run already: as its first one.
+_is_member = False
 
 
 def _remove(folder: str, pid: int) -> None:
@@ -62,14 +75,15 @@ def _remove(folder: str, pid: int) -> None:
 
 def begin() -> None:
     """Come under management; called in a child when it looks for torch."""
-    if settings.disable or settings.run is None or not os.path.isdir(settings.run):
+    folder = settings.run
+    if settings.disable or _is_member or folder is None or not os.path.isdir(folder):
         return
     if settings.trace_file is not None:
         settings.trace_file += f".{os.getpid()}"
-    when_open.append(_Membership(settings.run, is_child=True).open)
+    when_open.append(Membership(folder, is_child=True).open)
 
 
-class _Membership:
+class Membership:
     """One process's part in a run: its file, and its share of the budget."""
 
     def __init__(self, folder: str, *, is_child: bool) -> None:
@@ -90,19 +104,28 @@ class _Membership:
         if os.getpid() != self._pid:
             return
         self._said = {"command": " ".join(sys.orig_argv), "device": _card(manager)}
-        self._write({})
+        if not self._write({}):
+            return
         atexit.register(self._end, manager)
-        rule = json.loads((self._folder / _RULE).read_text())
-        if self._whole is not None and rule["divides"]:
+        if self._whole is not None and self._divides():
             self._look(manager)
             self._thread = threading.Thread(
                 target=self._serve, args=(manager,), name="torchTensorRef-shares", daemon=True
             )
             self._thread.start()
 
+    def _divides(self) -> bool:
+        try:
+            return bool(json.loads((self._folder / _RULE).read_text())["divides"])
+        except FileNotFoundError:
+            return False  # the run is over
+
     def _serve(self, manager: Any) -> None:
         while not self._is_over.wait(PERIOD_S):
-            self._look(manager)
+            try:
+                self._look(manager)
+            except (RuntimeError, TransferError) as error:  # memory is short, or a link fails
+                manager.log.note("-", "share", str(error)[:80])
 
     def _look(self, manager: Any) -> None:
         """Divide the budget anew if processes have come or gone."""
@@ -112,8 +135,9 @@ class _Membership:
             return
         count = max(sum(row["device"] == self._said["device"] for row in self._living()), 1)
         if count != self._count:
-            self._count, self._share = count, divided(self._whole, count)
+            self._share = divided(self._whole, count)
             manager.budget = self._share
+            self._count = count
 
     def _living(self) -> list[dict[str, Any]]:
         rows = read_rows(self._folder)
@@ -127,14 +151,19 @@ class _Membership:
             self._thread.join()
         self._write({"stats": manager.stats()})
 
-    def _write(self, more: dict[str, Any]) -> None:
+    def _write(self, more: dict[str, Any]) -> bool:
+        """Leave word in the folder of the run; False where that cannot be, which is told."""
         row = {"pid": self._pid, "is_child": self._is_child, **self._said, **more}
         new = self._file.with_suffix(".new")
         try:
             new.write_text(json.dumps(row))
             os.replace(new, self._file)
         except FileNotFoundError:
-            self._is_over.set()  # the run is over, and so is its folder: nobody reads it any more
+            return False  # the run is over, and so is its folder: nobody reads it any more
+        except OSError as error:
+            print(f"torchtensorref: {self._pid} is not in the report: {error}", file=sys.stderr)
+            return False
+        return True
 
 
 def _card(manager: Any) -> str:
