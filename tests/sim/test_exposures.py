@@ -141,3 +141,35 @@ def test_fetching_what_an_array_holds_is_told(manager):
     ref.data_ptr()
     with pytest.warns(RuntimeWarning, match=r"data_ptr holds it on cpu for good"):
         ref.toGPU()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda ref, manager: (ref + 0).tolist(),
+        lambda ref, manager: ref.tolist(),
+        lambda ref, manager: float(f"{ref[0]}") and ref.clone().tolist(),
+        lambda ref, manager: manager.bring_all_home() or (ref + 0).tolist(),
+        lambda ref, manager: copy.deepcopy(ref).tolist(),
+    ],
+    ids=["operator", "print", "element", "evicted", "copy"],
+)
+@pytest.mark.parametrize("hold", [lambda ref: ref.numpy(), lambda ref: ref.target])
+def test_what_was_written_is_seen_when_its_holder_is_gone(ref, manager, hold, look):
+    """The bytes were on both devices, and nobody looked between the write and the end."""
+    (ref + 1).sum().item()
+    expected = list(range(8))
+    for number in (5, 6):
+        held = hold(ref)
+        held[0] = number
+        del held
+        expected[0] = number
+        assert look(ref, manager) == expected
+
+
+def test_what_was_written_after_an_operator_has_looked_is_seen(ref):
+    array = ref.numpy()
+    (ref + 1).sum().item()
+    array[0] = 5
+    del array
+    assert (ref + 0).tolist() == [5, *range(1, 8)]

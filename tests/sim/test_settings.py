@@ -361,7 +361,8 @@ def test_an_option_as_the_environment_has_it(tmp_path: Any) -> None:
         "tracebacks": "long", "budget": "6", "page_lock": "0.5", "faults": "cpoy:1",
         "inject_to": "a b", "exclude": "a-b",
     }  # fmt: skip
-    assert {*wrong, "strategy"} == set(OPTIONS)  # a strategy's name is looked up when it is made
+    # A strategy's name is looked up when it is made, and `run` is what a run tells its children.
+    assert {*wrong, "strategy", "run"} == set(OPTIONS)
     for name, text in wrong.items():
         with pytest.raises(ConfigError, match=f"{OPTIONS[name].variable}='{text}' is not unders"):
             OPTIONS[name].parse(text)

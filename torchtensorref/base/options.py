@@ -173,6 +173,13 @@ class Settings:
         "none",
         instead="injectTo.exclude(...)",
     )
+    run: str | None = _row(
+        None,
+        texts.name,
+        "path",
+        "the folder that the processes of one `torchtensorref run` share; set by it",
+        "none",
+    )
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.spec import SPECS
 from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
+from . import children
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
 #: Options that take no value.
-FLAGS = ("-h", "--help")
+FLAGS = ("-h", "--help", "--no-children")
 #: Where a report goes that goes to no file.
 PLACES = ("stderr", "none")
 #: From our options to the settings that they are.
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     except TensorRefError as error:
         say(f"torchtensorref: {error}")
         return BAD_USAGE
+    if not (chosen.no_children or settings.disable):
+        children.prepare(variables_of(chosen), budget_is_each=chosen.budget_per_process is not None)
     if where != "none" and not settings.disable:
         atexit.register(write_report, where, os.getpid())
     execute(code, main_module)
@@ -95,11 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", help="the accelerator: cuda, mps, sim, sim:rtx3060, ... (what torch finds)")
     add("--budget", help="most bytes it may hold: 6GiB, 25%% (what is free)")
+    add("--budget-per-process", metavar="BUDGET", help="so much for it and each of its children")
     add("--strategy", help="what stays there: a strategy's name")
     add("--inject-to", help="packages whose names taken from torch are rebound")
     add("--exclude", help="modules that keep plain tensors")
     add("--report", default="stderr", help="stderr, none, or a file; .json for numbers (stderr)")
     add("--trace", metavar="FILE", help="write what happened to the blocks there, as JSON lines")
+    add("--no-children", action="store_true", help="leave its Python children plain")
     return parser
 
 
@@ -108,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def apply(chosen: argparse.Namespace) -> None:
     """Make the options hold, as if the environment had said so; ConfigError before any does."""
+    if chosen.budget_per_process is not None:
+        if chosen.budget is not None:
+            raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
+        chosen.budget = chosen.budget_per_process
     values = {
         name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
         for flag, name in SETTING_OF.items()
@@ -120,6 +129,12 @@ def apply(chosen: argparse.Namespace) -> None:
     for name, value in values.items():
         setattr(settings, name, value)
     injectTo.begin_with(values.get("inject_to", ()), values.get("exclude", ()))
+
+
+def variables_of(chosen: argparse.Namespace) -> dict[str, str]:
+    """Say what the command line said as the environment says it."""
+    told = {OPTIONS[name].variable: getattr(chosen, flag) for flag, name in SETTING_OF.items()}
+    return {variable: text for variable, text in told.items() if text is not None}
 
 
 def check_device(name: str) -> None:
@@ -276,7 +291,7 @@ def write_report(where: str, pid: int) -> None:
         return  # a forked child that ended as a program does
     manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
     opened = manager is not None and manager._residency is not None
-    if where == "stderr" and opened and settings.trace >= 1:
+    if where == "stderr" and opened and settings.trace >= 1 and not children.children_of_this_run():
         return  # a trace ends with the same words
     try:
         text = report_of(manager if opened else None, as_json=where.endswith(".json"))
@@ -310,9 +325,12 @@ def write_whole(path: Path, text: str) -> None:
 
 def report_of(manager: Any | None, *, as_json: bool) -> str:
     """Describe what the manager did for the program, as text or as JSON; None did nothing."""
+    born = children.children_of_this_run()
     if as_json:
-        return json.dumps({} if manager is None else manager.stats())
-    if manager is None:
-        return "torchTensorRef: the program made no tensor."
-    text: str = manager.report()
-    return text
+        stats = {} if manager is None else manager.stats()
+        return json.dumps({**stats, "children": born} if born else stats)
+    if manager is not None:
+        first: str = manager.report()
+    else:
+        first = "torchTensorRef: the program made no tensor" + (" itself." if born else ".")
+    return "\n".join([first, *children.lines_of(born)])

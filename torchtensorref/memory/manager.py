@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..base import event_sinks as tracing
+from ..base.activation import when_open
 from ..base.errors import ConfigError, InvariantError, did_you_mean
 from ..base.event_log import EventLog
 from ..base.options import settings
@@ -101,6 +102,8 @@ class TensorsManager:
                     device,
                     stacklevel=3,
                 )
+                for call in when_open:
+                    call(self)
             return self._residency
 
     def _resolve_devices(self, setting: Any) -> list[Device]:
