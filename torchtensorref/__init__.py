@@ -6,6 +6,7 @@ then patches what makes tensors. Everything else is loaded when it is first aske
 
 from __future__ import annotations
 
+import sys as _sys
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "torchTensorRef":
@@ -24,6 +25,7 @@ from .base.errors import TensorRefError as TensorRefError
 from .base.errors import TransferError as TransferError
 from .base.errors import UnsupportedOpError as UnsupportedOpError
 from .base.options import options as options
+from .base.public_module import PublicModule as _PublicModule
 from .inject import hooks
 from .inject.hooks import disabled as disabled
 from .inject.hooks import install as install
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from .memory.budget import OutOfBudgetError as OutOfBudgetError
     from .memory.manager import TensorsManager as TensorsManager
     from .memory.manager import tensorsManager as tensorsManager
-    from .tensor.tensor_ref import Surface as TensorRef  # noqa: F401 (what it names, see there)
+    from .tensor.tensor_ref import Surface as TensorRef
 
 #: Public names that need torch: loaded by the first use, from these modules.
 _NEED_TORCH = {
@@ -43,6 +45,26 @@ _NEED_TORCH = {
     "TensorsManager": ".memory.manager",
     "tensorsManager": ".memory.manager",
 }
+
+__all__ = [
+    "ConfigError",
+    "ExposedError",
+    "InvariantError",
+    "OutOfBudgetError",
+    "StrategyError",
+    "TensorRef",
+    "TensorRefError",
+    "TensorsManager",
+    "TransferError",
+    "UnsupportedOpError",
+    "__version__",
+    "disabled",
+    "injectTo",
+    "install",
+    "options",
+    "tensorsManager",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -54,7 +76,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NEED_TORCH})
+    return list(__all__)
 
 
+_sys.modules[__name__].__class__ = _PublicModule
 hooks.register()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from . import __version__
 from .base.errors import ConfigError
+from .base.event_sinks import say
 from .diagnostics import environment, runner, self_test
 
 
@@ -31,12 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runner.main(given[1:])
     chosen = _parser().parse_args(given)
     try:
-        if chosen.command == "check":
-            return self_test.main(chosen.device)
-        return environment.main()
+        status = self_test.main(chosen.device) if chosen.command == "check" else environment.main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except ConfigError as error:
-        print(f"torchtensorref: {error}", file=sys.stderr)
+        say(f"torchtensorref: {error}")
         return 2
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            say(f"torchtensorref: what was found could not be written: {error}")
+        # Python flushes once more when it ends, and would complain in words of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

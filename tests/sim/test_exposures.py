@@ -69,7 +69,8 @@ def test_memory_is_not_handed_out_in_two_places(ref, hand_out):
 
 def test_a_target_of_what_an_array_holds_is_the_arrays_memory(manager, ref):
     array = ref.numpy()
-    ref = ref.toGPU()
+    with pytest.warns(RuntimeWarning, match="numpy holds it"):
+        ref = ref.toGPU()
     _ = ref + 1  # a copy for one operator is on the accelerator
     target = ref.target
     target[0] = 42
@@ -126,3 +127,49 @@ def test_a_link_that_does_not_recover_says_so_and_loses_nothing(manager, ref, mo
         ref.numpy()
     manager.check()
     assert ref.numpy().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_fetching_what_an_array_holds_is_told(manager):
+    ref = manager.adopt(torch.rand(50, 50))
+    array = ref.numpy()
+    with pytest.warns(RuntimeWarning, match=r"numpy holds it on cpu while that lives") as caught:
+        assert ref.toGPU() is ref
+    assert caught[0].filename == __file__
+    del array
+    ref.toGPU()
+    assert "sim:test" in manager.describe(ref)
+    ref.data_ptr()
+    with pytest.warns(RuntimeWarning, match=r"data_ptr holds it on cpu for good"):
+        ref.toGPU()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda ref, manager: (ref + 0).tolist(),
+        lambda ref, manager: ref.tolist(),
+        lambda ref, manager: float(f"{ref[0]}") and ref.clone().tolist(),
+        lambda ref, manager: manager.bring_all_home() or (ref + 0).tolist(),
+        lambda ref, manager: copy.deepcopy(ref).tolist(),
+    ],
+    ids=["operator", "print", "element", "evicted", "copy"],
+)
+@pytest.mark.parametrize("hold", [lambda ref: ref.numpy(), lambda ref: ref.target])
+def test_what_was_written_is_seen_when_its_holder_is_gone(ref, manager, hold, look):
+    """The bytes were on both devices, and nobody looked between the write and the end."""
+    (ref + 1).sum().item()
+    expected = list(range(8))
+    for number in (5, 6):
+        held = hold(ref)
+        held[0] = number
+        del held
+        expected[0] = number
+        assert look(ref, manager) == expected
+
+
+def test_what_was_written_after_an_operator_has_looked_is_seen(ref):
+    array = ref.numpy()
+    (ref + 1).sum().item()
+    array[0] = 5
+    del array
+    assert (ref + 0).tolist() == [5, *range(1, 8)]

@@ -52,6 +52,27 @@ def test_fallbacks_are_counted_with_their_reason(manage):
     assert "3  the operator needs more than the budget" in text
 
 
+def test_what_is_counted_is_counted_on_every_path_or_named(manage):
+    manager = manage("lru", nbytes=100_000)
+    a, b, c = (manager.adopt(torch.rand(100, 100), sole=True) for _ in range(3))  # two of them fit
+    with torch.no_grad():
+        for _ in range(300):
+            for result in torch.add, torch.mul, torch.Tensor.view_as:
+                result(a, a)
+        for x in (b, c, a):
+            torch.exp(x)
+    stats = manager.stats()
+    assert stats["op_count"] == 603
+    by_path = [stats[f"{path}_op_count"] for path in ("ready", "slow", "native")]
+    assert sum(by_path) == 603
+    assert by_path[0] >= 590
+    assert stats["miss_count"] == stats["fetch_count"] == 4
+    assert "hit_count" not in stats
+    text = manager.report()
+    assert "operators  603 (views not counted): {} ready, {} slow, {} in 0".format(*by_path) in text
+    assert f"4 misses; {stats['slow_hit_count']} hits on the slow path" in text
+
+
 def test_it_fits_a_screen(manager):
     refs = [manager.adopt(torch.rand(50)) for _ in range(60)]
     arrays = [ref.numpy() for ref in refs]
@@ -95,3 +116,17 @@ def test_on_a_clock_on_the_wall_time_begins_with_the_device(manage):
     began_ns = time.perf_counter_ns()
     manager.device = LateDevice()
     assert 0 <= manager.stats()["time_ns"] <= time.perf_counter_ns() - began_ns
+
+
+@pytest.mark.parametrize("method", ["describe", "story"])
+def test_what_is_no_ref_is_named(manager, method):
+    ask = getattr(manager, method)
+    with pytest.raises(TypeError, match=f"tensorsManager.{method}.. tells of one TensorRef"):
+        ask(3)
+    with pytest.raises(TypeError, match=r"this is a torch.Tensor. It is not managed.*adopt"):
+        ask(torch.rand(3))
+    with pytest.raises(
+        TypeError, match=r"this is a torch.nn.modules.linear.Linear. Give it one of"
+    ):
+        ask(torch.nn.Linear(3, 3))
+    assert ask(manager.adopt(torch.rand(3))) is not None

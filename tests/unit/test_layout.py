@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -301,6 +302,18 @@ def test_the_lower_case_name_is_refused():
     done = python("import torchtensorref", ROOT)
     assert "ImportError" in done.stderr
     assert "import torchTensorRef" in done.stderr
+
+
+def test_installed_it_says_what_to_write(tmp_path):
+    """Installed as it is in a checkout, the folder says so; from a wheel, a module of that name."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    (name,) = setup["options"]["py_modules"].split()
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    done = python("import torchtensorref", tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: There is no module 'torchtensorref': write `import torchTensorRef`."
+    )
 
 
 def test_setup_lists_every_package():

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ..interception.entry import dispatch
 from ..interception.guards import may_bypass, may_exchange_formula, records_gradient
 from ..interception.ready_path import SLOW, WAYS
+from ..interception.tracebacks import OF_PROGRAMS, hides, shorten
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
 from ..memory.ref import TensorRef
@@ -39,6 +40,8 @@ from .formulas import (
 )
 
 aten = torch.ops.aten
+
+__tracebackhide__ = hides
 
 # -- operators that C++ takes apart -------------------------------------------------------------
 
@@ -152,12 +155,16 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_noted = _is_grad_enabled() and _any_wants_gradients(tensors_of(args))
-        if not is_noted and may_bypass(function_modes=False):
-            result = way(plan, args, kwargs)
-            if result is not SLOW:
-                return result
-        with torch._C._ExcludeDispatchKeyGuard(KEYS):
-            return op(*args, **kwargs)
+        try:
+            if not is_noted and may_bypass(function_modes=False):
+                result = way(plan, args, kwargs)
+                if result is not SLOW:
+                    return result
+            with torch._C._ExcludeDispatchKeyGuard(KEYS):
+                return op(*args, **kwargs)
+        except OF_PROGRAMS as error:
+            shorten(error)
+            raise
 
     return kernel
 

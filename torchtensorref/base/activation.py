@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 #: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
 is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
+
+
+#: Called with the manager once its devices are open.
+when_open: list[Callable[[Any], None]] = []
+
+#: Called with a plain parameter that meets TensorRefs in an operator.
+when_plain: list[Callable[[Any], None]] = []
 
 
 class Watch:

@@ -151,7 +151,7 @@ class InvariantError(TensorRefError):
     story: tuple[str, ...] = ()  # what happened to the block before
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.5) -> str | None:
     """Find the known name that looks most like a given one.
 
     Parameters
@@ -160,6 +160,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         What was written; compared without regard to case.
     known : Iterable[str]
         The names that exist.
+    likeness : float, optional
+        How much alike they must be at least, up to 1.
 
     Returns
     -------
@@ -174,7 +176,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     import difflib  # only when something went wrong: importing us has to stay cheap
 
     by_fold = {candidate.casefold(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.casefold(), by_fold, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name.casefold(), by_fold, n=1, cutoff=likeness)
     return by_fold[found[0]] if found else None
 
 
@@ -198,7 +200,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("flwo", ["genoa", "lru", "flow"])
     "Did you mean 'flow'? Known: flow, genoa, lru."
     """
-    names: Sequence[str] = sorted(known)
+    names: Sequence[str] = sorted(set(known))
     listed = f"Known: {', '.join(names)}." if names else "None is known."
     close = nearest(name, names)
     return listed if close is None else f"Did you mean {close!r}? {listed}"

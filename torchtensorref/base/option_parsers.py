@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+from .device_names import kind_of
 from .errors import ConfigError, did_you_mean, nearest
-from .units import parse_nbytes, parse_share
+from .units import parse_limit, parse_share
 
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
-
-#: What `TTR_REGIONS` can say of native regions.
-REGION_MODES = ("on", "off", "forced")
 
 
 class BadValueError(Exception):
@@ -41,11 +40,31 @@ def name(text: str) -> str:
     return text.strip()
 
 
-def region_mode(text: str) -> str:
-    """Read one of `REGION_MODES`."""
-    if text.strip() not in REGION_MODES:
-        raise BadValueError(f"use one of {', '.join(REGION_MODES)}")
-    return text.strip()
+def file_to_write(text: str) -> str:
+    """Read the path of a file that can be written; give it back from the root on.
+
+    Asked without a trace: nothing is made or touched, and a program may change its folder later.
+    """
+    path = os.path.abspath(text.strip())
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise BadValueError(f"{path!r} is a folder; name a file in it")
+    if not os.path.isdir(folder):
+        raise BadValueError(f"there is no folder {folder!r}; make it first")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise BadValueError(f"{path!r} may not be written; name a file where you may")
+    return path
+
+
+def one_of(*known: str) -> Callable[[str], str]:
+    """Read one of these words."""
+
+    def parse(text: str) -> str:
+        if text.strip() not in known:
+            raise BadValueError(f"use one of {', '.join(known)}")
+        return text.strip()
+
+    return parse
 
 
 def prefixes(text: str) -> tuple[str, ...]:
@@ -62,9 +81,15 @@ def prefixes(text: str) -> tuple[str, ...]:
 
 def size_or_share(text: str) -> str:
     """Give `text` back if it is a size or a share."""
-    parse = parse_share if text.endswith("%") else parse_nbytes
+    parse = parse_share if text.strip().endswith("%") else parse_limit
     parse(text)
     return text
+
+
+def device(text: str) -> str:
+    """Read the name of a device of a kind that there is."""
+    kind_of(text)
+    return text.strip()
 
 
 def parse_budget(text: str) -> str | dict[str, str]:
@@ -74,7 +99,7 @@ def parse_budget(text: str) -> str | dict[str, str]:
     ----------
     text : str
         A size (``6GiB``), a share (``25%``), or one of them per device, separated by
-        commas (``cuda:0=6GiB,cpu=50%``).
+        commas (``cuda:0=6GiB,cuda:1=50%``).
 
     Returns
     -------
@@ -84,7 +109,7 @@ def parse_budget(text: str) -> str | dict[str, str]:
     Raises
     ------
     ConfigError
-        If an amount is not understood.
+        If an amount is not understood, or no device has such a name.
     """
     if "=" not in text:
         return size_or_share(text.strip())
@@ -94,9 +119,10 @@ def parse_budget(text: str) -> str | dict[str, str]:
         if not device or not equals:
             raise ConfigError(
                 f"{part.strip()!r} in the budget {text!r} names no device and amount. "
-                "Write it as 'cuda:0=6GiB,cpu=24GiB'.",
+                "Write it as 'cuda:0=6GiB,cuda:1=25%'.",
                 name=text,
             )
+        kind_of(device, where=f", which the budget {text!r} names")
         budgets[device] = size_or_share(amount)
     return budgets
 

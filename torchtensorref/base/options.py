@@ -34,9 +34,22 @@ __all__ = [
 PREFIX = "TTR_"
 
 
-def _row(default: object, parse: Callable[[str], Any], values: str, effect: str, cost: str) -> Any:
-    """One row of the table, as the field of a dataclass."""
-    metadata = {"parse": parse, "values": values, "effect": effect, "cost": cost}
+def _row(
+    default: object,
+    parse: Callable[[str], Any],
+    values: str,
+    effect: str,
+    cost: str,
+    instead: str | None = None,
+) -> Any:
+    """One row of the table, as the field of a dataclass.
+
+    An option that says how to begin is of no use in a scope; `instead` is what a program writes,
+    "" where there is nothing.
+    """
+    metadata = {
+        "parse": parse, "values": values, "effect": effect, "cost": cost, "instead": instead,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -44,22 +57,33 @@ def _row(default: object, parse: Callable[[str], Any], values: str, effect: str,
 class Settings:
     """What every option is set to; the hot path reads these attributes and nothing else."""
 
-    disable: bool = _row(False, texts.switch, "0, 1", "no hook, no patch: is it us at all?", "none")
+    disable: bool = _row(
+        False,
+        texts.switch,
+        "0, 1",
+        "no hook, no patch: is it us at all?",
+        "none",
+        instead="with torchTensorRef.disabled(), or torchTensorRef.uninstall()",
+    )
     trace: int = _row(
         0,
         texts.level(3),
         "0 to 3",
-        "0 off; 1 totals at exit; 2 each fetch, eviction, write-back; 3 each operator",
+        "0 off; 1 totals at the end; 2 each fetch, eviction, write-back; 3 each operator",
         "none; low; medium; high",
     )
     trace_file: str | None = _row(
-        None, texts.name, "path", "write the trace there, as JSON lines", "a write per event"
+        None,
+        texts.file_to_write,
+        "path",
+        "write the trace there, as JSON lines, each as it happens",
+        "a write per event",
     )
     check: int = _row(
         0,
         texts.level(2),
         "0 to 2",
-        "`tensorsManager.check()` never; at exit; after each operator",
+        "`tensorsManager.check()` never; at the end; after each operator",
         "none; low; very high",
     )
     sync: bool = _row(
@@ -81,22 +105,42 @@ class Settings:
     )
     regions: str = _row(
         "on",
-        texts.region_mode,
+        texts.one_of("on", "off", "forced"),
         "on, off, forced",
         "run modules natively where nothing speaks against it; never; as soon as that is legal, "
         "also where it takes longer",
         "forced: slow while memory is short",
     )
-    strategy: str | None = _row(None, texts.name, "name", "choose the strategy", "none")
+    tracebacks: str = _row(
+        "short",
+        texts.one_of("short", "whole"),
+        "short, whole",
+        "leave our frames out of what torch raises for a program's own mistake; show them",
+        "none",
+    )
+    strategy: str | None = _row(
+        None,
+        texts.name,
+        "name",
+        "choose the strategy",
+        "none",
+        instead="tensorsManager.strategy = ...",
+    )
     device: str | None = _row(
-        None, texts.name, "`cuda:0`, `mps`, `sim`, ...", "choose the accelerator", "none"
+        None,
+        texts.device,
+        "`cuda:0`, `mps`, `sim`, ...",
+        "choose the accelerator",
+        "none",
+        instead="tensorsManager.device = ...",
     )
     budget: str | dict[str, str] | None = _row(  # noqa: RUF009 (it makes a field)
         None,
         parse_budget,
-        "`6GiB`, `25%`, `cuda:0=6GiB,cpu=24GiB`",
-        "the most bytes that may be used on a device",
+        "`6GiB`, `25%`, `cuda:0=6GiB,cuda:1=25%`",
+        "the most bytes that may be used on an accelerator",
         "none",
+        instead="tensorsManager.budget = ...",
     )
     page_lock: str = _row(
         "50%",
@@ -104,6 +148,7 @@ class Settings:
         "`8GiB`, `25%`, `0`",
         "the most host memory to page-lock",
         "not swappable",
+        instead="",
     )
     faults: str | None = _row(
         None,
@@ -118,12 +163,21 @@ class Settings:
         "`transformers,diffusers`",
         "packages whose names taken from torch are rebound, as `injectTo.append` does",
         "none",
+        instead="injectTo.append(...)",
     )
     exclude: tuple[str, ...] = _row(
         (),
         texts.prefixes,
         "`package.module`",
         "modules that keep plain tensors, as `injectTo.exclude` does",
+        "none",
+        instead="injectTo.exclude(...)",
+    )
+    run: str | None = _row(
+        None,
+        texts.name,
+        "path",
+        "the folder that the processes of one `torchtensorref run` share; set by it",
         "none",
     )
 
@@ -138,15 +192,18 @@ class Option:
     default: object
     effect: str
     cost: str
+    instead: str | None  # what a program writes where a scope is of no use; None: it is of use
     _parse: Callable[[str], Any]
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str, asked: str = "") -> Any:
         """Read a value from text.
 
         Parameters
         ----------
         text : str
             As it stands in the environment.
+        asked : str, optional
+            What the user wrote it for; the variable, if not given.
 
         Returns
         -------
@@ -156,16 +213,15 @@ class Option:
         Raises
         ------
         ConfigError
-            If it is no such value; the message names the variable and what it takes.
+            If it is no such value; the message names what was asked for and what it takes.
         """
+        asked = asked or self.variable
         try:
             return self._parse(text)
         except texts.BadValueError as why:
-            raise ConfigError(
-                f"{self.variable}={text!r} is not understood: {why}.", name=self.variable
-            ) from None
+            raise ConfigError(f"{asked}={text!r} is not understood: {why}.", name=asked) from None
         except ConfigError as error:
-            message = f"{self.variable}={text!r} is not understood: {error}"
+            message = f"{asked}={text!r} is not understood: {error}"
             raise ConfigError(message, **error.__dict__) from None
 
 
@@ -178,6 +234,7 @@ OPTIONS: dict[str, Option] = {
         default=field.default,
         effect=field.metadata["effect"],
         cost=field.metadata["cost"],
+        instead=field.metadata["instead"],
         _parse=field.metadata["parse"],
     )
     for field in dataclasses.fields(Settings)
@@ -203,34 +260,51 @@ def read(environ: Mapping[str, str]) -> Settings:
     ConfigError
         For a ``TTR_`` variable that does not exist, naming the nearest one that does, and
         for a value that is not understood. A mistyped switch that does nothing costs a day.
+        Not with ``TTR_DISABLE=1``, which has nothing of ours stand in the way: such ones are
+        then as good as not set.
     """
-    by_variable = {option.variable: option for option in OPTIONS.values()}
-    values = {}
+    values: dict[str, Any] = {}
+    _read_one("TTR_DISABLE", environ.get("TTR_DISABLE", ""), values)
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
-        option = by_variable.get(variable)
-        if option is None:
-            raise ConfigError(
-                f"The environment variable {variable} is not one of ours. "
-                + did_you_mean(variable, by_variable),
-                name=variable,
-                known=tuple(by_variable),
-                nearest=nearest(variable, by_variable),
-            )
-        if text.strip():
-            values[option.name] = option.parse(text)
+        try:
+            _read_one(variable, text, values)
+        except ConfigError:
+            if not values.get("disable"):
+                raise
     return Settings(**values)
+
+
+def _read_one(variable: str, text: str, values: dict[str, Any]) -> None:
+    by_variable = {option.variable: option for option in OPTIONS.values()}
+    option = by_variable.get(variable)
+    if option is None:
+        raise ConfigError(
+            f"The environment variable {variable} is not one of ours. "
+            + did_you_mean(variable, by_variable),
+            name=variable,
+            known=tuple(by_variable),
+            nearest=nearest(variable, by_variable),
+        )
+    if text.strip():
+        values[option.name] = option.parse(text)
 
 
 #: What holds now, in the whole process. Always this object: its attributes change.
 settings = read(os.environ)
 
+#: Called after a change by `options`, with what held before: for what is read only once otherwise.
+listeners: list[Callable[[Settings], None]] = []
+
 
 def _apply(values: Mapping[str, Any]) -> None:
+    before = dataclasses.replace(settings)
     for name, value in values.items():
         setattr(settings, name, value)
     watch.on = settings.check >= 2 or settings.shadow or settings.trace >= 3
+    for listener in listeners:
+        listener(before)
 
 
 _apply({})
@@ -248,11 +322,18 @@ def _checked(changes: Mapping[str, object]) -> dict[str, object]:
                 known=tuple(OPTIONS),
                 nearest=nearest(name, OPTIONS),
             )
-        if isinstance(value, (bool, int)):
-            value = option.parse(str(int(value)))
-        elif isinstance(value, str):
-            value = option.parse(value)
-        checked[name] = value
+        if option.instead is not None:
+            write = f"Write {option.instead}, or set" if option.instead else "Set"
+            raise ConfigError(
+                f"The option {name!r} says how to begin, so a scope would change nothing. "
+                f"{write} {option.variable} before the import.",
+                name=name,
+            )
+        if value == option.default:
+            checked[name] = option.default
+        else:
+            text = str(int(value)) if isinstance(value, (bool, int)) else str(value)
+            checked[name] = option.parse(text, f"options({name}=...)")
     return checked
 
 
@@ -273,8 +354,8 @@ def options(**changes: object) -> Iterator[Settings]:
     Raises
     ------
     ConfigError
-        For an unknown option, naming the nearest, or a value that is not understood.
-        Nothing is changed then.
+        For an unknown option, naming the nearest, one that says how to begin, naming what to
+        write instead, or a value that is not understood. Nothing is changed then.
 
     Notes
     -----

@@ -6,7 +6,7 @@ import re
 
 from .errors import ConfigError, nearest
 
-__all__ = ["format_nbytes", "format_ns", "parse_nbytes", "parse_share"]
+__all__ = ["format_nbytes", "format_ns", "parse_limit", "parse_nbytes", "parse_share"]
 
 _PREFIXES = "KMGTP"
 
@@ -43,7 +43,7 @@ def _unit_nbytes(text: str, unit: str) -> int:
         )
         raise _bad_size(text, why)
     close = nearest(unit, UNITS)
-    hint = f"; did you mean {close!r}?" if close else ""
+    hint = f" (did you mean {close!r}?)" if close else ""
     raise _bad_size(text, f"the unit {unit!r} is unknown{hint}")
 
 
@@ -87,6 +87,54 @@ def parse_nbytes(size: int | str) -> int:
     # Integers throughout: a float would lose bytes above 2**53.
     nbytes = int(whole + fraction) * _unit_nbytes(size, unit or "B")
     return int(nbytes // 10 ** len(fraction))
+
+
+def parse_limit(size: int | str) -> int:
+    """Read a size that limits something: as `parse_nbytes`, but not what is hardly meant.
+
+    Parameters
+    ----------
+    size : int or str
+        As for `parse_nbytes`. Text without a unit is taken for bytes from 1 MiB on.
+
+    Returns
+    -------
+    int
+        Whole bytes, rounded down.
+
+    Raises
+    ------
+    ConfigError
+        If it is not understood, or is text of a few bytes without a unit; the message says what
+        was probably meant.
+
+    Examples
+    --------
+    >>> parse_limit("6442450944")
+    6442450944
+    >>> parse_limit("6B")
+    6
+    """
+    if isinstance(size, float):
+        raise _unlikely(size, "is no number of bytes")
+    nbytes = parse_nbytes(size)
+    if isinstance(size, str) and size.strip()[-1:].isdigit():
+        is_fraction = "." in size
+        if is_fraction or 0 < nbytes < 1 << 20:
+            said = "is no number of bytes" if is_fraction else f"is {nbytes} bytes"
+            raise _unlikely(size, f"without a unit {said}")
+    return nbytes
+
+
+def _unlikely(size: str | float, why: str) -> ConfigError:
+    amount = float(size)
+    unit = "GiB" if amount < 1024 else "MiB" if amount < 1 << 20 else "B"
+    meant = f"{str(size).strip()}{unit}" if unit != "B" else f"{amount:.0f}B"
+    share = f" or '{amount:.0%}'" if 0 < amount < 1 else ""
+    in_bytes = "" if isinstance(size, float) or "." in size else f" For bytes, write '{size}B'."
+    return ConfigError(
+        f"{size!r} {why}. Did you mean {meant!r}{share}?{in_bytes}", name=str(size), nearest=meant
+    )
 
 
 def parse_share(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, did_you_mean, nearest
 from ..base.options import settings
 from .base import Device
@@ -84,6 +85,11 @@ def known_devices() -> list[Device]:
         return list({id(device): device for device in _devices.values()}.values())
 
 
+def known_names() -> list[str]:
+    """What a device may be called, but for numbers."""
+    return ["cpu", *REAL_KINDS, "sim", *(f"sim:{spec}" for spec in (*SPECS, *_given))]
+
+
 def reset() -> None:
     """Forget every device, so that the next `resolve` makes new ones (for tests)."""
     with _lock:
@@ -100,13 +106,7 @@ def _open(name: str) -> Device:
         return _open_simulated(name, rest)
     if kind in REAL_KINDS and (not rest or rest.isdecimal()):
         return _open_real(name, REAL_KINDS[kind], int(rest or 0))
-    known = ["cpu", *REAL_KINDS, "sim", *(f"sim:{spec}" for spec in (*SPECS, *_given))]
-    raise ConfigError(
-        f"There is no device {name!r}. {did_you_mean(name, known)}",
-        name=name,
-        known=tuple(known),
-        nearest=nearest(name, known),
-    )
+    raise no_such_device(name, known_names())
 
 
 def _same_as(canonical: str, asked: str) -> Device | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..base.errors import TensorRefError
 from ..base.options import OPTIONS, Option
+from ..inject import hooks
 
 ENVIRONMENT_HEAD = """\
 # Environment
@@ -24,10 +25,15 @@ Most can also be set for a part of a program:
     with torchTensorRef.options(trace=2, poison=True):
         ...
 
-The name there is the variable's in lower case, without `TTR_`. Such a scope holds for all threads.
-`TTR_DISABLE`, `TTR_STRATEGY`, `TTR_DEVICE`, `TTR_BUDGET`, `TTR_INJECT_TO` and `TTR_EXCLUDE` say how
-to begin, so they are of use in the environment only; a program says the same with
-`tensorsManager` and `injectTo`.
+The name there is the variable's in lower case, without `TTR_`. Such a scope holds for all threads,
+and its end is the end that `TTR_TRACE=1` and `TTR_CHECK=1` wait for. `TTR_DISABLE`, `TTR_STRATEGY`,
+`TTR_DEVICE`, `TTR_BUDGET`, `TTR_INJECT_TO` and `TTR_EXCLUDE` say how to begin, so a scope refuses
+them; a program says the same with `tensorsManager` and `injectTo`.
+
+A trace is written event by event, so it is whole up to the last one, also after `kill -9`. If the
+disk is full it ends there, and says so on stderr, once. A process that inherits `TTR_TRACE_FILE`
+writes beside the trace of the first, with its number behind the name. With `TTR_DISABLE=1` no other
+variable is looked at too closely: one that is not understood counts as not set.
 """
 
 ENVIRONMENT_FOOT = """\
@@ -88,6 +94,7 @@ def errors_page() -> str:
     -----
     Imports torch: `OutOfBudgetError` is an error of torch as well.
     """
+    hooks.load(".memory.budget")
     kinds = {kind.__name__: kind for kind in _own_subclasses(TensorRefError)}
     sections = [
         _error_section(TensorRefError),

@@ -20,17 +20,32 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 from zipfile import is_zipfile
 
-from ..base.errors import ConfigError, TensorRefError, did_you_mean, nearest
+from ..base.device_names import no_such_device
+from ..base.errors import ConfigError, TensorRefError, nearest
+from ..base.event_sinks import say
+from ..base.option_parsers import BadValueError, file_to_write
 from ..base.options import OPTIONS, settings
-from ..devices.registry import REAL_KINDS
+from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.spec import SPECS
-from ..inject.inject_to import injectTo
+from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
+from . import children
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
 #: Options that take no value.
-FLAGS = ("-h", "--help")
+FLAGS = ("-h", "--help", "--no-children")
+#: Where a report goes that goes to no file.
+PLACES = ("stderr", "none")
+#: From our options to the settings that they are.
+SETTING_OF = {
+    "device": "device",
+    "budget": "budget",
+    "strategy": "strategy",
+    "inject_to": "inject_to",
+    "exclude": "exclude",
+    "trace": "trace_file",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,15 +59,19 @@ def main(arguments: Sequence[str]) -> int:
     ours, program = split(list(arguments))
     chosen = _parser().parse_args(ours)
     try:
+        where = report_place(chosen.report)
         apply(chosen)
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
+        check_known([*injectTo, *injectTo.excluded])  # now its own modules are found, too
     except TensorRefError as error:
-        print(f"torchtensorref: {error}", file=sys.stderr)
+        say(f"torchtensorref: {error}")
         return BAD_USAGE
-    if chosen.report != "none" and not settings.disable:
-        atexit.register(write_report, chosen.report, os.getpid())
+    if not (chosen.no_children or settings.disable):
+        children.prepare(variables_of(chosen), budget_is_each=chosen.budget_per_process is not None)
+    if where != "none" and not settings.disable:
+        atexit.register(write_report, where, os.getpid())
     execute(code, main_module)
     return 0
 
@@ -62,6 +81,8 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     place = 0
     while place < len(arguments):
         argument = arguments[place]
+        if argument == "--":
+            return arguments[:place], arguments[place + 1 :]
         if argument == "-m" or not argument.startswith("-"):
             break
         place += 1 if "=" in argument or argument in FLAGS else 2
@@ -77,11 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", help="the accelerator: cuda, mps, sim, sim:rtx3060, ... (what torch finds)")
     add("--budget", help="most bytes it may hold: 6GiB, 25%% (what is free)")
+    add("--budget-per-process", metavar="BUDGET", help="so much for it and each of its children")
     add("--strategy", help="what stays there: a strategy's name")
     add("--inject-to", help="packages whose names taken from torch are rebound")
     add("--exclude", help="modules that keep plain tensors")
     add("--report", default="stderr", help="stderr, none, or a file; .json for numbers (stderr)")
     add("--trace", metavar="FILE", help="write what happened to the blocks there, as JSON lines")
+    add("--no-children", action="store_true", help="leave its Python children plain")
     return parser
 
 
@@ -90,21 +113,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def apply(chosen: argparse.Namespace) -> None:
     """Make the options hold, as if the environment had said so; ConfigError before any does."""
+    if chosen.budget_per_process is not None:
+        if chosen.budget is not None:
+            raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
+        chosen.budget = chosen.budget_per_process
     values = {
-        name: OPTIONS[name].parse(text)
-        for name in ("device", "budget", "strategy", "inject_to", "exclude")
-        if (text := getattr(chosen, name)) is not None
+        name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
+        for flag, name in SETTING_OF.items()
+        if (text := getattr(chosen, flag)) is not None
     }
     if "device" in values:
         check_device(values["device"])
     if "strategy" in values:
         make_strategy(values["strategy"])
-    if chosen.trace is not None:
-        values["trace_file"] = chosen.trace
     for name, value in values.items():
         setattr(settings, name, value)
-    injectTo.extend(values.get("inject_to", ()))
-    injectTo.exclude(*values.get("exclude", ()))
+    injectTo.begin_with(values.get("inject_to", ()), values.get("exclude", ()))
+
+
+def variables_of(chosen: argparse.Namespace) -> dict[str, str]:
+    """Say what the command line said as the environment says it."""
+    told = {OPTIONS[name].variable: getattr(chosen, flag) for flag, name in SETTING_OF.items()}
+    return {variable: text for variable, text in told.items() if text is not None}
 
 
 def check_device(name: str) -> None:
@@ -113,13 +143,7 @@ def check_device(name: str) -> None:
     spec = rest.rpartition(":")[0] if ":" in rest else "" if rest.isdecimal() else rest
     if kind in ("cpu", *REAL_KINDS) or (kind == "sim" and (not spec or spec in SPECS)):
         return
-    known = ["cpu", *REAL_KINDS, "sim", *(f"sim:{spec}" for spec in SPECS)]
-    raise ConfigError(
-        f"There is no device {name!r}. {did_you_mean(name, known)}",
-        name=name,
-        known=tuple(known),
-        nearest=nearest(name, known),
-    )
+    raise no_such_device(name, known_names())
 
 
 # -- becoming the program -------------------------------------------------------------------------
@@ -236,27 +260,77 @@ def _hide_us_from(error: BaseException, trace: TracebackType | None) -> None:
 # -- afterwards -----------------------------------------------------------------------------------
 
 
+def report_place(text: str) -> str:
+    """Read where the report is to go: "stderr", "none", or the path of a file, from the root on.
+
+    Raises
+    ------
+    ConfigError
+        That file cannot be written: said before the program runs, not after it.
+    """
+    if text in PLACES:
+        return text
+    meant = nearest(text, (*PLACES, "stdout"), likeness=0.8)
+    if meant is not None:
+        raise ConfigError(
+            f"--report={text!r} is no place for a report. Write {' or '.join(PLACES)}, or "
+            f"'./{text}' for a file of that name.",
+            name=text,
+            known=PLACES,
+            nearest=meant,
+        )
+    try:
+        return file_to_write(text)
+    except BadValueError as why:
+        raise ConfigError(f"--report={text!r} is not understood: {why}.", name=text) from None
+
+
 def write_report(where: str, pid: int) -> None:
     """Say what happened, where the user asked for it; a failure to do so is told, never raised."""
     if os.getpid() != pid:
         return  # a forked child that ended as a program does
     manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
-    try:
-        text = report_of(manager, as_json=where.endswith(".json"))
-        if where == "stderr":
-            print(text, file=sys.stderr, flush=True)
-        else:
-            Path(where).write_text(f"{text}\n")
-    except Exception as error:
-        print(f"torchtensorref: no report: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def report_of(manager: Any, *, as_json: bool) -> str:
-    """Describe what the manager did for the program, as text or as JSON."""
     opened = manager is not None and manager._residency is not None
+    if where == "stderr" and opened and settings.trace >= 1 and not children.children_of_this_run():
+        return  # a trace ends with the same words
+    try:
+        text = report_of(manager if opened else None, as_json=where.endswith(".json"))
+    except Exception as error:
+        say(f"torchtensorref: no report: {type(error).__name__}: {error}")
+        return
+    if where == "stderr":
+        say(text)
+        return
+    try:
+        write_whole(Path(where), f"{text}\n")
+    except OSError as error:
+        say(f"torchtensorref: the report is not in {where!r} ({error}), but here:\n{text}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either as it was or has all of the text, also where the disk is full."""
+    is_special = path.exists() and not path.is_file()  # a pipe, a terminal
+    path = path if is_special else path.resolve()
+    if is_special or not os.access(path.parent, os.W_OK):
+        path.write_text(text)
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def report_of(manager: Any | None, *, as_json: bool) -> str:
+    """Describe what the manager did for the program, as text or as JSON; None did nothing."""
+    born = children.children_of_this_run()
     if as_json:
-        return json.dumps(manager.stats() if opened else {})
-    if not opened:
-        return "torchTensorRef: the program made no tensor."
-    text: str = manager.report()
-    return text
+        stats = {} if manager is None else manager.stats()
+        return json.dumps({**stats, "children": born} if born else stats)
+    if manager is not None:
+        first: str = manager.report()
+    else:
+        first = "torchTensorRef: the program made no tensor" + (" itself." if born else ".")
+    return "\n".join([first, *children.lines_of(born)])

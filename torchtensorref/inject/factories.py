@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
+from ..base.errors import ConfigError
 from ..base.options import settings
-from .hooks import is_disabled, load, state
-from .inject_to import injectTo
+from ..tensor.device_names import canonical, is_foreign
+from .hooks import disabled, is_disabled, load, state
+from .inject_to import check_known, injectTo
 
 _log = logging.getLogger("torchTensorRef")
 
@@ -55,21 +57,6 @@ def _only_a_default_device() -> bool:
 # -- devices that this torch cannot name ----------------------------------------------------------
 
 
-@functools.cache
-def is_foreign(device: Any) -> bool:
-    """Whether a device is an accelerator that this torch cannot make tensors on.
-
-    "cuda" on a CPU build, or "sim": a program that says so asks for the accelerator, and gets ours.
-    """
-    if isinstance(device, int):
-        return not torch.accelerator.is_available()
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError):
-        return str(device).partition(":")[0] == "sim"
-    return not load(".tensor.protocols").can_carry(kind)
-
-
 def _default_device() -> Any:
     """The device of `torch.set_default_device` or `with torch.device(...)`, if there is one."""
     for place in range(_function_modes()):
@@ -89,8 +76,7 @@ def own_memory_factory(
     if state.active and not _is_disabled():
         if _decisions[_getframe(1).f_globals.get("__name__", "")]:
             return _make(wrapped, args, kwargs, _fresh)
-        if kwargs or _function_modes():
-            return wrapped(*args, **_with_known_device(kwargs))
+        return wrapped(*args, **with_known_device(kwargs))
     return wrapped(*args, **kwargs)
 
 
@@ -100,6 +86,8 @@ def own_values_factory(
     """Call `torch.tensor`, and wrap the result."""
     if takes_part(_getframe(1).f_globals.get("__name__")):
         return _make(functools.partial(with_values, wrapped), args, kwargs, _fresh)
+    if state.active and not _is_disabled():
+        kwargs = with_known_device(kwargs)
     return with_values(wrapped, *args, **kwargs)
 
 
@@ -109,21 +97,32 @@ def shared_memory_factory(
     """Call a factory whose result may share memory with its argument, and wrap the result."""
     if takes_part(_getframe(1).f_globals.get("__name__")):
         return _make(functools.partial(with_values, wrapped), args, kwargs, _adopted)
+    if state.active and not _is_disabled():
+        kwargs = with_known_device(kwargs)
     return with_values(wrapped, *args, **kwargs)
 
 
-def _with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Say "cpu" where a call, or the default device, names an accelerator torch cannot name."""
-    asked = kwargs.get("device")
-    if asked is None and _function_modes():
-        asked = _default_device()
-    if asked is not None and is_foreign(asked):
-        return {**kwargs, "device": "cpu"}
+def with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Say "cpu" where a call, or the default device, names an accelerator torch cannot name.
+
+    Page-locked memory is the runtime's business; torch refuses it where it finds no accelerator.
+    """
+    if not kwargs and not _function_modes():
+        return kwargs
+    if is_foreign(_asked_device(kwargs)):
+        kwargs = {**kwargs, "device": "cpu"}
+    if kwargs.get("pin_memory") and not torch.accelerator.is_available():
+        kwargs = {**kwargs, "pin_memory": False}
     return kwargs
 
 
+def _asked_device(kwargs: dict[str, Any]) -> Any:
+    asked = kwargs.get("device")
+    return _default_device() if asked is None and _function_modes() else asked
+
+
 def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
-    known = _with_known_device(kwargs) if kwargs or _function_modes() else kwargs
+    known = with_known_device(kwargs)
     plain = _with_room(wrapped, args, known)
     if type(plain) is not Tensor or not is_plain_world():
         return plain
@@ -135,7 +134,9 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
     ref = wrap(plain)
     if known is not kwargs and type(ref) is not Tensor:
         # `.to` of the same device gives the tensor itself, as it does where torch can name it.
-        ref._ttr_asked = str(kwargs.get("device") or _default_device())
+        asked = _asked_device(kwargs)
+        if is_foreign(asked):
+            ref._ttr_asked = canonical(asked)
     return ref
 
 
@@ -213,6 +214,7 @@ class _Core:
         self.manager = load(".memory.manager").tensorsManager
         self.make_ref = load(".memory.plain_views").make_ref
         say_what_is_simulated(self.manager)
+        say_what_is_not_here()
 
 
 def say_what_is_simulated(manager: Any) -> None:
@@ -225,6 +227,14 @@ def say_what_is_simulated(manager: Any) -> None:
         )
 
 
+def say_what_is_not_here() -> None:
+    """Tell of a slip in `TTR_INJECT_TO` or `TTR_EXCLUDE`: now the program's modules are found."""
+    try:
+        check_known([*settings.inject_to, *settings.exclude])
+    except ConfigError as error:
+        _log.warning("torchTensorRef: TTR_INJECT_TO or TTR_EXCLUDE: %s", error)
+
+
 _core = functools.cache(_Core)
 
 
@@ -235,6 +245,12 @@ def _adopted(plain: Tensor) -> Any:
     return _core().manager.ownership.adopt_tensor(plain)
 
 
+def left_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function inside which everything that is made stays plain."""
+    with disabled():
+        return wrapped(*args, **kwargs)
+
+
 # -- files ----------------------------------------------------------------------------------------
 
 
@@ -242,18 +258,8 @@ def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     """Call torch.load, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):
         return wrapped(*args, **kwargs)
-    args, kwargs = _with_known_map_location(args, kwargs)
     loaded = wrapped(*args, **kwargs)
     return Adoption().of(loaded) if is_plain_world() else loaded
-
-
-def _with_known_map_location(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    where = args[1] if len(args) > 1 else kwargs.get("map_location")
-    if not isinstance(where, (str, torch.device)) or not is_foreign(where):
-        return args, kwargs
-    return args[:1] + ("cpu",) * (len(args) > 1) + args[2:], (
-        kwargs if len(args) > 1 else {**kwargs, "map_location": "cpu"}
-    )
 
 
 _PLAIN_KINDS = (Tensor, torch.nn.Parameter)

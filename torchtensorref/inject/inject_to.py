@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import SupportsIndex
 
@@ -20,6 +21,9 @@ BY_DEFAULT = {
     "torchTensorRef": (False, "the runtime itself works on plain tensors"),
 }
 
+#: How much alike two names must be for one to be a slip of the other, and how long at least.
+LIKENESS, SHORTEST = 0.85, 5
+
 
 def _checked(prefix: str | ModuleType) -> str:
     name = prefix.__name__ if isinstance(prefix, ModuleType) else prefix
@@ -30,6 +34,34 @@ def _checked(prefix: str | ModuleType) -> str:
             name=str(name),
         )
     return name
+
+
+def check_known(prefixes: Iterable[str]) -> None:
+    """Refuse names of packages that are not here, where one that is is written nearly the same.
+
+    Raises
+    ------
+    ConfigError
+        The nearest is named. A name like no other passes: its module may be made later. So does a
+        module itself, whatever it is called.
+    """
+    for prefix in prefixes:
+        package = prefix.partition(".")[0]
+        # Not `find_spec` of importlib: asking for torch's is what the hooks wait for.
+        if package in sys.modules or PathFinder.find_spec(package) is not None:
+            continue
+        from importlib import metadata  # only where something may be wrong: it takes long
+
+        known = {*metadata.packages_distributions(), *sys.modules, *sys.stdlib_module_names}
+        close = nearest(package, [name for name in known if "." not in name], likeness=LIKENESS)
+        if package not in known and close is not None and len(package) >= SHORTEST:
+            meant = close + prefix.removeprefix(package)
+            raise ConfigError(
+                f"There is no package {package!r} here. Did you mean {meant!r}? If it is yet to "
+                "come, import it first, and give the module instead of its name.",
+                name=prefix,
+                nearest=meant,
+            )
 
 
 class Decisions(dict[str, bool]):
@@ -58,6 +90,14 @@ def explicit_rule(name: str, rules: dict[str, bool]) -> bool | None:
     return None
 
 
+def _named(prefixes: Iterable[str | ModuleType]) -> list[str]:
+    """The names of packages or modules; ConfigError for a wrong one, before anything is changed."""
+    given = list(prefixes)
+    names = [_checked(prefix) for prefix in given]
+    check_known(name for name, prefix in zip(names, given, strict=True) if isinstance(prefix, str))
+    return names
+
+
 class InjectTo:
     """A list of package prefixes whose modules get the patched names; the longest prefix decides.
 
@@ -66,6 +106,8 @@ class InjectTo:
     `exclude` gives modules the originals, and what they make stays plain. Both hold for modules
     that are imported later, too.
     """
+
+    __slots__ = ("_excluded", "_included", "_rules", "decisions")
 
     def __init__(self) -> None:
         self._included: list[str] = []
@@ -82,7 +124,10 @@ class InjectTo:
 
     def insert(self, index: SupportsIndex, prefix: str | ModuleType) -> None:
         """Include a package or module at a place in the list; the order decides nothing."""
-        name = _checked(prefix)
+        (name,) = _named([prefix])
+        self._insert(index, name)
+
+    def _insert(self, index: SupportsIndex, name: str) -> None:
         if name in self._excluded:
             self._excluded.remove(name)
         if name not in self._included:
@@ -95,12 +140,24 @@ class InjectTo:
             raise ConfigError(
                 f"extend takes a list of names; for {prefixes!r} alone use append.", name=prefixes
             )
-        for name in [_checked(prefix) for prefix in prefixes]:
-            self.append(name)
+        for name in _named(prefixes):
+            self._insert(len(self._included), name)
 
     def exclude(self, *prefixes: str | ModuleType) -> None:
         """Leave packages or modules plain."""
-        for name in [_checked(prefix) for prefix in prefixes]:
+        self._exclude(_named(prefixes))
+
+    def begin_with(self, included: Iterable[str], excluded: Iterable[str]) -> None:
+        """Take names that were read before the program's own modules could be found.
+
+        Whether there are such modules is asked later (`check_known`), where it can be known.
+        """
+        for name in included:
+            self._insert(len(self._included), name)
+        self._exclude(excluded)
+
+    def _exclude(self, names: Iterable[str]) -> None:
+        for name in names:
             if name in self._included:
                 self._included.remove(name)
             if name not in self._excluded:
@@ -180,7 +237,4 @@ class InjectTo:
 
 #: The one of this process.
 injectTo = InjectTo()
-for _name in settings.inject_to:
-    injectTo.append(_name)
-for _name in settings.exclude:
-    injectTo.exclude(_name)
+injectTo.begin_with(settings.inject_to, settings.exclude)

@@ -25,7 +25,7 @@ else:
 
 
 class PatchedFunction(_FunctionWrapper):
-    """A function of another library, and what we do around it.
+    """A function of another library (or a class that is called), and what we do around it.
 
     To everyone who asks (hash, ==, name, signature, isinstance) it is the function itself, so
     tables keyed by functions, such as torch's own, go on working. It also pickles as that.
@@ -44,7 +44,7 @@ class PatchedFunction(_FunctionWrapper):
         # As the original, so that it loads where we are not.
         original = self.__wrapped__
         reduced: Any = original.__qualname__
-        if not isinstance(original, FunctionType):
+        if not isinstance(original, (FunctionType, type)):
             reduced = original.__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return pkgutil.resolve_name, (f"{original.__module__}:{reduced}",)
@@ -141,7 +141,7 @@ class MethodPatch(Replacement):
     def _find(self) -> tuple[Any, str, Any]:
         *names, name = self.path.split(".")
         owner = functools.reduce(getattr, names, importlib.import_module(self.module))
-        if not isinstance(owner, type):
+        if isinstance(owner, PatchedFunction) or not isinstance(owner, type):
             raise TypeError(f"{self.path} is not of a class")
         return owner, name, vars(owner)[name]
 

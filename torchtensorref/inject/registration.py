@@ -27,12 +27,12 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
     if type(tensor) is core.TensorRef:
         core.manager.ownership.note_registered(tensor)
         return None
-    if not injectTo.decisions[_module_behind(sys._getframe(1))]:
+    if not injectTo.decisions[module_behind(sys._getframe(1))]:
         return None
     return core.manager.ownership.adopt_in_place(tensor)
 
 
-def _module_behind(frame: FrameType | None) -> str:
+def module_behind(frame: FrameType | None) -> str:
     """The name of the module whose code had torch register something: the first outside torch."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

@@ -12,7 +12,25 @@ from types import ModuleType
 from typing import Any
 
 from . import hooks
-from .factories import load_wrapper, own_memory_factory, own_values_factory, shared_memory_factory
+from .built_before import unwatched, watch_modules
+from .devices import (
+    accelerator_wrapper,
+    generator_wrapper,
+    keep_at_home,
+    likeness_wrapper,
+    on_known_device,
+    on_readable_name,
+    storage_wrapper,
+    to_wrapper,
+    type_wrapper,
+)
+from .factories import (
+    left_plain,
+    load_wrapper,
+    own_memory_factory,
+    own_values_factory,
+    shared_memory_factory,
+)
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import in_python, legacy_instance, on_plain
@@ -68,6 +86,33 @@ SHARED_MEMORY = (
 )
 
 
+#: Methods of every tensor that make another one, and may be told where.
+LIKENESSES = (
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
+
+#: Factories whose result stays plain.
+OTHER_LAYOUTS = (
+    "empty_quantized",
+    "nested.as_nested_tensor",
+    "nested.nested_tensor",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+)
+
+#: Why the rows of `devices.py` are there.
+UNNAMEABLE = "may name an accelerator that this torch cannot name"
+
+
 #: Functions that read the memory of a tensor without an operator.
 READERS = (
     ("torch", "to_dlpack"),
@@ -102,7 +147,7 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
         native = None if core is None else core.tensorsManager.native
-        with nullcontext() if native is None else native.unwatched():
+        with nullcontext() if native is None else native.unwatched(), unwatched():
             return original(self, *args, **kwargs)
 
     eval_frame.OptimizedModule.__call__ = unwatched_call
@@ -119,12 +164,32 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
     Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
-    MethodPatch("torch", "Generator.set_state", on_plain, "reads memory in C++"),
+    MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
     MethodPatch(
         "torch",
         "FloatTensor.__class__.__instancecheck__",
         legacy_instance,
         "compares keys of dispatch, of which a TensorRef has more than a tensor",
+    ),
+    *(Patch("torch", name, on_known_device, UNNAMEABLE) for name in OTHER_LAYOUTS),
+    *(
+        MethodPatch("torch", f"_C.TensorBase.{name}", likeness_wrapper, UNNAMEABLE)
+        for name in LIKENESSES
+    ),
+    MethodPatch("torch", "_C.TensorBase.to", to_wrapper, UNNAMEABLE),
+    MethodPatch("torch", "_C.TensorBase.cuda", accelerator_wrapper, UNNAMEABLE),
+    MethodPatch("torch", "_C.TensorBase.xpu", accelerator_wrapper, UNNAMEABLE),
+    MethodPatch("torch", "_C.TensorBase.type", type_wrapper, UNNAMEABLE),
+    Patch("torch", "Generator", generator_wrapper, UNNAMEABLE),
+    Patch("torch._C._nn", "_parse_to", on_readable_name, UNNAMEABLE),
+    Patch("torch", "set_default_device", on_readable_name, UNNAMEABLE),
+    Patch("torch.storage", "_StorageBase.to", storage_wrapper, UNNAMEABLE),
+    LatePatch("torch.serialization", "_package_registry", keep_at_home, UNNAMEABLE),
+    Patch(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        left_plain,
+        "a spawned worker of a DataLoader needs no accelerator, as a forked one has none",
     ),
     Patch(
         "torch._higher_order_ops.utils",
@@ -143,6 +208,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
         "register_module_buffer_registration_hook",
         on_registration,
         "so is a buffer",
+    ),
+    LatePatch(
+        "torch.nn.modules.module",
+        "register_module_forward_pre_hook",
+        watch_modules,
+        "a model that was built before has plain parameters, which each operator would fetch anew",
     ),
     LatePatch(
         "torch._dynamo.trace_rules",

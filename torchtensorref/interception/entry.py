@@ -22,6 +22,7 @@ from .by_value import run_with_numbers
 from .higher_order import run_higher_order
 from .ready_path import SLOW, WAYS
 from .slow_path import SlowPath
+from .tracebacks import OF_PROGRAMS, shorten
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -37,20 +38,24 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         if not isinstance(op, OpOverload):
             return run_higher_order(op, args, kwargs or {})
         plan = plan_of(op)
-    if _dispatch_modes():
-        return _below_dispatch_modes(op, types, args, kwargs)
-    way = WAYS[plan.ready_way]
-    if (
-        way is not None
-        and not watch.on
-        and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
-    ):
-        result = way(plan, args, kwargs)
-        if result is SLOW and not _function_modes():
-            result = run_with_numbers(plan, args, kwargs)
-        if result is not SLOW:
-            return result
-    return _take_slow_path(plan, args, kwargs or {})
+    try:
+        if _dispatch_modes():
+            return _below_dispatch_modes(op, types, args, kwargs)
+        way = WAYS[plan.ready_way]
+        if (
+            way is not None
+            and not watch.on
+            and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
+        ):
+            result = way(plan, args, kwargs)
+            if result is SLOW and not _function_modes():
+                result = run_with_numbers(plan, args, kwargs)
+            if result is not SLOW:
+                return result
+        return _take_slow_path(plan, args, kwargs or {})
+    except OF_PROGRAMS as error:
+        shorten(error)
+        raise
 
 
 def _take_slow_path(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
@@ -138,6 +139,53 @@ def _has_same_storage(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
+def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators between processes: on plain tensors, held where they are until nobody has them.
+
+    Whoever still writes them when the call has returned holds them. A result that is no operand
+    may not have its bytes yet, so it stays plain.
+    """
+    hold = _hold_for(plan, args, kwargs)
+    refs: dict[int, Any] = {}
+    known: dict[int, torch.Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if type(value) is not TensorRef:
+            return value
+        if id(value) not in known:
+            known[id(value)] = held = hold(value)
+            refs[id(held)] = value
+        return known[id(value)]
+
+    out = plan.op(*tree_map(plain, args), **tree_map(plain, kwargs))
+    return tree_map(lambda value: refs.get(id(value), value), out)
+
+
+def _hold_for(plan: OpPlan, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:
+    """How operands are held for a group of processes: where it can exchange them, best at home."""
+    named = {"process_group", "group_name"}.intersection(plan.argument_names)
+    if not named:
+        return tensorsManager.ownership.target
+    group = plan.argument(named.pop(), args, kwargs)
+    distributed: Any = torch.distributed.distributed_c10d
+    if isinstance(group, str):
+        group = distributed._resolve_process_group(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = distributed.ProcessGroup.unbox(group)
+    if any(device.type == "cpu" for device in group._device_types):
+        return _at_home
+    return _on_accelerator
+
+
+def _at_home(ref: Any) -> torch.Tensor:
+    return tensorsManager.ownership.exposed_plain(ref, "other processes")
+
+
+def _on_accelerator(ref: Any) -> torch.Tensor:
+    tensorsManager.ownership.to_accelerator(ref)
+    return tensorsManager.ownership.target(ref)
+
+
 #: What is done for each kind; a row of `operators.table` says which operators are of it.
 HANDLERS: dict[Special, Handler] = {
     Special.SHARE: _share,
@@ -147,4 +195,5 @@ HANDLERS: dict[Special, Handler] = {
     Special.PIN: _same,
     Special.CAN_REPLACE: _both_are_refs,
     Special.IS_SET_TO: _has_same_storage,
+    Special.COMMUNICATE: _communicate,
 }

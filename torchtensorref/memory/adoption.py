@@ -115,11 +115,26 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     known = tensor.__dict__.get("_ttr_ref")
     if known is not None:
         return known
-    # What the program has noted on it stays: transformers marks what it has loaded so.
+    if try_replace_in_place(tensor, ref):
+        return tensor
+    tensor._ttr_ref = ref  # type: ignore[attr-defined]
+    return ref
+
+
+def try_replace_in_place(tensor: torch.Tensor, ref: Any) -> bool:
+    """Make the object `tensor` itself the TensorRef, if nobody in C++ holds it.
+
+    It keeps what the program has noted on it (transformers marks what it has loaded so), its
+    gradient and its hooks.
+    """
     ref.__dict__ = tensor.__dict__ | ref.__dict__
+    ref.grad = tensor.grad
     try:
         torch.utils.swap_tensors(tensor, ref)
     except RuntimeError:
-        tensor._ttr_ref = ref  # type: ignore[attr-defined]
-        return ref
-    return tensor
+        return False
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            setattr(tensor, name, hooks)  # they were torch's note on what it has been
+    return True

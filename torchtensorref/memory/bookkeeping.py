@@ -22,7 +22,8 @@ class Counts:
     #: Operators that took the slow path, and those inside of regions that ran natively.
     slow_op_count: int = 0
     native_op_count: int = 0
-    hit_count: int = 0
+    #: Operands that were there already, of the slow path and of regions; operands that were not.
+    slow_hit_count: int = 0
     miss_count: int = 0
     evict_count: int = 0
     dropped_nbytes: int = 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..base.device_names import kind_of
 from ..base.errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
-from ..base.units import parse_nbytes, parse_share
+from ..base.units import format_nbytes, parse_limit, parse_share
 from ..devices.base import Device
+from ..devices.host.limits import ram_limit_nbytes
 
 #: What a user may write for a budget: a number of bytes, a text, both by device, or nothing.
 BudgetText = int | str | None
@@ -24,6 +27,9 @@ _weakly = weakref.ref
 
 #: Left to others of what is free, when no budget is given.
 HEADROOM_SHARE = 0.10
+
+#: A budget that is so many times smaller than its device was hardly meant.
+TINY = 1_000_000
 
 
 class OutOfBudgetError(TensorRefError, torch.OutOfMemoryError):
@@ -40,7 +46,8 @@ class OutOfBudgetError(TensorRefError, torch.OutOfMemoryError):
         super().__init__(
             f"{device} out of memory. {need_nbytes:,} bytes are needed; {held_nbytes:,} of the "
             f"{limit_nbytes:,} budgeted are held and cannot be evicted. "
-            "Raise TTR_BUDGET, or print tensorsManager.report() to see what holds them.",
+            "Raise the budget (tensorsManager.budget, or TTR_BUDGET), or print "
+            "tensorsManager.report() to see what holds them.",
             device=device,
             need_nbytes=need_nbytes,
             limit_nbytes=limit_nbytes,
@@ -95,27 +102,120 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
         return Budget(int(min(free_nbytes, device.capacity_nbytes) * (1 - HEADROOM_SHARE)))
     if isinstance(setting, str) and setting.strip().endswith("%"):
         return Budget(int(device.capacity_nbytes * parse_share(setting)))
-    limit_nbytes = parse_nbytes(setting)
-    if limit_nbytes < 0:
-        raise ConfigError(f"A budget of {limit_nbytes} bytes is negative. Use a size like '6GiB'.")
-    return Budget(min(limit_nbytes, device.capacity_nbytes))
+    return Budget(min(parse_limit(setting), device.capacity_nbytes))
+
+
+def check_budget(setting: BudgetSetting) -> None:
+    """Refuse a budget that is not understood; the devices need not be there yet.
+
+    Raises
+    ------
+    ConfigError
+        An amount is no size and no share, or a device has a name that none has.
+    """
+    amounts = [setting]
+    if isinstance(setting, Mapping):
+        amounts = list(setting.values())
+        for name in setting:
+            kind_of(str(name), where=", which the budget names")
+    for amount in amounts:
+        if isinstance(amount, str) and amount.strip().endswith("%"):
+            parse_share(amount)
+        elif amount is not None:
+            parse_limit(amount)  # type: ignore[arg-type]  # it refuses what is no amount
 
 
 def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
     """Return what a budget says of one device: by its name, by its kind, or of all of them."""
     if not isinstance(setting, Mapping):
         return setting
-    for name in setting:
-        kind = str(name).partition(":")[0]
-        if kind not in ("cpu", "sim", "cuda", "hip", "xpu", "mps", "disk"):
-            known = (device.name, device.kind, "cpu")
-            raise ConfigError(
-                f"The budget names a device {name!r} that does not exist. "
-                + did_you_mean(str(name), known),
-                name=str(name),
-                known=known,
-                nearest=nearest(str(name), known),
-            )
-    if device.name in setting:
-        return setting[device.name]
-    return setting.get(device.kind)
+    by_name = {_canonical(name): amount for name, amount in setting.items()}
+    for name in _names_of(device):
+        if name in by_name:
+            return by_name[name]
+    return None
+
+
+def _canonical(name: object) -> str:
+    kind, colon, rest = str(name).strip().lower().partition(":")
+    return f"{'cuda' if kind == 'hip' else kind}{colon}{rest}"
+
+
+def _names_of(device: Device) -> tuple[str, ...]:
+    """What a budget may call a device, the most exact name first."""
+    return device.name, device.name.removesuffix(":0"), device.kind
+
+
+def unused_names(setting: BudgetSetting, devices: Iterable[Device]) -> list[str]:
+    """Return the names in a budget that none of the devices in use has."""
+    if not isinstance(setting, Mapping):
+        return []
+    in_use = {name for device in devices for name in _names_of(device)}
+    return [str(name) for name in setting if _canonical(name) not in {*in_use, "cpu", "cpu:0"}]
+
+
+def refuse_unused_names(setting: BudgetSetting, devices: Sequence[Device]) -> None:
+    """Raise a ConfigError for a budget that names a device which is not in use."""
+    for name in unused_names(setting, devices):
+        known = tuple(device.name for device in devices)
+        raise ConfigError(
+            f"The budget names {name!r}, which is not in use. {did_you_mean(name, known)} "
+            "Set tensorsManager.device first.",
+            name=name,
+            known=known,
+            nearest=nearest(name, known),
+        )
+
+
+def warn_of_doubts(setting: BudgetSetting, devices: Sequence[Device], stacklevel: int) -> None:
+    """Warn of each of `doubts_of`, as from a caller so far up."""
+    for doubt in doubts_of(setting, devices):
+        warnings.warn(doubt, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+def doubts_of(setting: BudgetSetting, devices: Sequence[Device]) -> list[str]:
+    """Say of a budget what in it has no effect, or hardly the one that was meant.
+
+    Parameters
+    ----------
+    setting : int, str, mapping or None
+        What the user wrote.
+    devices : sequence of Device
+        The accelerators in use.
+
+    Returns
+    -------
+    list of str
+        Sentences.
+    """
+    found = []
+    in_use = ", ".join(device.name for device in devices) or "no accelerator"
+    for name in unused_names(setting, devices):
+        found.append(f"The budget of {name} has no effect: in use is {in_use}.")
+    names = {_canonical(name) for name in setting} if isinstance(setting, Mapping) else set()
+    if not names.isdisjoint({"cpu", "cpu:0"}):
+        found.append(
+            "The budget of cpu has no effect: what does not fit the accelerator stays in the "
+            "host's memory, of which nothing is given back."
+        )
+    if setting is not None and not isinstance(setting, Mapping) and not devices:
+        found.append("The budget has no effect: no accelerator is in use.")
+    for device in devices:
+        found += _doubts_of_one(setting_for(setting, device), device)
+    return found
+
+
+def _doubts_of_one(setting: BudgetText, device: Device) -> Iterable[str]:
+    limit_nbytes = resolve_budget(setting, device).limit_nbytes
+    size, capacity = format_nbytes(limit_nbytes), format_nbytes(device.capacity_nbytes)
+    is_share = isinstance(setting, str) and setting.strip().endswith("%")
+    if 0 < limit_nbytes < device.capacity_nbytes / TINY:
+        meant = f" Did you mean '{setting}GiB'?" if isinstance(setting, int) else ""
+        yield f"The budget of {size} is next to nothing of {device.name}'s {capacity}.{meant}"
+    if setting is not None and not is_share and parse_limit(setting) > device.capacity_nbytes:
+        yield f"The budget of {device.name} is cut to the {capacity} that it has."
+    if device.has_virtual_clock and limit_nbytes > ram_limit_nbytes():
+        yield (
+            f"{device.name} may hold {size}. It is simulated, so that is memory of this host, "
+            f"which has {format_nbytes(ram_limit_nbytes())}: set a smaller budget."
+        )

@@ -291,9 +291,10 @@ class Copier:
         self.wait_for_home(block)
         with self._books.lock:
             exposure = block.exposure
-            if exposure is None or not exposure.alive:
-                block.exposure = None
+            if exposure is None:
                 return
+            if not exposure.alive:
+                block.exposure = None  # after a last look: who has left may have written before
             host = self._books.host
             held = block.replicas[exposure.device]
             for replica in list(block.replicas.values()):
@@ -337,8 +338,8 @@ class Copier:
             self.wait_for_home(block)  # its bytes may be on their way home, and nowhere else
         with books.lock:
             exposure = block.exposure
-            if exposure is not None and exposure.device is not books.host and exposure.alive:
-                # Whoever holds it there may have written it without our seeing it.
+            if exposure is not None and exposure.device is not books.host:
+                # Whoever holds it there, or has held it, may have written it unseen.
                 source = block.replicas[exposure.device]
                 self.arrive(source)
             else:

@@ -188,6 +188,9 @@ class Evictor:
         TransferError
             The copy home failed; the replica is as it was.
         """
+        block = replica.block
+        if block is not None and block.exposure is not None:
+            self._copier.refresh(block)  # who has let go of it may have written it before
         with self._books.lock:
             if not self._holds.seize(replica):
                 return 0

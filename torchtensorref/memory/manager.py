@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -10,21 +9,29 @@ from typing import Any
 import torch
 
 from ..base import event_sinks as tracing
-from ..base.errors import InvariantError
+from ..base.activation import when_open
+from ..base.errors import ConfigError, InvariantError, did_you_mean
 from ..base.event_log import EventLog
 from ..base.options import settings
+from ..base.public_module import MANAGER_SETTINGS
 from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
 from ..devices.host.readers import host_readers
 from ..strategy.choice import make_strategy
-from .block import Block
 from .bookkeeping import Counts
-from .budget import Budget, BudgetSetting, resolve_budget
+from .budget import (
+    Budget,
+    BudgetSetting,
+    check_budget,
+    refuse_unused_names,
+    resolve_budget,
+    warn_of_doubts,
+)
 from .external_pressure import OthersWatch, cap_allocator
 from .invariants import block_violations, ledger_violations
 from .ownership import Ownership
-from .report import report_text
+from .report import block_of, report_text
 from .residency import Residency
 from .states import CLEAN, DIRTY
 from .transfer import TransferCounts
@@ -37,6 +44,8 @@ class TensorsManager:
     is none), its free memory less 10 percent, and the strategy of `TTR_STRATEGY` or the default.
     Nothing is opened before the first tensor needs it. Any thread may use it.
     """
+
+    _is_made = False
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -55,8 +64,20 @@ class TensorsManager:
         self.native: Any = None
         #: The operators before the counts were started anew, and the clocks then.
         self._first_tick = self._first_ns = self._first_stall_ns = 0
+        self._is_made = True
 
     # -- settings -------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take what there is; a misspelt setting would be kept, and change nothing."""
+        is_known = name[:1] == "_" or hasattr(type(self), name) or name in vars(self)
+        if self._is_made and not is_known:
+            raise AttributeError(
+                f"tensorsManager has no setting {name!r}. " + did_you_mean(name, MANAGER_SETTINGS),
+                name=name,
+                obj=self,
+            )
+        super().__setattr__(name, value)
 
     @property
     def residency(self) -> Residency:
@@ -75,9 +96,14 @@ class TensorsManager:
                     self._open_ledger(residency, accelerator, budget)
                 self._residency = residency
                 self._start_clocks()
-                tracing.begin(self.log, self.report)
-                if settings.check >= 1:
-                    atexit.register(self.check)
+                tracing.begin(self.log, self.report, self.check)
+                warn_of_doubts(
+                    settings.budget if self._budget_setting is None else self._budget_setting,
+                    device,
+                    stacklevel=3,
+                )
+                for call in when_open:
+                    call(self)
             return self._residency
 
     def _resolve_devices(self, setting: Any) -> list[Device]:
@@ -153,19 +179,21 @@ class TensorsManager:
 
     @budget.setter
     def budget(self, setting: BudgetSetting) -> None:
+        check_budget(setting)  # what is not understood is refused now, not at the first tensor
         if self._residency is None:
-            devices = [registry.resolve("cpu")] if setting is not None else []
-            self._budgets_for(devices, setting)  # bad text is refused now, not at the first tensor
             self._budget_setting = setting
             return
         with self._lock:  # the device may be changed by another thread
-            budgets = self._budgets_for(self._residency.books.accelerators, setting)
+            accelerators = self._residency.books.accelerators
+            refuse_unused_names(setting, accelerators)
+            budgets = self._budgets_for(accelerators, setting)
             self._budget_setting = setting
             for device, budget in budgets:
                 self._open_ledger(self._residency, device, budget)
             self.native.start_again()  # which modules fit is another question now
         for device, _ in budgets:
             self._residency.evictor.fit_budget(device)
+        warn_of_doubts(setting, accelerators, stacklevel=3)
 
     @property
     def strategy(self) -> Any:
@@ -186,6 +214,10 @@ class TensorsManager:
 
     @regions.setter
     def regions(self, wanted: bool) -> None:
+        if not isinstance(wanted, (bool, int)):
+            raise ConfigError(f"regions is True or False, not {wanted!r}.", name=str(wanted))
+        if wanted and settings.regions == "off":
+            raise ConfigError("TTR_REGIONS=off has turned regions off; take that back first.")
         self.native.enabled = bool(wanted)
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -234,9 +266,13 @@ class TensorsManager:
         Notes
         -----
         `op_count` operators ran: `ready_op_count` with nothing to be decided, `slow_op_count` with
-        a decision (`host_op_count` of these on the host, for they had to), `native_op_count` in
-        regions. Views of ready operands are not counted, and threads that run operators at the
-        same moment may lose a count.
+        a decision (`host_op_count` of these placed on the host), `native_op_count` in regions.
+        Views are not counted; an operator that finds no memory on the ready path counts there too;
+        threads that run operators at the same moment may lose a count.
+
+        `miss_count` operands had to be fetched before an operator could run. On the ready path
+        every operand is there, so only hits of the slow path, where one might have been missing,
+        are counted: `slow_hit_count`.
         """
         residency = self.residency
         with residency.books.lock:
@@ -259,7 +295,7 @@ class TensorsManager:
                 "dropped_nbytes": counts.dropped_nbytes,
                 "fetch_count": copies.fetch_count + copies.prefetch_count,
                 "evict_count": counts.evict_count,
-                "hit_count": counts.hit_count,
+                "slow_hit_count": counts.slow_hit_count,
                 "miss_count": counts.miss_count,
                 "op_count": op_count,
                 "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
@@ -288,11 +324,11 @@ class TensorsManager:
 
     def story(self, ref: Any) -> list[str]:
         """Return what happened to the block of a TensorRef, oldest first."""
-        return self.log.story(ref._ttr_block.name)
+        return self.log.story(block_of(ref, "story").name)
 
     def describe(self, ref: Any) -> str:
         """Return the side of a TensorRef that `print` does not show; moves nothing."""
-        block: Block = ref._ttr_block
+        block = block_of(ref, "describe")
         shape = ", ".join(map(str, ref.size()))
         kind = str(ref.dtype).removeprefix("torch.")
         lines = [f"{kind}[{shape}] -> {block.name} {format_nbytes(block.nbytes)}  home cpu"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.activation import when_plain
+from ..base.errors import ConfigError, nearest
 from ..devices.base import Device
-from .adoption import block_for, is_adoptable, replace_in_place
+from .adoption import block_for, is_adoptable, replace_in_place, try_replace_in_place
 from .block import Block
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
 from .ref import TensorRef
@@ -59,6 +62,9 @@ class Ownership:
         known = tensor.__dict__.get("_ttr_ref")
         if known is not None:
             return known
+        if torch.is_inference_mode_enabled() and not tensor.is_inference():
+            with torch.inference_mode(False):  # else no gradient would ever come to it
+                return self.adopt_tensor(tensor, sole=sole)
         ref = self._ref_over(tensor, sole=sole)
         if ref is None:
             return tensor
@@ -75,6 +81,10 @@ class Ownership:
         entry = entries.get(threading.get_ident()) if entries else None
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
+        whole = tensor._base if tensor._is_view() else tensor
+        if isinstance(whole, torch.nn.Parameter):
+            for call in when_plain:
+                call(whole)
         return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
 
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
@@ -101,6 +111,21 @@ class Ownership:
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
         return ref
+
+    def try_adopt_in_place(self, tensor: torch.Tensor) -> bool:
+        """Make the object `tensor` itself a TensorRef; where that cannot be, nothing changes.
+
+        Nor where a graph holds it: torch would let its backward pass end in an error.
+        """
+        if tensor._use_count() > 1:  # type: ignore[attr-defined]
+            return False
+        ref = self.adopt_tensor(tensor)
+        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
+            return False
+        if not try_replace_in_place(tensor, ref):
+            return False
+        self.note_registered(tensor)
+        return True
 
     def note_registered(self, ref: Any) -> None:
         """Note that a module has a TensorRef: it stays, and the module may run natively."""
@@ -146,13 +171,37 @@ class Ownership:
                 return device
         return residency.books.host
 
-    def to_accelerator(self, ref: Any) -> None:
+    def to_accelerator(self, ref: Any, name: Any = None) -> None:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
         residency = self._residency
-        device = residency.books.main
+        device = residency.books.main if name is None else self._accelerator_named(name)
         residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
         with residency.books.lock:
             residency.set_ready(ref._ttr_block, device)
+        exposure = ref._ttr_block.exposure
+        if exposure is not None and exposure.alive and exposure.device is not device:
+            length = "for good" if exposure.forever else "while that lives"
+            warnings.warn(
+                f"toGPU() has not made {ref._ttr_block.name} stay on {device.name}: {exposure.why} "
+                f"holds it on {exposure.device.name} {length}, and every operator fetches it anew. "
+                "Delete what holds it first, or take a clone() there.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _accelerator_named(self, name: Any) -> Device:
+        known = {device.name: device for device in self._residency.books.accelerators}
+        asked = name.name if isinstance(name, Device) else str(name).strip().lower()
+        found = known.get(asked) or known.get(f"{asked}:0")
+        if found is None:
+            raise ConfigError(
+                f"The accelerator {asked!r} is not in use; {', '.join(known) or 'none'} is. Name "
+                "one of these, or set tensorsManager.device to a list that has it.",
+                name=asked,
+                known=tuple(known),
+                nearest=nearest(asked, known),
+            )
+        return found
 
     def to_host(self, ref: Any) -> None:
         """Bring a block home and give the accelerators' replicas back."""
@@ -221,14 +270,6 @@ class Ownership:
             block = self._residency.sharing.copy_on_write(ref._ttr_block)
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
-
-    def labelled_copy(self, ref: Any, wished: str) -> Any:
-        """Return what `.to(device)` gives where torch cannot carry that label."""
-        if getattr(ref, "_ttr_asked", None) == wished:
-            return ref
-        twin = ref.clone()
-        twin._ttr_asked = wished
-        return twin
 
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from ..base.units import format_nbytes, format_ns
 from .block import Block
+from .ref import TensorRef
 
 #: Rows of each list; what is left out is counted, so that a report fits a screen.
 BLOCK_ROWS = 5
@@ -41,6 +44,30 @@ def report_text(manager: Any) -> str:
     return "\n".join(lines)
 
 
+def block_of(value: Any, asked: str) -> Block:
+    """Return the block of a TensorRef; a TypeError that says what else it is, and what to do.
+
+    Parameters
+    ----------
+    value : TensorRef
+        What somebody wants to be told of.
+    asked : str
+        The method that was asked.
+    """
+    if type(value) is TensorRef:
+        block: Block = value._ttr_block
+        return block
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    advice = "Give it a TensorRef"
+    if isinstance(value, torch.Tensor):
+        advice = (
+            "It is not managed, so nothing is known of it; tensorsManager.adopt(...) changes that"
+        )
+    elif isinstance(value, torch.nn.Module):
+        advice = "Give it one of the module's tensors, such as a parameter"
+    raise TypeError(f"tensorsManager.{asked}() tells of one TensorRef; this is a {kind}. {advice}.")
+
+
 def living_blocks(manager: Any) -> list[Block]:
     """Find the blocks that operators have used, that were adopted, or that are on an accelerator.
 
@@ -59,19 +86,19 @@ def living_blocks(manager: Any) -> list[Block]:
 
 def _totals(stats: dict[str, Any]) -> list[str]:
     size = {name: format_nbytes(n) for name, n in stats.items() if name.endswith("_nbytes")}
-    uses = stats["hit_count"] + stats["miss_count"]
-    share = f" ({stats['hit_count'] / uses:.0%} hits)" if uses else ""
+    on_host_count = stats["host_op_count"] + stats["host_fallback_count"]
     return [
         f"torchTensorRef: {stats['strategy']} on {stats['device']}",
         f"  resident   {size['resident_nbytes']} of {size['budget_nbytes']}, "
         f"peak {size['peak_resident_nbytes']}",
-        f"  operators  {stats['op_count']}, of which on the host "
-        f"{stats['host_op_count'] + stats['host_fallback_count']}",
-        f"  operands   hits {stats['hit_count']}, misses {stats['miss_count']}{share}",
+        f"  operators  {stats['op_count']} (views not counted): {stats['ready_op_count']} ready, "
+        f"{stats['slow_op_count']} slow, {stats['native_op_count']} in "
+        f"{stats['native_op_region_count']} native calls",
+        f"  on host    {on_host_count} of the slow ones",
+        f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "
+        "path (on the ready path each is one)",
         f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
         f"in {stats['fetch_count']} copies",
-        f"  native     {stats['native_op_count']} operators in {stats['native_op_region_count']} "
-        f"calls of regions",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
         f"{size['written_back_nbytes']} written back",
         f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}",

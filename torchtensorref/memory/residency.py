@@ -143,7 +143,7 @@ class Residency:
         with books.lock:
             missing = [b for b in blocks if b.replicas[device].state is INVALID]
             books.counts.miss_count += len(missing)
-            books.counts.hit_count += len(blocks) - len(missing)
+            books.counts.slow_hit_count += len(blocks) - len(missing)
             # Also where nothing is missing: the budget may have been lowered.
             ledger = books.ledgers[device]
             is_over = ledger.resident_nbytes > ledger.budget.limit_nbytes

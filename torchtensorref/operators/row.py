@@ -36,6 +36,7 @@ class Special(enum.Enum):
     PIN = "the tensor itself is as good"
     CAN_REPLACE = "one TensorRef can take the place of another: asked before each `.data = `"
     IS_SET_TO = "the same block, read with the same metadata"
+    COMMUNICATE = "other processes read and write the operands, perhaps after it has returned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from . import flops, peaks, substitutes
+from .collectives import COLLECTIVES
 from .row import FlopRule, Reads, Row, Special
 
 aten = torch.ops.aten
@@ -330,6 +331,7 @@ ROWS: tuple[Row, ...] = (
     *RANDOM,
     *SEQUENCES,
     *STORAGES,
+    *COLLECTIVES,
 )
 
 _by_operator = {row.op: row for row in ROWS}

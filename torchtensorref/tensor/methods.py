@@ -20,12 +20,15 @@ from torch._ops import OpOverload
 
 from ..interception.guards import may_bypass
 from ..interception.ready_path import SLOW, WAYS, can_look, charge, fresh
+from ..interception.tracebacks import hides, shorten
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, plan_of
 
 aten = torch.ops.aten
+
+__tracebackhide__ = hides
 
 Method = Callable[..., Any]
 
@@ -78,8 +81,9 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, ValueError) as error:
         if device.torch_device.type == "cpu":
+            shorten(error)
             raise  # as there: the program's own mistake
         return SLOW
     finally:

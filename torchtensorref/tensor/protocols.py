@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from ..interception.guards import may_bypass
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
+from .device_names import take_out
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
@@ -231,25 +232,58 @@ class Protocols:
         """Convert dtype, layout or label as torch does; a label moves no bytes."""
         if len(args) == 1 and not kwargs and may_bypass(autocast=False) and args[0] is self.dtype:
             return self  # as torch, which takes longer to find that out
-        args, kwargs, wished = _without_foreign_device(args, kwargs)
-        if wished and not args and not (set(kwargs) - {"non_blocking", "copy"}):
-            # The program asks for its own copy on an accelerator that this torch cannot name.
-            return tensorsManager.ownership.labelled_copy(self, wished)
-        return Tensor.to(self, *args, **kwargs)
+        device, rest = take_out(args, kwargs)
+        if device:
+            return self._on_foreign(device, **rest)
+        return _to(self, *args, **kwargs)
 
-    def cuda(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Ask for the accelerator: changes the label where this torch can carry it."""
-        return self.to(
-            "cuda"
-            if device is None
-            else torch.device("cuda", device)
-            if isinstance(device, int)
-            else device
+    def _on_foreign(
+        self: Any,
+        device: str,
+        dtype: Any = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+        memory_format: Any = torch.preserve_format,
+    ) -> Any:
+        """Return what `.to` gives: bytes of the program's own, once one of the two is written."""
+        twin: Any = _to(self, "cpu", dtype or self.dtype, memory_format=memory_format)
+        if twin is self:
+            if not copy and self.__dict__.get("_ttr_asked") == device:
+                return self
+            twin = self._own_copy()
+        twin._ttr_asked = device
+        return twin
+
+    def _own_copy(self: Any) -> Any:
+        is_seen = not may_bypass(autocast=False) or (self.requires_grad and torch.is_grad_enabled())
+        is_whole = self.is_contiguous() and self.nbytes == self._ttr_block.nbytes
+        return (
+            self.clone()
+            if is_seen or not is_whole
+            else tensorsManager.ownership.copy_of(self, None)
         )
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+        """Ask for the accelerator: changes the label where this torch can carry it."""
+        return self.to(_of_kind("cuda", device), non_blocking=non_blocking, **options)
+
+    def xpu(self: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
+        """Ask for an accelerator of Intel's; see `cuda`."""
+        return self.to(_of_kind("xpu", device), non_blocking=non_blocking, **options)
 
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask for the host: changes the label and moves no bytes."""
         return Tensor.cpu(self, *args, **kwargs)
+
+
+#: Torch's own, also where injection has put ours in its place.
+_to = getattr(Tensor.to, "__wrapped__", Tensor.to)
+
+
+def _of_kind(kind: str, device: Any) -> Any:
+    if device is None:
+        return kind
+    return torch.device(kind, device) if isinstance(device, int) else device
 
 
 def empty_like(ref: Any) -> Tensor:
@@ -293,31 +327,3 @@ def _of_the_program(attributes: dict[str, Any]) -> dict[str, Any]:
         for name, value in attributes.items()
         if not name.startswith("_ttr_") and name != "_is_param"
     }
-
-
-def can_carry(kind: str) -> bool:
-    """Whether this torch can make tensors that say they are on such a device."""
-    if kind in ("cpu", "meta"):
-        return True
-    module = getattr(torch, kind, None)
-    return bool(module is not None and hasattr(module, "is_available") and module.is_available())
-
-
-def _without_foreign_device(args: Any, kwargs: Any) -> tuple[Any, Any, str]:
-    """Take a device that this torch cannot carry out of the arguments of `to`; return it too."""
-    wished = ""
-    device = kwargs.get("device", args[0] if args else None)
-    if isinstance(device, (str, torch.device)):
-        try:
-            kind = torch.device(device).type
-        except RuntimeError:
-            kind = str(device).partition(":")[0]
-            if kind != "sim":
-                raise
-        if not can_carry(kind):
-            wished = str(device)
-            if "device" in kwargs:
-                kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-            else:
-                args = args[1:]
-    return args, kwargs, wished

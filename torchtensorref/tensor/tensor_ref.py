@@ -12,6 +12,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
 from . import methods
+from .device_names import names_any_accelerator
 from .protocols import Protocols
 
 
@@ -67,15 +68,25 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
         """The plain torch.Tensor where it is now; it stays there as long as you hold it."""
         return tensorsManager.ownership.target(self)
 
-    def toGPU(self) -> Surface:
+    def toGPU(self, device: Any = None) -> Surface:
         """Fetch the bytes to the accelerator now; return the same object.
+
+        Parameters
+        ----------
+        device : str, torch.device or Device, optional
+            Which of several accelerators in use, by name; the first if not given, or if this torch
+            cannot name it ("cuda" on a build without).
 
         Raises
         ------
         OutOfBudgetError
             The block does not fit the budget; it is where it was.
+        ConfigError
+            That device is not in use.
         """
-        tensorsManager.ownership.to_accelerator(self)
+        if names_any_accelerator(device):
+            device = None
+        tensorsManager.ownership.to_accelerator(self, device)
         return self
 
     def toCPU(self) -> Surface:

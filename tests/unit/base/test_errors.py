@@ -81,3 +81,9 @@ def test_what_is_known_is_told():
     assert errors.did_you_mean("genova", known) == "Did you mean 'genoa'? Known: genoa, lru."
     assert errors.did_you_mean("qqqqqq", known) == "Known: genoa, lru."
     assert errors.did_you_mean("x", ()) == "None is known."
+
+
+def test_a_known_name_is_listed_once():
+    assert (
+        errors.did_you_mean("cup", ["cpu", "sim", "cpu"]) == "Did you mean 'cpu'? Known: cpu, sim."
+    )

@@ -1,6 +1,7 @@
 """The table of options, the environment, and scopes."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def test_nothing_set_gives_the_defaults():
         ("TTR_DISABLE", "1", True),
         ("TTR_SYNC", " 0 ", False),
         ("TTR_TRACE", "3", 3),
-        ("TTR_TRACE_FILE", "out.jsonl", "out.jsonl"),
+        ("TTR_TRACE_FILE", "out.jsonl", os.path.abspath("out.jsonl")),
         ("TTR_CHECK", "2", 2),
         ("TTR_STRATEGY", "lru", "lru"),
         ("TTR_DEVICE", "sim:rx6600xt", "sim:rx6600xt"),
@@ -54,7 +55,7 @@ def test_every_option_has_its_variable_and_its_words():
         ("TTR_TRACE", "yes", "a number from 0 to 3"),
         ("TTR_SYNC", "true", "use 0 or 1"),
         ("TTR_BUDGET", "6 gigs", "such as '6GiB'"),
-        ("TTR_BUDGET", "cuda:0=6GiB,cpu", "Write it as 'cuda:0=6GiB,cpu=24GiB'"),
+        ("TTR_BUDGET", "cuda:0=6GiB,cpu", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("TTR_BUDGET", "200%", "such as '25%'"),
         ("TTR_FAULTS", "copies:1", "Did you mean 'copy'?"),
         ("TTR_FAULTS", "copy:0", "from 1 upward"),
@@ -93,9 +94,9 @@ def test_faults_are_taken_apart():
 
 
 def test_a_scope_sets_and_sets_back():
-    with options(trace=2, poison=True, budget="1KiB") as inside:
+    with options(trace=2, poison=True, regions="off") as inside:
         assert inside is settings
-        assert (settings.trace, settings.poison, settings.budget) == (2, True, "1KiB")
+        assert (settings.trace, settings.poison, settings.regions) == (2, True, "off")
         with options(trace="3"):
             assert settings.trace == 3
         assert settings.trace == 2
@@ -110,9 +111,45 @@ def test_a_scope_sets_back_after_an_error():
 
 @pytest.mark.parametrize(
     ("changes", "hint"),
-    [({"tracing": 1}, "Did you mean 'trace'"), ({"sync": 1, "trace": 9}, "from 0 to 3")],
+    [
+        ({"tracing": 1}, "Did you mean 'trace'"),
+        ({"sync": 1, "trace": 9}, r"options\(trace=...\)='9'.*from 0 to 3"),
+        ({"trace": None}, "from 0 to 3"),
+        ({"disable": True}, r"torchTensorRef.disabled\(\)"),
+        ({"budget": "6GiB"}, r"Write tensorsManager.budget = ..., or set TTR_BUDGET"),
+        ({"strategy": "lru"}, "Write tensorsManager.strategy"),
+        ({"device": "sim"}, "Write tensorsManager.device"),
+        ({"inject_to": "a"}, r"Write injectTo.append"),
+        ({"exclude": "a"}, r"Write injectTo.exclude"),
+        ({"trace_file": "/"}, "is a folder"),
+        ({"trace_file": "/no/such/folder/x"}, "there is no folder '/no/such/folder'"),
+    ],
 )
 def test_a_bad_scope_changes_nothing(changes, hint):
     with pytest.raises(ConfigError, match=hint), options(**changes):
         pytest.fail("the scope was entered")
     assert settings == Settings()
+
+
+def test_who_listens_hears_of_changes(monkeypatch):
+    heard = []
+    monkeypatch.setattr(
+        config, "listeners", [lambda before: heard.append((before.trace, settings.trace))]
+    )
+    with options(trace=2), options(sync=1):
+        pass
+    assert heard == [(0, 2), (2, 2), (2, 2), (2, 0)]
+
+
+def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only disk
+    with pytest.raises(ConfigError, match="trace' may not be written; name a file where you may"):
+        read({"TTR_TRACE_FILE": str(tmp_path / "trace")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_disabled_nothing_of_ours_stands_in_the_way():
+    environ = {"TTR_BUDGET": "abc", "TTR_BUGDET": "1GiB", "TTR_DEVICE": "sim", "TTR_DISABLE": "1"}
+    assert read(environ) == Settings(disable=True, device="sim")
+    with pytest.raises(ConfigError, match="TTR_DISABLE='yes'"):
+        read({"TTR_DISABLE": "yes"})

@@ -102,7 +102,7 @@ def test_a_row_that_matches_nothing_says_so_and_raises_nothing():
         Patch("torch", "no_such_factory", torch_.own_memory_factory, "for this test"),
         Patch("no_such_library", "f", torch_.own_memory_factory, "for this test"),
         HookPatch("torch", "no_such_hook", print, "for this test"),
-        MethodPatch("torch", "Generator.no_such_method", print, "for this test"),
+        MethodPatch("torch._C", "Generator.no_such_method", print, "for this test"),
         MethodPatch("torch", "NoSuchClass.method", print, "for this test"),
         MethodPatch("torch", "zeros.method", print, "for this test"),
     ]
@@ -132,7 +132,7 @@ def test_methods_of_classes_in_c_are_taken_and_given_back(uninstalled):
         hooks.uninstall()
         after = vars(torch.Generator)["set_state"], vars(legacy)["__instancecheck__"]
         assert all(now is then for now, then in zip(after, before, strict=True))
-    assert len(rows) == 2
+    assert {row.path for row in rows} >= {"_C.Generator.set_state", "_C.TensorBase.to"}
     assert isinstance(torch.ones(2), torch.FloatTensor)
 
 
@@ -198,7 +198,7 @@ def test_a_patched_function_passes_for_the_original(patch):
     assert original in {ours}
     assert ours.__name__ == original.__name__
     assert ours.__doc__ == original.__doc__
-    assert inspect.isroutine(ours)
+    assert inspect.isroutine(ours) or inspect.isclass(ours)
     assert copy.copy(ours) is ours
     assert copy.deepcopy(ours) is ours
     assert pickle.loads(pickle.dumps(ours)) == original

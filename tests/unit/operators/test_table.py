@@ -129,3 +129,11 @@ def test_each_operator_has_the_ready_way_that_fits(op, way):
 )
 def test_which_operators_leave_it_to_others_to_count_versions_of_lists(op, counts):
     assert plan_of(op).counts_lists is counts
+
+
+def test_every_operator_between_processes_has_its_row():
+    """One that is new would be run as if it wrote nothing."""
+    libraries = ("c10d::", "_c10d_functional::")
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(libraries)}
+    names -= {"_c10d_functional::_wrap_tensor_autograd"}  # says nothing to anybody
+    assert names == {row.op.name() for row in ROWS if row.special is Special.COMMUNICATE}

@@ -20,9 +20,11 @@ devices of one `Machine`. The rules of time:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...base.options import Settings, listeners, parse_faults, settings
 from ..base import Clocks, Device, Event
 from .compute import ComputeEngine
 from .copies import CopyEngines
@@ -122,6 +124,10 @@ class SimDevice(Device):
             faults=self._faults,
             page_locked=page_locked,
         )
+        #: What was planned when it was made, and what has been planned since, by a scope.
+        self._faults_at_start = settings.faults
+        self._faults_of_scope: list[tuple[str, int]] = []
+        _simulated.add(self)
 
     # memory -------------------------------------------------------------------------------
 
@@ -199,6 +205,19 @@ class SimDevice(Device):
             so_far = self.copy_count if kind == "copy" else self.alloc_count
             self._faults.add(kind, so_far + number)
 
+    def plan_faults(self, text: str | None) -> None:
+        """Follow `options(faults=...)`: its numbers count from now on, its end ends it."""
+        with self._lock:
+            for kind, number in self._faults_of_scope:
+                self._faults.forget(kind, number)
+            self._faults_of_scope.clear()
+            if text is None or text == self._faults_at_start:
+                return
+            counts = {"copy": self.copy_count, "alloc": self.alloc_count}
+            self._faults_of_scope += [(kind, counts[kind] + n) for kind, n in parse_faults(text)]
+            for kind, number in self._faults_of_scope:
+                self._faults.add(kind, number)
+
     # operators ----------------------------------------------------------------------------
 
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -257,3 +276,15 @@ class SimDevice(Device):
 
     def now_ns(self) -> int:  # noqa: D102
         return self.machine.now_ns
+
+
+_simulated: weakref.WeakSet[SimDevice] = weakref.WeakSet()
+
+
+def _follow_options(before: Settings) -> None:
+    if before.faults != settings.faults:
+        for device in list(_simulated):
+            device.plan_faults(settings.faults)
+
+
+listeners.append(_follow_options)

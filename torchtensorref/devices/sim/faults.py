@@ -48,6 +48,10 @@ class FaultPlan:
             raise ConfigError(f"{kind}:{number} cannot fail: the first {kind} has number 1.")
         self._numbers[kind].add(number)
 
+    def forget(self, kind: str, number: int) -> None:
+        """Let the `number`-th `kind` succeed, if it was planned to fail and has not yet."""
+        self._numbers[kind].discard(number)
+
     def fire(self, kind: str, number: int) -> bool:
         """Whether the `number`-th `kind` fails; a planned fault is used up."""
         if number not in self._numbers[kind]:

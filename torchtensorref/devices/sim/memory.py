@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import InvariantError
+from ...base.options import settings
 from ..base import bytes_of, empty_bytes, fill_bytes, storage_nbytes
 from ..residents import Resident, Residents
 from .compute import ComputeEngine
@@ -195,7 +196,7 @@ class SimMemory:
 
     def poison(self, tensor: Tensor) -> None:
         """Overwrite bytes that must not be read, where that was asked for."""
-        if self._poison:
+        if self._poison or settings.poison:
             fill_bytes(tensor, POISON)
 
     def _count_allocation(self) -> None:

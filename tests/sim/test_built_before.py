@@ -1,0 +1,262 @@
+"""A model that was there before torchTensorRef: adopted when it is called, or said to be plain."""
+
+import copy
+import gc
+import logging
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import TensorRef, injectTo
+from torchTensorRef.inject import hooks
+from torchTensorRef.inject.built_before import BuiltBefore
+
+
+@pytest.fixture
+def build(manager, caplog):
+    """Build something while torch is plain, then have it patched: `build(make)`."""
+    token = hooks.is_disabled.set(False)
+
+    def before_the_import(make):
+        hooks.uninstall()
+        try:
+            return make()
+        finally:
+            hooks.install()
+
+    with caplog.at_level(logging.WARNING, "torchTensorRef"):
+        yield before_the_import
+    hooks.is_disabled.reset(token)
+    injectTo.clear()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def with_optimizer():
+    built = model()
+    return built, torch.optim.AdamW(built.parameters(), lr=0.1)
+
+
+def train(built, optimizer):
+    losses = []
+    for step in range(3):
+        loss = built(torch.arange(12.0).view(3, 4) * step).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.tolist() for name, value in built.state_dict().items()}
+
+
+def kinds(built):
+    return {type(tensor) for tensor in built.state_dict(keep_vars=True).values()}
+
+
+def test_its_parameters_and_buffers_are_adopted_as_the_same_objects(build, manager, caplog):
+    with torchTensorRef.disabled():
+        expected = train(*with_optimizer())
+    built, optimizer = build(with_optimizer)
+    before = list(built.parameters())
+    assert train(built, optimizer) == expected
+    assert kinds(built) == {TensorRef}
+    assert all(now is then for now, then in zip(built.parameters(), before, strict=True))
+    assert all(
+        now is then for now, then in zip(optimizer.param_groups[0]["params"], before, strict=True)
+    )
+    assert caplog.text == ""
+    with torch.no_grad():
+        built(torch.ones(3, 4))
+        manager.reset_stats()
+        for _ in range(5):
+            built(torch.ones(3, 4))
+    weights_nbytes = sum(p.nbytes for p in before)
+    assert manager.stats()["fetched_nbytes"] < weights_nbytes, "they are fetched anew"
+
+
+def test_nobody_looks_at_modules_any_more_when_all_are_adopted(build):
+    def looking():
+        hooks_now = nn.modules.module._global_forward_pre_hooks.values()
+        return [hook for hook in hooks_now if isinstance(hook.__self__, BuiltBefore)]
+
+    others = build(lambda: nn.Identity())  # what earlier tests have left behind is not meant
+    assert others(1) == 1
+    gc.collect()
+    if looking():
+        pytest.skip("this process has other models that were built before")
+    built = build(lambda: nn.Linear(4, 4))
+    assert len(looking()) == 1
+    with torchTensorRef.disabled():
+        assert built(torch.ones(1, 4)).shape == (1, 4)
+    assert kinds(built) == {nn.Parameter}, "plain tensors in a plain world"
+    built(torch.ones(1, 4))
+    assert kinds(built) == {TensorRef}
+    assert looking() == []
+
+
+def test_who_shares_its_memory_goes_on_sharing_it(build):
+    def make():
+        built = nn.Linear(2, 2)
+        return built, built.weight.detach(), built.bias.detach().numpy()
+
+    built, weight, bias = build(make)
+    x = torch.ones(1, 2)
+    for value in (1.0, 2.0):
+        weight.fill_(value)
+        bias[:] = value
+        assert built(x).tolist() == [[3 * value] * 2]
+    assert kinds(built) == {TensorRef}
+    with torch.no_grad():
+        built.weight.fill_(7)
+    assert weight.tolist() == [[7, 7], [7, 7]]
+
+
+def test_what_an_array_over_it_writes_is_seen(build):
+    def make():
+        built = nn.BatchNorm1d(2).eval().requires_grad_(False)
+        return built, built.running_mean.numpy(), np.asarray(built.bias)
+
+    built, mean, bias = build(make)
+    for value in (1.0, 2.0):
+        mean[:], bias[:] = value, 3.0
+        assert built(torch.full((1, 2), value)).tolist() == [[3, 3]]
+    assert kinds(built) == {TensorRef}
+
+
+def test_a_graph_from_before_can_still_be_walked(build):
+    def make():
+        built = nn.Linear(2, 2)
+        return built, built(torch.ones(1, 2)).sum()
+
+    built, loss = build(make)
+    built(torch.ones(1, 2)).sum().backward()
+    loss.backward()
+    assert built.weight.grad.tolist() == [[2, 2], [2, 2]]
+
+
+def test_gradients_and_hooks_stay(build):
+    seen = []
+
+    def make():
+        built = nn.Linear(2, 2, bias=False)
+        built(torch.ones(1, 2)).sum().backward()
+        built.weight.register_hook(lambda gradient: seen.append("hook"))
+        built.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("after"))
+        return built, built.weight.grad
+
+    built, gradient = build(make)
+    built(torch.ones(1, 2)).sum().backward()
+    assert type(built.weight) is TensorRef
+    assert built.weight.grad.tolist() == [[2, 2], [2, 2]]
+    assert seen == ["hook", "after"]
+    assert built.weight.grad is gradient
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_what_is_adopted_in_inference_mode_can_still_be_trained(build, manager, adopt):
+    built = build(lambda: nn.Linear(2, 2))
+    with torch.inference_mode():
+        built(torch.ones(1, 2))
+        if adopt:
+            with torchTensorRef.disabled(), torch.inference_mode(False):
+                built = nn.Linear(2, 2)
+            manager.adopt(built)
+    assert kinds(built) == {TensorRef}
+    built(torch.ones(1, 2)).sum().backward()
+    assert built.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_adopt_keeps_gradients_and_hooks_too(build, manager):
+    seen = []
+    with torchTensorRef.disabled():
+        built = nn.Linear(2, 2, bias=False)
+        built(torch.ones(1, 2)).sum().backward()
+        handle = built.weight.register_hook(lambda gradient: seen.append("hook"))
+    manager.adopt(built)
+    built(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+    built(torch.ones(1, 2)).sum().backward()
+    assert built.weight.grad.tolist() == [[3, 3], [3, 3]]
+    assert seen == ["hook"]
+
+
+def test_what_is_not_certain_is_said_once_with_the_way_out(build, manager, caplog):
+    def make():
+        built = nn.Linear(3, 5)
+        return built, weakref.ref(built.weight)
+
+    built, _reference = build(make)
+    for _ in range(5):
+        built(torch.ones(1, 3))
+    assert type(built.weight) is nn.Parameter
+    assert type(built.bias) is TensorRef
+    assert caplog.text.count("is plain, so every operator fetches it anew") == 1
+    assert "parameter of 15 elements" in caplog.text
+    assert "tensorsManager.adopt(model)" in caplog.text
+    expected = built(torch.ones(1, 3)).tolist()
+    assert manager.adopt(built)(torch.ones(1, 3)).tolist() == expected
+    assert type(built.weight) is TensorRef
+
+
+def test_a_copy_of_it_is_said_to_be_plain(build, caplog):
+    built = copy.deepcopy(build(lambda: nn.Linear(3, 5)))
+    for _ in range(5):
+        built(torch.ones(1, 3))
+    assert caplog.text.count("is plain") == 1
+
+
+def test_models_that_are_plain_by_choice_stay_so(build):
+    with torchTensorRef.disabled():
+        chosen = nn.Linear(2, 2)
+    for _ in range(2):
+        chosen(torch.ones(1, 2))
+    assert kinds(chosen) == {nn.Parameter}
+    injectTo.exclude(__name__)
+    built = build(lambda: nn.Linear(2, 2))
+    with torchTensorRef.disabled():
+        pass
+    built(torchTensorRef.tensorsManager.adopt(torch.ones(1, 2)))
+    assert kinds(built) == {nn.Parameter}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this torch can name an accelerator")
+def test_it_goes_to_an_accelerator_as_the_same_objects(build):
+    built, optimizer = build(with_optimizer)
+    before = list(built.parameters())
+    built.to("cuda")
+    assert all(now is then for now, then in zip(built.parameters(), before, strict=True))
+    assert kinds(built) == {TensorRef}
+    with torchTensorRef.disabled():
+        expected = train(*with_optimizer())
+    assert train(built, optimizer) == expected
+
+
+def test_in_a_program_that_imports_us_last(tmp_path):
+    program = (
+        "import torch\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Linear(3, 3)\n"
+        "import torchTensorRef\n"
+        "print(len(torch.nn.modules.module._global_forward_pre_hooks))\n"
+        "with torch.no_grad():\n"
+        "    model(torch.ones(2, 3))\n"
+        "print(type(model.weight).__name__, type(model.bias).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["1", "TensorRef", "TensorRef"]
+    assert "is plain" not in done.stderr

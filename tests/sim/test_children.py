@@ -1,0 +1,230 @@
+"""Children of `torchtensorref run`: managed too, within one budget, and in its report."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+COLLECTIVES = Path(__file__).parents[1] / "support" / "collectives.py"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a program; return its path."""
+
+    def write(text, name="program.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def python(*arguments, cwd=None, **environ):
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+CHILD = """
+    import sys, time
+    import torch
+
+    kind = type(torch.zeros(1) + 1).__name__
+    print("ready", kind, flush=True)
+    sys.stdin.readline()
+    if "torchTensorRef" in sys.modules:
+        time.sleep(0.6)  # longer than a process takes to see that others have come or gone
+        print(sys.modules["torchTensorRef"].tensorsManager.budget)
+"""
+
+PARENT = """
+    import subprocess, sys, time
+    import torch
+
+    torch.zeros(1)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    def born():
+        child = subprocess.Popen([sys.executable, sys.argv[1]], **pipes)
+        print(child.stdout.readline().strip())
+        return child
+
+    first, second = born(), born()
+    print(*(child.communicate("go")[0].strip() for child in (first, second)))
+    time.sleep(0.6)
+    module = sys.modules.get("torchTensorRef")
+    print(module and module.tensorsManager.budget)
+"""
+
+
+def test_subprocesses_are_managed_within_the_budget_of_the_run(script, tmp_path):
+    program, child = script(PARENT), script(CHILD, "child.py")
+    wanted = tmp_path / "report.json"
+    ours = python(*RUN, "--budget", "6000B", "--report", wanted, program, child)
+    # Three share it; when the first has ended, two; at the end the parent has all of it.
+    assert ours.stdout.split() == [*("ready", "TensorRef") * 2, "2000", "3000", "6000"]
+    report = json.loads(wanted.read_text())
+    assert report["budget_nbytes"] == 6000
+    assert [row["stats"]["device"] for row in report["children"]] == ["sim:0", "sim:0"]
+    assert all(child in row["command"] for row in report["children"])
+    assert all(row["stats"]["op_count"] > 0 for row in report["children"])
+
+
+def test_a_budget_for_each_process(script):
+    program, child = script(PARENT), script(CHILD, "child.py")
+    ours = python(*RUN, "--budget-per-process", "6000B", program, child)
+    assert ours.stdout.split()[4:] == ["6000", "6000", "6000"]
+    assert ours.stderr.count("torchTensorRef: child ") == 2
+    assert ours.stderr.count("peak 0 B of 5.86 KiB") + ours.stderr.count(" of 5.86 KiB, f") >= 2
+
+
+@pytest.mark.parametrize("given", [("--no-children",), ()])
+def test_one_switch_leaves_children_plain(script, given):
+    program, child = script(PARENT), script(CHILD, "child.py")
+    environ = {} if given else {"TTR_DISABLE": "1"}
+    ours = python(*RUN, *given, program, child, **environ)
+    assert ours.stdout.split()[:4] == ["ready", "Tensor"] * 2
+    assert "child" not in ours.stderr
+
+
+def test_options_that_exclude_each_other():
+    done = python(*RUN, "--budget", "1MiB", "--budget-per-process", "1MiB", "x.py")
+    assert (done.returncode, "not both" in done.stderr) == (2, True)
+
+
+def test_a_child_finds_what_python_alone_would_have_given_it(script, tmp_path):
+    """Its own `sitecustomize`, a clean path, and nothing of ours before it imports torch."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins\nbuiltins.OWN = __file__\n")
+    child = script(
+        """
+        import sys
+        print(OWN, sys.modules["sitecustomize"].__file__, [p for p in sys.path if "Ref" in p])
+        print([p for p in sys.path if p.endswith("in_children")], sys.argv)
+        print([name for name in sys.modules if name.startswith("torchTensorRef")])
+        import torch
+        print(type(torch.zeros(1)).__name__)
+        """,
+        "child.py",
+    )
+    program = script(
+        "import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]], check=True)"
+    )
+    environ = {"PYTHONPATH": str(own)}
+    ours = python(*RUN, program, child, "a", **environ)
+    plain = python(program, child, "a", **environ)
+    assert plain.stdout.splitlines()[-1] == "Tensor"
+    assert ours.stdout.splitlines() == [*plain.stdout.splitlines()[:-1], "TensorRef"]
+    # Isolated from its environment, it is isolated from us, too.
+    assert (
+        python(*RUN, program, "-I", "-c", "import sys; print(sys.flags.isolated)").stdout == "1\n"
+    )
+    # A child of a child is managed as well.
+    grandchild = python(*RUN, "--report", "none", program, program, child, **environ)
+    assert grandchild.stdout.splitlines()[-1] == "TensorRef"
+
+
+KILLED = """
+    import os, subprocess, sys
+
+    child = "import torch, os, signal; torch.zeros(1); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", child])
+    other = "import torch; torch.zeros(1)"
+    subprocess.run([sys.executable, "-c", other])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="this system has no such signals")
+def test_a_child_that_was_killed_is_told_of_and_takes_no_share(script, tmp_path):
+    trace = tmp_path / "trace"
+    ours = python(*RUN, "--budget", "600KiB", "--trace", trace, script(KILLED))
+    lines = ours.stderr.splitlines()
+    assert lines[0] == "torchTensorRef: the program made no tensor itself."
+    assert lines[2] == "  was killed before it could report"
+    assert lines[4].startswith("  flow on sim:0, peak")
+    assert " of 600.00 KiB" in lines[4]
+    numbers = [line.split()[2].strip(":") for line in lines[1:] if " child " in line]
+    assert {path.name for path in tmp_path.glob("trace.*")} == {f"trace.{n}" for n in numbers}
+
+
+def test_a_child_that_sets_a_budget_keeps_it(script):
+    child = script(
+        """
+        import time, torch, torchTensorRef
+        torchTensorRef.tensorsManager.budget = 1234
+        torch.zeros(1)
+        time.sleep(0.6)
+        print(torchTensorRef.tensorsManager.budget)
+        """,
+        "child.py",
+    )
+    program = script(
+        """
+        import subprocess, sys, torch
+        torch.zeros(1)
+        subprocess.run([sys.executable, sys.argv[1]])
+        """
+    )
+    assert python(*RUN, "--budget", "6000B", program, child).stdout == "1234\n"
+
+
+SPAWNS = """
+    import torch
+    import torch.multiprocessing
+
+    def work(rank, total):
+        print("worker", type(torch.zeros(2) + rank).__name__, flush=True)
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return torch.zeros(2) + i, type(torch.zeros(1)).__name__
+
+    if __name__ == "__main__":
+        torch.multiprocessing.spawn(work, args=(2,), nprocs=2)
+        options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "spawn"}
+        for batch, kinds in torch.utils.data.DataLoader(Rows(), **options):
+            print("loader", *set(kinds), batch.sum().item())
+"""
+
+
+def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
+    ours = python(*RUN, script(SPAWNS))
+    assert ours.stdout.splitlines() == [*["worker TensorRef"] * 2, "loader Tensor 12.0"]
+    assert ours.stderr.count("torchTensorRef: child ") == 2
+
+
+def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):
+    for name, before in (("plain", ()), ("ours", (*RUN, "--budget", "8KiB"))):
+        (tmp_path / name).mkdir()
+        done = python(*before, *LAUNCH, COLLECTIVES, tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert done.stderr.count("torchTensorRef: child ") == 2
+    for rank in ("0.json", "1.json"):
+        plain, ours = (json.loads((tmp_path / n / rank).read_text()) for n in ("plain", "ours"))
+        assert (plain["kind"], ours["kind"]) == ("Parameter", "TensorRef")
+        assert ours["out"] == plain["out"]
+
+
+def test_accelerate_launches_managed_programs(script):
+    pytest.importorskip("accelerate")
+    path = script("import torch\nprint(type(torch.zeros(1)).__name__)")
+    ours = python(*RUN, "-m", "accelerate.commands.launch", "--cpu", path)
+    assert ours.stdout == "TensorRef\n"
+    assert "child" in ours.stderr

@@ -1,0 +1,301 @@
+"""Full disks, closed streams, sudden ends: nothing of the program's is lost, files are whole.
+
+In processes of their own. A full disk is a limit of the process on the size of a file: what is
+written beyond it is written in part, and then refused, as on a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+resource = pytest.importorskip("resource", reason="this system has no such limits")
+
+RUN = ("-m", "torchTensorRef", "run", "--device", "sim", "--budget", "300KiB")
+NO_SPACE = ("No space left", "File too large")
+
+TRAINS = """
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    parts = [part for _ in range(4) for part in (torch.nn.Linear(128, 128), torch.nn.GELU())]
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.rand(8, 128)).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(loss.item().hex(), [p.sum().item().hex() for p in model.parameters()])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Write a program that has never heard of us; return its path."""
+
+    def write(text: str, name: str = "program.py") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def python(
+    *arguments: str,
+    file_nbytes: int | None = None,
+    environ: dict[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Run Python to its end, on a disk where a file may have so many bytes."""
+
+    def limit() -> None:
+        if file_nbytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_nbytes, file_nbytes))
+
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(
+        [sys.executable, "-B", *arguments],
+        env={**os.environ, **(environ or {})},
+        preexec_fn=limit,
+        text=True,
+        timeout=240,
+        check=False,
+        **{**streams, **options},
+    )
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """Read a trace; whatever happened, each line of it is whole."""
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(script: Any, tmp_path: Path) -> None:
+    path, trace = script(TRAINS), tmp_path / "trace.jsonl"
+    plain = python(path)
+    assert plain.returncode == 0, plain.stderr
+    ours = python(*RUN, "--report", "none", "--trace", str(trace), path, file_nbytes=3000)
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout)
+    assert ours.stderr.count("ends before step") == 1
+    assert any(words in ours.stderr for words in NO_SPACE)
+    assert len(ours.stderr.splitlines()) == 1
+    steps = [event["step"] for event in events_of(trace)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"before step {len(steps) + 1}:" in ours.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_where_nothing_can_be_written_at_all(script: Any) -> None:
+    path = script(TRAINS)
+    plain = python(path)
+    with open("/dev/full", "w") as full:
+        told = python(*RUN, path, environ={"TTR_TRACE": "2"}, stderr=full)
+        report = python(*RUN, "--report", "/dev/full", path)
+        found = python("-m", "torchTensorRef", "env", stdout=full)
+    assert (told.returncode, told.stdout) == (0, plain.stdout)
+    assert (report.returncode, report.stdout) == (0, plain.stdout)
+    assert "No space left" in report.stderr
+    assert "torchTensorRef: flow on sim:0" in report.stderr
+    assert found.returncode == 1
+    assert found.stderr.count("\n") == 1
+    assert "could not be written: [Errno 28]" in found.stderr
+
+
+@pytest.mark.parametrize("option", ["--report", "--trace"])
+@pytest.mark.parametrize(
+    ("name", "words"), [("no/folder/file", "there is no folder"), ("", "is a folder")]
+)
+def test_paths_are_tried_at_start(
+    script: Any, tmp_path: Path, option: str, name: str, words: str
+) -> None:
+    path = script("print('the program ran')")
+    ours = python(*RUN, option, str(tmp_path / name), path)
+    assert (ours.returncode, ours.stdout) == (2, "")
+    assert ours.stderr.count("\n") == 1
+    assert f"torchtensorref: {option}='" in ours.stderr
+    assert words in ours.stderr
+
+
+def test_a_variable_with_a_bad_path_is_refused_by_the_import(tmp_path: Path) -> None:
+    environ = {"TTR_TRACE_FILE": str(tmp_path / "no" / "trace")}
+    done = python("-c", "import torchTensorRef", environ=environ)
+    assert done.returncode == 1
+    assert "ConfigError: TTR_TRACE_FILE=" in done.stderr.splitlines()[-1]
+    disabled = python("-c", "import torchTensorRef", environ={**environ, "TTR_DISABLE": "1"})
+    assert (disabled.returncode, disabled.stderr) == (0, "")
+
+
+def test_a_report_is_whole_or_as_it_was(script: Any, tmp_path: Path) -> None:
+    path, report = script(TRAINS), tmp_path / "report.txt"
+    report.write_text("of yesterday\n")
+    ours = python(*RUN, "--report", str(report), path, file_nbytes=100)
+    assert ours.returncode == 0
+    assert report.read_text() == "of yesterday\n"
+    assert "torchTensorRef: flow on sim:0" in ours.stderr  # it is not lost
+    assert any(words in ours.stderr for words in NO_SPACE)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["program.py", "report.txt"]
+
+
+def test_the_folder_of_a_report_is_that_of_the_start(script: Any, tmp_path: Path) -> None:
+    path = script("import os, torch\nos.chdir('/')\ntorch.zeros(1)")
+    ours = python(*RUN, "--report", "report.json", "--trace", "t", path, cwd=tmp_path)
+    assert (ours.returncode, ours.stderr) == (0, "")
+    assert json.loads((tmp_path / "report.json").read_text())["device"] == "sim:0"
+    assert (tmp_path / "t").exists()
+
+
+def test_a_report_is_printed_once(script: Any) -> None:
+    path = script("import torch\ntorch.zeros(1)")
+    ours = python(*RUN, path, environ={"TTR_TRACE": "1"})
+    assert ours.stderr.count("torchTensorRef: flow on sim:0") == 1
+
+
+SAVES = """
+    import sys, torch
+
+    x = torch.arange(4000.0) * 2
+    try:
+        torch.save({"x": x}, sys.argv[1])
+    except Exception as error:
+        print(type(error).__name__)
+    print(x.sum().item(), (x + 1).sum().item())
+"""
+
+
+def test_what_a_program_cannot_save_it_still_has(script: Any, tmp_path: Path) -> None:
+    path, target = script(SAVES), str(tmp_path / "saved")
+    plain = python(path, target, file_nbytes=5000)
+    ours = python(*RUN, "--report", "none", path, target, file_nbytes=5000)
+    assert len(plain.stdout.splitlines()) == 2, plain.stderr
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+
+
+GOES_ON = """
+    import sys, torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    model.load_state_dict(torch.load(sys.argv[1], mmap=True), assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    print("ready", flush=True)
+    while True:
+        optimizer.zero_grad()
+        model(torch.rand(8, 128)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_killed_at_random(script: Any, tmp_path: Path) -> None:
+    path, weights = script(GOES_ON), tmp_path / "weights.pt"
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    torch.save(model.state_dict(), weights)
+    saved = weights.read_bytes()
+    draw = random.Random(0)
+    for number in range(4):
+        trace, report = tmp_path / f"trace{number}.jsonl", tmp_path / "report.json"
+        given = ("--report", str(report), "--trace", str(trace), path, str(weights))
+        with subprocess.Popen([sys.executable, *RUN, *given], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(draw.uniform(0.05, 0.6))
+            process.kill()
+            assert process.wait(timeout=60) == -signal.SIGKILL
+        events = events_of(trace)
+        assert any(event["event"].startswith("fetch sim") for event in events)
+        assert weights.read_bytes() == saved
+        assert not report.exists()
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_program_whose_streams_are_closed(script: Any, tmp_path: Path, closed: int) -> None:
+    path, trace = script(TRAINS), tmp_path / "trace.jsonl"
+    command = f'"$@" {closed}>&-'
+    results = []
+    for before in ((), (*RUN, "--trace", str(trace))):
+        given = ["sh", "-c", command, "sh", sys.executable, *before, path]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=240, check=False)
+        results.append((done.returncode, done.stdout))
+    # The report is for stderr: where that is closed it goes nowhere, above all not to stdout.
+    assert results[0] == results[1]
+    assert events_of(trace)
+
+
+@pytest.mark.parametrize("command", ["env", "check"])
+def test_nobody_reads_what_was_found(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = python("-m", "torchTensorRef", command, stdout=pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+SPAWNS = """
+    import multiprocessing
+    import torch
+
+    def work(size):
+        x = torch.ones(size, size)
+        return (x @ x).sum().item()
+
+    if __name__ == "__main__":
+        print(work(50))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.map(work, [20]))
+        print(work(60))
+"""
+
+
+def test_each_process_has_its_trace(script: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    # The name of the program is imported by the child: it is managed like its parent.
+    path = script("import torchTensorRef" + SPAWNS.replace("\n    ", "\n"))
+    environ = {"TTR_TRACE_FILE": str(trace), "TTR_TRACE": "3", "TTR_DEVICE": "sim"}
+    done = python(path, environ=environ)
+    assert done.stdout == "125000.0\n[8000.0]\n216000.0\n"
+    files = sorted(tmp_path.glob("trace.jsonl*"))
+    assert len(files) == 2
+    of_parent, of_child = map(events_of, files)
+    assert [event["event"] for event in of_parent].count("aten.mm.default") == 2
+    assert [event["event"] for event in of_child].count("aten.mm.default") == 1
+    steps = [event["step"] for event in of_parent]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_trace_of_a_part_of_a_program(tmp_path: Path) -> None:
+    program = """
+        import torch, torchTensorRef
+
+        torchTensorRef.tensorsManager.device = "sim"
+        x = torch.ones(50, 50)
+        x @ x
+        with torchTensorRef.options(trace=3, trace_file="part.jsonl"):
+            x + x
+        x @ x
+        with torchTensorRef.options(trace=2):
+            torch.ones(60, 60).neg()
+        print(torchTensorRef.base.options.settings.trace)
+    """
+    done = python("-c", textwrap.dedent(program), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    found = [event["event"] for event in events_of(tmp_path / "part.jsonl")]
+    assert "aten.add.Tensor" in found
+    assert "aten.mm.default" not in found
+    assert done.stderr.count("torchTensorRef: flow on sim:0") == 2  # the totals of each scope
+    assert "fetch sim:0" in done.stderr

@@ -1,0 +1,102 @@
+"""Tracebacks of a program's own mistakes have its frames; those of ours have ours."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef.autograd import overrides
+from torchTensorRef.base.errors import TransferError
+from torchTensorRef.base.options import options
+from torchTensorRef.interception import slow_path
+from torchTensorRef.tensor import methods
+
+OURS = str(Path(torchTensorRef.__file__).parent)
+
+
+def frames_of_ours(program: Callable[[], Any]) -> list[str]:
+    """Run a program that ends in an error; name our functions in its traceback."""
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
+        program()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[0].name == "frames_of_ours"
+    return [frame.name for frame in frames if frame.filename.startswith(OURS)]
+
+
+def mistakes(x: Any, y: Any) -> dict[str, Callable[[], Any]]:
+    """What a program may get wrong, with operands of other shapes than they should have."""
+    linear = nn.Linear(3, 4)
+    return {
+        "mm": lambda: torch.mm(x, y),
+        "view": lambda: x.view(7),
+        "cat": lambda: torch.cat([x, y]),
+        "linear": lambda: linear(x),
+        "add_": lambda: torch.add(x, y, out=x),
+        "conv": lambda: nn.functional.conv1d(x, y),
+        "gather": lambda: torch.gather(x, 0, y.long()),
+    }
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", mistakes(None, None))
+def test_a_mistake_of_the_programs(manager: Any, name: str, grad: bool, is_there: bool) -> None:
+    x, y = manager.adopt(torch.rand(30, 40)), manager.adopt(torch.rand(50, 60) + 50)
+    if is_there:
+        x.toGPU(), y.toGPU()
+    program = mistakes(x, y)[name]
+    with torch.set_grad_enabled(grad):
+        assert frames_of_ours(program) == []
+        with options(tracebacks="whole"):
+            assert frames_of_ours(program) != []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_methods_have_a_frame_or_two(manager: Any, is_there: bool) -> None:
+    x, y = manager.adopt(torch.rand(30, 40)), manager.adopt(torch.rand(50, 60))
+    if is_there:
+        x.toGPU(), y.toGPU()
+    with torch.no_grad():
+        assert set(frames_of_ours(lambda: x @ y)) <= {"method", "treat"}
+        assert frames_of_ours(lambda: x + y) == ["method"]
+    # These frames pytest leaves out, too.
+    for module in (methods, overrides):
+        assert module.__tracebackhide__(None)
+        with options(tracebacks="whole"):
+            assert not module.__tracebackhide__(None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, TransferError])
+def test_a_mistake_of_ours_is_told_whole(manager: Any, monkeypatch: Any, error: type) -> None:
+    def place(operands: Any, manager: Any) -> Any:
+        raise error("ours")
+
+    monkeypatch.setattr(slow_path, "place", place)
+    x = manager.adopt(torch.rand(30, 40))
+    with pytest.raises(error) as caught:
+        torch.exp(x)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-3:] == ["_take_slow_path", "run", "place"]
+
+
+def test_what_others_run_inside_keeps_its_frames(manager: Any, monkeypatch: Any) -> None:
+    """A strategy, a hook: torch raises in the end, and still it matters who had called it."""
+
+    def place(operands: Any, manager: Any) -> Any:
+        with torchTensorRef.disabled():
+            return nn.functional.pad(torch.rand(2), (1, 1, 1, 1))
+
+    monkeypatch.setattr(slow_path, "place", place)
+    x = manager.adopt(torch.rand(30, 40))
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        torch.exp(x)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert "place" in [frame.name for frame in frames]
+    assert Path(frames[-1].filename).is_relative_to(Path(torch.__file__).parent)

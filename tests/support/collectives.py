@@ -1,0 +1,87 @@
+"""What processes say to one another, all of it: run by `torch.distributed.run`, prints its results.
+
+`python -m torch.distributed.run --standalone --nproc-per-node 2 collectives.py FOLDER`: each rank
+writes what it has to a file of its own, for a run without us to be compared with.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+out = {}
+
+
+def mine(factor=1.0):
+    return (torch.arange(6.0) + 1) * (dist.get_rank() + 1) * factor + 0
+
+
+def say(rank, count):
+    out["all_reduce"] = x = mine()
+    dist.all_reduce(x)
+    x = mine()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    del work  # nobody looks while the bytes are held
+    out["async"] = x + 0
+    out["a part"] = x = mine()
+    dist.all_reduce(x[2:5])
+    x = mine()
+    dist.broadcast(x, 1)
+    out["broadcast"] = x + 0
+    parts = [torch.zeros(6) for _ in range(count)]
+    dist.all_gather(parts, mine())
+    out["all_gather"] = torch.cat(parts)
+    whole = torch.zeros(6 * count)
+    dist.all_gather_into_tensor(whole, mine())
+    out["all_gather_into_tensor"] = whole + 0
+    parts = [torch.zeros(6) for _ in range(count)] if rank == 0 else None
+    dist.gather(mine(), parts, 0)
+    out["gather"] = torch.cat(parts or [torch.zeros(1)])
+    x = torch.zeros(6)
+    dist.scatter(x, [mine(), mine(2.0)] if rank == 0 else None, 0)
+    out["scatter"] = x + 0
+    x = torch.zeros(6)
+    if rank == 0:
+        dist.send(mine(), 1)
+    else:
+        dist.recv(x, 0)
+    out["recv"] = x + 0
+    said = [None] * count
+    dist.all_gather_object(said, {"x": mine()})
+    out["objects"] = torch.cat([one["x"] for one in said])
+    out["functional"] = functional.all_reduce(mine(), "sum", dist.group.WORLD) + 0
+    dist.barrier()
+
+
+def train(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    draws = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = parallel(torch.randn(5, 8, generator=draws)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        out[f"loss {step}"] = loss.detach() + 0
+    out["weight"] = model[0].weight.detach() + 0
+    return type(model[0].weight).__name__
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    say(rank, dist.get_world_size())
+    kind = train(rank)
+    dist.destroy_process_group()
+    results = {name: tensor.tolist() for name, tensor in out.items()}
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"kind": kind, "out": results}))

@@ -1,0 +1,96 @@
+"""Devices that this torch cannot name: who says "cuda" on a build without it, or "sim", gets ours.
+
+The label is then `cpu`. Here is what counts as such a name, and how it is taken out of a call; what
+calls there are is in `protocols.py` for TensorRefs, and in `inject` for everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..devices.registry import REAL_KINDS
+
+#: What a program may name a device by.
+_NAMES = (str, int, torch.device)
+
+#: The arguments of `Tensor.to` that may be given by position, where the first is a device.
+_OF_TO = ("device", "dtype", "non_blocking", "copy")
+
+
+def can_carry(kind: str) -> bool:
+    """Whether this torch can make tensors that say they are on such a device."""
+    if kind in ("cpu", "meta"):
+        return True
+    module = getattr(torch, kind, None)
+    return bool(module is not None and hasattr(module, "is_available") and module.is_available())
+
+
+@functools.cache
+def _is_foreign(device: Any) -> bool:
+    if isinstance(device, int):
+        return not torch.accelerator.is_available()
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        return str(device).partition(":")[0] == "sim"
+    return not can_carry(kind)
+
+
+def is_foreign(device: Any) -> bool:
+    """Whether a device is an accelerator that this torch cannot make tensors on."""
+    return isinstance(device, _NAMES) and not isinstance(device, bool) and _is_foreign(device)
+
+
+def names_any_accelerator(device: Any) -> bool:
+    """Whether a device is a foreign one that is no name of ours either: not "sim:1"."""
+    return is_foreign(device) and not str(device).startswith("sim")
+
+
+@functools.cache
+def canonical(device: Any) -> str:
+    """A foreign device by its full name: "cuda", "cuda:0" and 0 are the same."""
+    name = f"{_a_kind()}:{device}" if isinstance(device, int) else str(device)
+    return name if ":" in name else f"{name}:0"
+
+
+def stand_in(device: Any) -> Any:
+    """A device that torch can read, and that is foreign too: for "sim", which it cannot."""
+    if not isinstance(device, int) and names_any_accelerator(device):
+        return device
+    index = str(device).rpartition(":")[2]
+    return torch.device(_a_kind(), int(index) if index.isdecimal() else 0)
+
+
+def _a_kind() -> str:
+    # No build of torch carries all of them.
+    return next(kind for kind in REAL_KINDS.values() if not can_carry(kind))
+
+
+def take_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Take a foreign device out of the arguments of `Tensor.to`.
+
+    Returns
+    -------
+    (str, dict)
+        Its full name and the other arguments by their names; ("", {}) where there is none.
+    """
+    device = args[0] if args else kwargs.get("device")
+    if not is_foreign(device):
+        return "", {}
+    rest = dict(zip(_OF_TO, args, strict=False)) | kwargs
+    del rest["device"]
+    return canonical(device), rest
+
+
+def of_legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
+    """The foreign device and the dtype of `torch.cuda.FloatTensor`, or of its name."""
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+    package, _, legacy = name.rpartition(".")
+    device = package.removeprefix("torch.")
+    if not package.startswith("torch.") or device not in REAL_KINDS or not is_foreign(device):
+        return None
+    like = getattr(torch, legacy, None)
+    return None if like is None else (device, like.dtype)
