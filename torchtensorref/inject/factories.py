@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
+from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from .hooks import is_disabled, load, state
 from .inject_to import injectTo
@@ -238,6 +239,7 @@ def _adopted(plain: Tensor) -> Any:
 # -- files ----------------------------------------------------------------------------------------
 
 
+@lets_program_run
 def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call torch.load, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):

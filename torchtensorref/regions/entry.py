@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.activation import disabled
 from ..base.errors import TransferError
+from ..base.interrupts import lets_program_run
 from ..devices.base import Device, bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
@@ -54,6 +55,7 @@ class Entry(Hold):
 
     # -- running ----------------------------------------------------------------------------
 
+    @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the module on plain tensors; put everything back, whatever happens."""
         exchange, device = self.exchange, self.device
@@ -72,6 +74,7 @@ class Entry(Hold):
         self.residency.after_operator(device, self.blocks)
         return out
 
+    @lets_program_run
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         entries, ident = self.residency.holds.native_entries, threading.get_ident()
         outer = entries.get(ident)

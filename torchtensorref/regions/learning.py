@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.interrupts import lets_program_run
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .recorder import Recorder
@@ -14,6 +15,7 @@ from .region import NOWHERE, Structure, attributes_of, tensors_of
 from .tensor_tree import Exchange
 
 
+@lets_program_run
 def learn(
     manager: TensorsManager,
     module: nn.Module,

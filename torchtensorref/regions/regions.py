@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
@@ -199,6 +200,7 @@ class Regions:
 
     # -- calling ----------------------------------------------------------------------------
 
+    @lets_program_run
     def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call: natively where nothing speaks against it."""
         module = region.module()
@@ -215,6 +217,7 @@ class Regions:
             finally:
                 region.runner = 0
 
+    @lets_program_run
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
             return module._call_impl(*args, **kwargs)
