@@ -153,7 +153,11 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         is_noted = _is_grad_enabled() and _any_wants_gradients(tensors_of(args))
         if not is_noted and may_bypass(function_modes=False):
-            result = way(plan, args, kwargs)
+            try:
+                result = way(plan, args, kwargs)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         with torch._C._ExcludeDispatchKeyGuard(KEYS):

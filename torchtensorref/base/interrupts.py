@@ -24,7 +24,14 @@ from opcode import opmap
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Deferring", "defers", "is_within", "lets_program_run"]
+__all__ = [
+    "Deferring",
+    "defers",
+    "holds_operands",
+    "is_within",
+    "is_within_another",
+    "lets_program_run",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,17 +51,39 @@ _CALLS = frozenset(opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX
 _LOOPS = frozenset(number for name, number in opmap.items() if name.startswith("JUMP_BACKWARD"))
 #: Functions of ours that run code of the program's, and hold nothing of ours halfway meanwhile.
 _open: set[CodeType] = set()
+#: Functions of ours that hold operands while they run.
+_holding: set[CodeType] = set()
 
 
 def lets_program_run(function: Function) -> Function:
     """Mark a function of ours in which the program's own code runs, and may be interrupted."""
-    _open.add(function.__code__)  # type: ignore[attr-defined]
+    _open.add(function.__code__)
+    return function
+
+
+def holds_operands(function: Function) -> Function:
+    """Mark a function of ours that holds operands while other code runs, and lets go of them."""
+    _holding.add(function.__code__)
     return function
 
 
 def is_within(frame: FrameType | None) -> bool:
     """Whether a frame, or one that called it, is of ours and halfway through something."""
     return _outermost(frame) is not None
+
+
+def is_within_another(frame: FrameType | None) -> bool:
+    """Whether a frame that called the innermost run of frames of ours holds something of ours.
+
+    Then it goes on holding that, whatever becomes of the innermost.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    while frame is not None:
+        if frame.f_code in _holding:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _outermost(frame: FrameType | None) -> FrameType | None:
@@ -195,12 +224,13 @@ class _Resumed:
 
 
 _noted = _Noted()
+_interrupt_main: Callable[[int], Any] = _thread.interrupt_main
 
 
 def _send_again(handler: Callable[..., Any], signum: int) -> None:
     """Have Python call the handler once more, soon: a thread of C sends the signal to it."""
     try:
-        _thread.start_new_thread(_thread.interrupt_main, (signum,))
+        _thread.start_new_thread(_interrupt_main, (signum,))
     except RuntimeError:  # Python ends, or the system has no thread to spare
         handler(signum, None)
 

@@ -199,6 +199,15 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Start `peak_nbytes` again from what is resident now."""
 
+    def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:
+        """Count anew what is here, after an error that came halfway through something.
+
+        Parameters
+        ----------
+        bases : sequence of (Tensor, bool)
+            The bases that may have bytes here, and whether those are in use.
+        """
+
     # copies -------------------------------------------------------------------------------
 
     @abstractmethod

@@ -200,8 +200,13 @@ def _fresh(plain: Tensor) -> Any:
     requires_grad = plain.requires_grad
     if requires_grad:
         plain = plain.detach()
-    block = residency.born(plain, device)
-    ref = core.make_ref(plain, block, device, label)
+    try:
+        residency.repair()
+        block = residency.born(plain, device)
+        ref = core.make_ref(plain, block, device, label)
+    except BaseException:
+        core.manager.doubt()
+        raise
     return ref.requires_grad_() if requires_grad else ref
 
 

@@ -6,7 +6,7 @@ in for them.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]  # of `signal`, which we patch
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -32,25 +32,29 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Run one operator in which at least one operand is a TensorRef."""
     try:
-        plan = op._ttr_plan
-    except AttributeError:
-        if not isinstance(op, OpOverload):
-            return run_higher_order(op, args, kwargs or {})
-        plan = plan_of(op)
-    if _dispatch_modes():
-        return _below_dispatch_modes(op, types, args, kwargs)
-    way = WAYS[plan.ready_way]
-    if (
-        way is not None
-        and not watch.on
-        and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
-    ):
-        result = way(plan, args, kwargs)
-        if result is SLOW and not _function_modes():
-            result = run_with_numbers(plan, args, kwargs)
-        if result is not SLOW:
-            return result
-    return _take_slow_path(plan, args, kwargs or {})
+        try:
+            plan = op._ttr_plan
+        except AttributeError:
+            if not isinstance(op, OpOverload):
+                return run_higher_order(op, args, kwargs or {})
+            plan = plan_of(op)
+        if _dispatch_modes():
+            return _below_dispatch_modes(op, types, args, kwargs)
+        way = WAYS[plan.ready_way]
+        if (
+            way is not None
+            and not watch.on
+            and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
+        ):
+            result = way(plan, args, kwargs)
+            if result is SLOW and not _function_modes():
+                result = run_with_numbers(plan, args, kwargs)
+            if result is not SLOW:
+                return result
+        return _take_slow_path(plan, args, kwargs or {})
+    except BaseException:
+        tensorsManager.doubt()  # it may have come at any line
+        raise
 
 
 def _take_slow_path(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from traceback import walk_tb
+from typing import Any, NamedTuple
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
-from .block import Block, Replica, graveyard
+from .block import Block, Replica, graveyard, next_death
 from .budget import Budget
 from .ledger import Ledger
 
@@ -32,6 +34,20 @@ class Counts:
     host_fallbacks: dict[str, int] = field(default_factory=dict)
 
 
+class Doubt(NamedTuple):
+    """An error that may have come halfway through something: in which thread, and which files."""
+
+    ident: int
+    files: frozenset[str]
+
+
+class _Nowhere:
+    """A device on which no block is ever ready."""
+
+
+NOWHERE: Any = _Nowhere()
+
+
 class Books:
     """Devices, ledgers and counts, and the one lock under which blocks change.
 
@@ -46,6 +62,10 @@ class Books:
         #: Where operators run that need no decision; nowhere while every operator is to be seen.
         self.ready_device: Any = self.main
         self.ready_host: Any = host
+        #: A module's calls are being recorded: every operator takes the slow path meanwhile.
+        self.sees_all = False
+        #: What errors have left halfway: the next operator repairs.
+        self.doubts: list[Doubt] = []
         #: Whether anything ever had to be evicted: until then strategies need not watch.
         self.is_pressed = False
         #: A real accelerator is in use: plain tensors lie on devices of their own, so that what a
@@ -63,6 +83,23 @@ class Books:
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._deaths: list[int] = []
 
+    def doubt(self) -> None:
+        """Note, while an error is handled, that it came halfway: from now on nothing is ready."""
+        self.ready_device = self.ready_host = NOWHERE
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
+        self.doubts.append(Doubt(threading.get_ident(), frozenset(files)))
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether something has to be repaired before it is used."""
+        return bool(self.doubts) or (self.ready_device is NOWHERE and not self.sees_all)
+
+    def reopen(self) -> None:
+        """Let operators take the ready path, unless all of them have to be seen."""
+        is_closed = self.sees_all or bool(self.doubts)
+        self.ready_device = NOWHERE if is_closed else self.main
+        self.ready_host = NOWHERE if is_closed else self.host
+
     @property
     def main(self) -> Device:
         """The accelerator that operators run on unless a strategy says otherwise."""
@@ -72,8 +109,8 @@ class Books:
         """Use these accelerators, whose ledgers are still to be opened, and no others."""
         self.ledgers.clear()
         self.accelerators[:] = accelerators
-        self.ready_device = self.main
         self.is_pressed = False
+        self.reopen()
 
     def open_ledger(self, device: Device, budget: Budget) -> None:
         """Start counting a device; what it already holds for us goes on being counted."""
@@ -87,8 +124,8 @@ class Books:
     def bury(self) -> None:
         """Take what the program has let go of out of the ledgers (lock held)."""
         while graveyard:
-            death = graveyard.popleft()
-            ledger = self.ledgers.get(death.device)
+            death = next_death()
+            ledger = None if death.device is None else self.ledgers.get(death.device)
             if ledger is not None:
                 ledger.remove_number(death.number)
             # Also of what was not on an accelerator; a living block may have lost one replica.

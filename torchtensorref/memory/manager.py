@@ -22,6 +22,7 @@ from .block import Block
 from .bookkeeping import Counts
 from .budget import Budget, BudgetSetting, resolve_budget
 from .external_pressure import OthersWatch, cap_allocator
+from .guard import guards
 from .invariants import block_violations, ledger_violations
 from .ownership import Ownership
 from .report import report_text
@@ -30,6 +31,7 @@ from .states import CLEAN, DIRTY
 from .transfer import TransferCounts
 
 
+@guards(but=("repair", "doubt", "story", "device_named"))
 class TensorsManager:
     """Tracks every TensorRef across devices, under budgets, by the decisions of a strategy.
 
@@ -63,6 +65,16 @@ class TensorsManager:
     def residency(self) -> Residency:
         """Where the bytes are; opened by the first use."""
         return self._residency or self._open()
+
+    def repair(self) -> None:
+        """Repair what an error has left halfway; nothing does so while nothing is opened."""
+        if self._residency is not None:
+            self._residency.repair()
+
+    def doubt(self) -> None:
+        """Note, while an error is handled, that it may have come halfway through something."""
+        if self._residency is not None:
+            self._residency.books.doubt()
 
     def _open(self) -> Residency:
         with self._lock:

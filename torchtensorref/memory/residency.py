@@ -17,6 +17,7 @@ from .copies import Copier, RoomTakenError
 from .eviction import Evictor, HeldByOthersError
 from .holds import PATIENCE_ROUNDS, Holds
 from .prefetch import Prefetcher
+from .repair import Repair
 from .sharing import Sharing
 from .states import CLEAN, DIRTY, INVALID
 from .strategy_feed import StrategyFeed
@@ -52,7 +53,13 @@ class Residency:
         self.evictor = Evictor(self.books, self.holds, self.copier, self.feed)
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
+        self._repair = Repair(self.books, self.holds, self.copier, self.feed)
         self.recorder: Any = None
+
+    def repair(self) -> None:
+        """Repair what an error has left halfway, before anything is used (no lock held)."""
+        if self.books.is_in_doubt:
+            self._repair.run()
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -223,8 +230,8 @@ class Residency:
             and len(block.readable_replicas()) == 1
             and block.readable_on(self.books.host) is not None
         ):
-            block.ready = self.books.host
             block.owned = True
+            block.ready = self.books.host
 
     # -- results --------------------------------------------------------------------------------
 

@@ -65,12 +65,11 @@ class Entry(Hold):
             # Still held: what is wrapped now can make others go, not what it shares memory with.
             out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
         finally:
-            try:
-                self._gather_what_stays()
-                self._note_writes()
-            finally:
-                self._withdraw()
-                self._release()
+            self._gather_what_stays()
+            self._note_writes()
+            # Last: where this does not come to its end, a repair takes it that all was written.
+            self._withdraw()
+            self._release()
         self.residency.after_operator(device, self.blocks)
         return out
 
@@ -88,12 +87,12 @@ class Entry(Hold):
             self.exchange.restore()
             raise
         finally:
-            if outer is None:
+            self.reserve = None
+            self._put_back()
+            if outer is None:  # last: until then a repair puts back
                 del entries[ident]
             else:
                 entries[ident] = outer
-            self.reserve = None
-            self._put_back()
 
     def _plain_input(self, ref: Any) -> torch.Tensor:
         known = self.inside.get(id(ref))
@@ -143,6 +142,15 @@ class Entry(Hold):
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, slot.block)
                 self.region.slots = []
+
+    def abandon(self) -> None:
+        """Hang everything where it was, after an error that came while that was being done."""
+        for slot, ref, plain, _ in self.hung:
+            if slot.registry.get(slot.name) is plain:
+                slot.registry[slot.name] = ref
+        self.exchange.restore()
+        self.region.forget()
+        self._doubt("it was interrupted")
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
         ref = self.ref_for(plain)

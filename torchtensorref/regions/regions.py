@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ..base.interrupts import lets_program_run
+from ..base.interrupts import holds_operands, lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
@@ -200,6 +200,7 @@ class Regions:
 
     # -- calling ----------------------------------------------------------------------------
 
+    @holds_operands
     @lets_program_run
     def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call: natively where nothing speaks against it."""
@@ -210,10 +211,14 @@ class Regions:
             return module._call_impl(*args, **kwargs)
         if self._must_be_intercepted(module):
             return module._call_impl(*args, **kwargs)
+        self.manager.residency.repair()
         with region.lock:  # while another thread runs it, its parameters are plain
             region.runner = me
             try:
                 return self._call_alone(region, module, args, kwargs)
+            except BaseException:
+                self.manager.doubt()
+                raise
             finally:
                 region.runner = 0
 

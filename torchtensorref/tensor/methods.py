@@ -104,7 +104,11 @@ def _with_other(name: str, op: OpOverload) -> Method:
                 and (self.requires_grad or (kind is TensorRef and other.requires_grad))
             )
         ):
-            result = _run_two(plan, self, other)
+            try:
+                result = _run_two(plan, self, other)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -127,7 +131,11 @@ def _reflected(name: str, op: OpOverload) -> Method:
             or not may_bypass(autocast=False)
             or (_is_grad_enabled() and self.requires_grad)
         ):
-            result = _run_two(plan, self, other)
+            try:
+                result = _run_two(plan, self, other)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -146,7 +154,11 @@ def _with_number(name: str, op: OpOverload) -> Method:
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _is_seen(self):
-            result = _run_two(plan, self, args[0])
+            try:
+                result = _run_two(plan, self, args[0])
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)
@@ -163,10 +175,14 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
         if type(other) is TensorRef and not (
             _is_seen(self) or (_is_grad_enabled() and other.requires_grad)
         ):
-            if self.dim() == 2 == other.dim():
-                result = _run_two(of_two, self, other)
-            else:
-                result = way(plan, (self, other), None)
+            try:
+                if self.dim() == 2 == other.dim():
+                    result = _run_two(of_two, self, other)
+                else:
+                    result = way(plan, (self, other), None)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other)
@@ -181,7 +197,11 @@ def _alone(name: str, op: OpOverload) -> Method:
 
     def method(self: Any) -> Any:
         if not _is_seen(self):
-            result = way(plan, (self,), None)
+            try:
+                result = way(plan, (self,), None)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self)
@@ -201,7 +221,11 @@ def _along(name: str, op: OpOverload) -> Method:
             and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
             and not _is_seen(self)
         ):
-            result = way(plan, (self, *args), options)
+            try:
+                result = way(plan, (self, *args), options)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)
