@@ -224,7 +224,7 @@ class _Resumed:
 
 
 _noted = _Noted()
-_interrupt_main: Callable[[int], Any] = _thread.interrupt_main
+_interrupt_main: Callable[..., Any] = _thread.interrupt_main
 
 
 def _send_again(handler: Callable[..., Any], signum: int) -> None:
