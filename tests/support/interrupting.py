@@ -6,6 +6,7 @@ import dis
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ import torchTensorRef
 
 PACKAGE = str(Path(torchTensorRef.__file__).parent) + "/"
 STRATEGIES = str(Path(torchTensorRef.__file__).parents[1] / "strategies") + "/"
+
+#: A signal that has not been heard of after so long was swallowed, in seconds.
+PATIENCE_S = 3.0
 
 #: A line of a file, and whether it is about to run or its function about to return.
 Place = tuple[str, int, str]
@@ -109,6 +113,10 @@ def interrupt(program: Callable[[], Any], act: Callable[[], None], place: Place)
     try:
         with tracer.watching():
             program()
+        if tracer.has_acted:
+            if act is ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                time.sleep(PATIENCE_S)  # it may come a moment later
+            raise AssertionError(f"what came at {place} was swallowed")
     except (Sent, MemoryError, KeyboardInterrupt):
         pass
     return tracer.has_acted

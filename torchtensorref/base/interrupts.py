@@ -140,15 +140,25 @@ class _Noted:
             tracer = self._on_call
         else:
             self.tracer = tracer
-        if not isinstance(frame.f_trace, _Watched):
+        if isinstance(frame.f_trace, _Watched):
+            frame.f_trace.begin(frame)
+        else:
             frame.f_trace = _Watched(frame)
             frame.f_trace_opcodes = True
         sys.settrace(tracer)  # after that, or newer Pythons tell of no instructions
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         """Trace no frame that is entered meanwhile, but see that the program has gone on."""
-        if _outermost(frame) is None:
+        if _outermost(frame) is None and not self._is_waited_for(frame):
             self.deliver(frame)
+
+    def _is_waited_for(self, frame: FrameType | None) -> bool:
+        """Whether a frame is part of the call that is watched: a backward pass calls Python."""
+        while frame is not None:
+            if isinstance(frame.f_trace, _Watched):
+                return frame.f_trace.place == frame.f_lasti
+            frame = frame.f_back
+        return False
 
     def deliver(self, frame: FrameType) -> None:
         """Call the handlers that have waited, in their order."""
@@ -182,7 +192,11 @@ class _Watched:
     def __init__(self, frame: FrameType) -> None:
         self._before = frame.f_trace
         self._opcodes = frame.f_trace_opcodes
-        self._last = _instruction_of(frame)
+        self.begin(frame)
+
+    def begin(self, frame: FrameType) -> None:
+        """Note where the frame is: while it stays there, the same call goes on."""
+        self._last, self.place = _instruction_of(frame), frame.f_lasti
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Go with the frame: to its next safe place, or into the one that has called it."""
@@ -194,7 +208,7 @@ class _Watched:
             if frame.f_back is not None:
                 _noted.watch(frame.f_back)
         elif event == "opcode":
-            self._last = now
+            self._last, self.place = now, -1
             if last in _CALLS or now in _LOOPS:
                 self._leave(frame)
                 _noted.deliver(frame)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..base.errors import TensorRefError
 from ..base.options import OPTIONS, Option
+from ..inject import hooks
 
 ENVIRONMENT_HEAD = """\
 # Environment
@@ -88,6 +89,7 @@ def errors_page() -> str:
     -----
     Imports torch: `OutOfBudgetError` is an error of torch as well.
     """
+    hooks.load(".memory.budget")
     kinds = {kind.__name__: kind for kind in _own_subclasses(TensorRefError)}
     sections = [
         _error_section(TensorRefError),

@@ -12,11 +12,9 @@ nobody waits for. Sums and pins are counted again from what they are sums of.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable
 
-from ..base.interrupts import is_within_another
 from ..devices.base import Device, storage_nbytes
 from .block import Block, Replica
 from .bookkeeping import Books
@@ -35,8 +33,14 @@ class Repair:
         self._copier = copier
         self._feed = feed
 
-    def run(self) -> None:
+    def run(self, keep: int = 0) -> None:
         """Repair what interrupted threads have left; what others are doing stays as it is.
+
+        Parameters
+        ----------
+        keep : int
+            A thread that goes on with what it was doing before: it keeps what it holds, and is
+            repaired again later.
 
         Notes
         -----
@@ -44,9 +48,7 @@ class Repair:
         """
         books = self._books
         idents = {doubt.ident for doubt in books.doubts} | {threading.get_ident()}
-        if is_within_another(sys._getframe(1)):
-            # The operators around this one go on, and hold what they hold.
-            idents.discard(threading.get_ident())
+        idents.discard(keep)
         for device in list(books.ledgers):
             if self._has_lost_copies(device, idents):
                 device.synchronize()  # nobody knows their events, so all there is
@@ -55,8 +57,7 @@ class Repair:
             for device in list(books.ledgers):
                 self._mend(device, written)
             self._feed.repair(books.doubts)
-            books.doubts.clear()
-            books.reopen()
+            books.doubts[:] = [doubt for doubt in books.doubts if doubt.ident == keep]
             books.log.note("-", "repair", "an error came halfway")
             books.released.notify_all()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..base.event_log import EventLog
+from ..base.interrupts import is_within_another
 from ..devices.base import Device
 from ..strategy import Strategy
 from .block import Block, Replica, graveyard
@@ -55,11 +58,20 @@ class Residency:
         self.sharing = Sharing(self.books, self.holds, self.copier)
         self._repair = Repair(self.books, self.holds, self.copier, self.feed)
         self.recorder: Any = None
+        self.recording_ident = 0
 
     def repair(self) -> None:
         """Repair what an error has left halfway, before anything is used (no lock held)."""
-        if self.books.is_in_doubt:
-            self._repair.run()
+        if not self.books.is_in_doubt:
+            return
+        # Operators and regions around this one go on, and hold what they hold.
+        is_inside = is_within_another(sys._getframe(1))
+        self._repair.run(keep=threading.get_ident() if is_inside else 0)
+        if self.recorder is not None and self.recording_ident == threading.get_ident():
+            self.recorder.mistrust("it was interrupted")
+            if not is_inside:
+                self.recorder, self.books.sees_all = None, False
+        self.books.reopen()
 
     # -- operands -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.activation import disabled
 from ..base.errors import TransferError
-from ..base.interrupts import lets_program_run
+from ..base.interrupts import holds_operands, lets_program_run
 from ..devices.base import Device, bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
@@ -55,6 +55,7 @@ class Entry(Hold):
 
     # -- running ----------------------------------------------------------------------------
 
+    @holds_operands
     @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the module on plain tensors; put everything back, whatever happens."""

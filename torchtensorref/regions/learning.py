@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base.interrupts import lets_program_run
+from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .recorder import Recorder
@@ -15,6 +16,7 @@ from .region import Structure, attributes_of, tensors_of
 from .tensor_tree import Exchange
 
 
+@holds_operands
 @lets_program_run
 def learn(
     manager: TensorsManager,
@@ -37,7 +39,7 @@ def learn(
         if residency.recorder is not None:
             recorder = None
         else:
-            residency.recorder = recorder
+            residency.recorder, residency.recording_ident = recorder, threading.get_ident()
             residency.books.sees_all = True
             residency.books.reopen()
     if recorder is None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ..base.interrupts import holds_operands, lets_program_run
+from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
@@ -200,7 +200,6 @@ class Regions:
 
     # -- calling ----------------------------------------------------------------------------
 
-    @holds_operands
     @lets_program_run
     def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call: natively where nothing speaks against it."""
