@@ -78,6 +78,8 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
+    except RecursionError:
+        raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError):
         if device.torch_device.type == "cpu":
             raise  # as there: the program's own mistake
