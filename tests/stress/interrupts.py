@@ -182,7 +182,7 @@ def interrupted(program: Any, sender: Sender, delay_s: float) -> str:
         time.sleep(delay_s + PATIENCE_S)
         where = "nowhere"
     except KeyboardInterrupt:
-        pass
+        torch.set_grad_enabled(True)  # `no_grad` is Python, and may be left without its end
     return where
 
 

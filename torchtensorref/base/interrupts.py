@@ -153,8 +153,14 @@ class _Noted:
             self.deliver(frame)
 
     def _is_waited_for(self, frame: FrameType | None) -> bool:
-        """Whether a frame is part of the call that is watched: a backward pass calls Python."""
+        """Whether a frame is part of a call that should end first.
+
+        That is the call which is watched (a backward pass calls Python), and what puts something
+        back (`no_grad`).
+        """
         while frame is not None:
+            if frame.f_code.co_name in ("__enter__", "__exit__"):
+                return True
             if isinstance(frame.f_trace, _Watched):
                 return frame.f_trace.place == frame.f_lasti
             frame = frame.f_back

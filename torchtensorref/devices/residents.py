@@ -98,6 +98,10 @@ class Residents:
         """Count again by what the storages hold; bases that are in use count although empty."""
         self.settle()
         in_use = {id(base) for base, is_used in bases if is_used}
+        # Empty results that other threads have just made are not among the bases yet.
+        in_use |= {key for key, resident in self.present.items() if not resident.nbytes} - {
+            id(base) for base, _ in bases
+        }
         known = {**self.emptied, **self.present}
         self.present, self.emptied, self.nbytes = {}, {}, 0
         for key, resident in known.items():
