@@ -17,6 +17,7 @@ import _thread
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -250,7 +251,11 @@ _interrupt_main: Callable[..., Any] = _thread.interrupt_main
 def _send_again(handler: Callable[..., Any], signum: int) -> None:
     """Have Python call the handler once more, soon: a thread of C sends the signal to it."""
     try:
-        _thread.start_new_thread(_interrupt_main, (signum,))
+        if hasattr(signal, "pthread_kill"):  # a real one also wakes who waits in the system
+            ident = threading.main_thread().ident or 0
+            _thread.start_new_thread(signal.pthread_kill, (ident, signum))
+        else:
+            _thread.start_new_thread(_interrupt_main, (signum,))
     except RuntimeError:  # Python ends, or the system has no thread to spare
         handler(signum, None)
 
