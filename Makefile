@@ -11,6 +11,7 @@ WORKERS ?= 2
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
 SOAK_ARGS ?= --minutes 30
+INTERRUPTS_ARGS ?= --count 2000
 # --one makes one call of under nine minutes, --scale medium a smaller model; docs/benchmarks.md.
 GPU_ARGS ?=
 GPU_DRY_ARGS ?=
@@ -23,7 +24,7 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test conformance compatibility soak gpu gpu-dry lint clean
+.PHONY: demo test conformance compatibility soak interrupts gpu gpu-dry lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp
@@ -45,6 +46,11 @@ compatibility: $(VENV)/compatibility.stamp
 
 soak: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
+
+# An error at every line of the package under every strategy, then real SIGINTs at random moments.
+interrupts: $(VENV)/test.stamp
+	@INTERRUPT_EVERY_LINE=1 $(BIN)/python -m pytest -q tests/sim/test_interrupts.py $(PYTEST_ARGS)
+	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
 
 # On a machine with an accelerator: the tests on it, then the benchmark against peers. Goes on where
 # it was broken off.

@@ -20,6 +20,7 @@ from ._version import __version__ as __version__
 from .base.errors import ConfigError as ConfigError
 from .base.errors import ExposedError as ExposedError
 from .base.errors import InvariantError as InvariantError
+from .base.errors import LostError as LostError
 from .base.errors import StrategyError as StrategyError
 from .base.errors import TensorRefError as TensorRefError
 from .base.errors import TransferError as TransferError

@@ -288,6 +288,7 @@ def test_the_device_changes_while_models_train_and_run_natively(manage, strategy
 
 
 @pytest.mark.usefixtures("short_switches")
+@pytest.mark.filterwarnings("ignore:The budget has no effect")
 def test_everything_that_can_be_set_is_set_while_threads_work(manage):
     count = 4
     plain = [torch.rand(16, 16) for _ in range(count + 2)]

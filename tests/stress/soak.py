@@ -1,7 +1,8 @@
 """Random programs on many threads for a long time, while everything that can be set is changed.
 
-`python -m tests.stress.soak [--minutes 30] [--seed 0]` from the root. Every program's result is
-compared with plain torch to the bit. After each round of a few seconds all must be as it was: no
+`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts]` from the root. Every
+program's result is compared with plain torch to the bit. The main thread runs programs, too, and
+SIGINTs come at random moments. After each round of a few seconds all must be as it was: no
 block, replica, event, byte on the device, file handle or thread more, and memory bounded.
 """
 
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -20,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +200,7 @@ class Tally:
     operators: int = 0
     fetched_nbytes: int = 0
     evictions: int = 0
+    interrupts: int = 0
     wrong: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
 
@@ -264,7 +268,65 @@ def next_fault(device: SimDevice, kind: str) -> int:
     return max(planned.get(kind, 0) - so_far, 0)
 
 
-def play_round(pool: ThreadPoolExecutor, chance: random.Random, tally: Tally) -> bool:
+class Interrupts:
+    """SIGINTs at random moments, which are raised where the main thread is ready for them."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._is_armed = False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._send, daemon=True)
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _send(self) -> None:
+        while not self._is_over.wait(self._chance.random() * 0.2):
+            if self._is_armed:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self._is_armed:
+            raise KeyboardInterrupt
+
+    def during(self, action: Callable[[], None]) -> bool:
+        """Do something that may be interrupted; whether it was."""
+        try:
+            self._is_armed = True
+            action()
+            self._is_armed = False
+        except KeyboardInterrupt:
+            self._is_armed = False
+            return True
+        return False
+
+
+def run_interrupted(chance: random.Random, interrupts: Interrupts, tally: Tally) -> None:
+    """Run a program that is interrupted, perhaps, and again, and compare with plain torch."""
+    program, seed = chance.choice(PROGRAMS), chance.getrandbits(32)
+    with torchTensorRef.disabled():
+        plain = program(torch.Generator().manual_seed(seed))
+    if interrupts.during(lambda: program(torch.Generator().manual_seed(seed))):
+        tally.interrupts += 1
+        torch.set_grad_enabled(True)  # `no_grad` is Python, and may be left without its end
+    found = differences(plain, program(torch.Generator().manual_seed(seed)))
+    if found:
+        tally.wrong.append(f"{program.__name__} with seed {seed}, interrupted: {found[:3]}")
+
+
+def play_round(
+    pool: ThreadPoolExecutor,
+    chance: random.Random,
+    tally: Tally,
+    interrupts: Interrupts | None,
+) -> bool:
     """Run programs on every thread for a while; False if they did not come to an end."""
     until = time.perf_counter() + ROUND_S
     futures: list[Future[None]] = [
@@ -274,6 +336,8 @@ def play_round(pool: ThreadPoolExecutor, chance: random.Random, tally: Tally) ->
         time.sleep(chance.random() * 0.2)
         try:
             unsettle(chance, tally)
+            if interrupts is not None:
+                run_interrupted(chance, interrupts, tally)
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)
             tally.wrong.append(f"a change at run time: {type(error).__name__}: {error}"[:2000])
@@ -350,7 +414,7 @@ def prepare(seed: int) -> random.Random:
     return random.Random(seed)
 
 
-def soak(minutes: float, seed: int) -> tuple[Tally, bool, int]:
+def soak(minutes: float, seed: int, interrupts: Interrupts | None) -> tuple[Tally, bool, int]:
     """Play rounds for so long; returns the tally, whether it ended, and the growth in bytes."""
     chance, tally = prepare(seed), Tally()
     end = time.perf_counter() + minutes * 60
@@ -366,7 +430,7 @@ def soak(minutes: float, seed: int) -> tuple[Tally, bool, int]:
         task = progress.add_task("soak", total=minutes * 60)
         rounds = 0
         while time.perf_counter() < end and not (tally.wrong or tally.leaks):
-            if not play_round(pool, chance, tally):
+            if not play_round(pool, chance, tally, interrupts):
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(2)  # threads that are stuck cannot be waited for
             rounds += 1
@@ -391,8 +455,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--interrupts", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
-    tally, has_looked, grown_nbytes = soak(options.minutes, options.seed)
+    with Interrupts(options.seed) if options.interrupts else nullcontext() as interrupts:
+        tally, has_looked, grown_nbytes = soak(options.minutes, options.seed, interrupts)
     for line in (*tally.wrong, *tally.leaks):
         sys.stdout.write(line + "\n")
     if not has_looked:
@@ -400,6 +466,7 @@ def main() -> int:
     result = {
         "programs": dict(tally.programs),
         "changes": dict(tally.changes),
+        "interrupts": tally.interrupts,
         "operators": tally.operators,
         "fetched_nbytes": tally.fetched_nbytes,
         "evictions": tally.evictions,

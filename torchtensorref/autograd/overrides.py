@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ..interception.entry import dispatch
 from ..interception.guards import may_bypass, may_exchange_formula, records_gradient
 from ..interception.ready_path import SLOW, WAYS
-from ..interception.tracebacks import OF_PROGRAMS, hides, shorten
+from ..interception.tracebacks import hides, shorten
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
 from ..memory.ref import TensorRef
@@ -162,7 +162,8 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
                     return result
             with torch._C._ExcludeDispatchKeyGuard(KEYS):
                 return op(*args, **kwargs)
-        except OF_PROGRAMS as error:
+        except BaseException as error:
+            tensorsManager.doubt()  # it may have come at any line
             shorten(error)
             raise
 

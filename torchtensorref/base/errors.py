@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "ExposedError",
     "InvariantError",
+    "LostError",
     "StrategyError",
     "TensorRefError",
     "TransferError",
@@ -134,6 +135,19 @@ class ExposedError(TensorRefError, RuntimeError):
 
     block: str = ""  # its short name, as in stories
     device: str = ""  # where its bytes are held
+
+
+class LostError(TensorRefError, RuntimeError):
+    """The only copy of some bytes was lost: what is asked for does not exist any more.
+
+    Cause: an error that may come at any instruction (`MemoryError`, one that another thread has
+    sent with `PyThreadState_SetAsyncExc`) came while the bytes were being moved. A signal, such
+    as Ctrl-C, never does this.
+
+    Cure: make the tensor again, or load it. All others are as they were.
+    """
+
+    block: str = ""  # its short name, as in stories
 
 
 class InvariantError(TensorRefError):

@@ -201,6 +201,12 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Start `peak_nbytes` again from what is resident now."""
 
+    def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:
+        """Count anew what is here, after an error that came halfway through something.
+
+        `bases` may have bytes here; with each stands whether those are in use.
+        """
+
     # copies -------------------------------------------------------------------------------
 
     @abstractmethod

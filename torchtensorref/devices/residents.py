@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .base import storage_nbytes
@@ -84,13 +85,39 @@ class Residents:
                 del self.present[resident.key]
                 self.nbytes -= resident.nbytes
                 return resident
-            del self.emptied[resident.key]
+            if self.emptied.get(resident.key) is resident:
+                del self.emptied[resident.key]
         return None
 
     def settle(self) -> None:
         """Forget every base that died."""
         while self.take_dead() is not None:
             pass
+
+    def recover(self, bases: Sequence[tuple[Any, bool]], number: int) -> None:
+        """Count again by what the storages hold; bases that are in use count although empty."""
+        self.settle()
+        in_use = {id(base) for base, is_used in bases if is_used}
+        # Empty results that other threads have just made are not among the bases yet.
+        in_use |= {key for key, resident in self.present.items() if not resident.nbytes} - {
+            id(base) for base, _ in bases
+        }
+        known = {**self.emptied, **self.present}
+        self.present, self.emptied, self.nbytes = {}, {}, 0
+        for key, resident in known.items():
+            base = resident()
+            if base is None:
+                continue
+            resident.nbytes = storage_nbytes(base)
+            is_here = resident.nbytes or key in in_use
+            (self.present if is_here else self.emptied)[key] = resident
+        for base, is_used in bases:
+            if id(base) not in known:
+                resident = self.enter(base, storage_nbytes(base), number)
+                if not (resident.nbytes or is_used):
+                    self.leave(resident)
+        self.nbytes = sum(resident.nbytes for resident in self.present.values())
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def reset_peak(self) -> None:
         """Start `peak_nbytes` again from what is counted now. The dead must have been settled."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from ..base.errors import ConfigError
+from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..tensor.device_names import canonical, is_foreign
 from .hooks import disabled, is_disabled, load, state
@@ -200,8 +201,13 @@ def _fresh(plain: Tensor) -> Any:
     requires_grad = plain.requires_grad
     if requires_grad:
         plain = plain.detach()
-    block = residency.born(plain, device)
-    ref = core.make_ref(plain, block, device, label)
+    try:
+        residency.repair()
+        block = residency.born(plain, device)
+        ref = core.make_ref(plain, block, device, label)
+    except BaseException:
+        core.manager.doubt()
+        raise
     return ref.requires_grad_() if requires_grad else ref
 
 
@@ -254,6 +260,7 @@ def left_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 # -- files ----------------------------------------------------------------------------------------
 
 
+@lets_program_run
 def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call torch.load, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..base.interrupts import lets_program_run
 from .hooks import load
 
 
@@ -20,6 +21,7 @@ def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     return wrapped(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
+@lets_program_run
 def in_python(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run control flow on TensorRefs as Python would, where torch compiles it as a whole."""
     from torch.utils._pytree import tree_leaves
@@ -32,10 +34,12 @@ def in_python(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
     return run(*operands)
 
 
+@lets_program_run
 def _cond(condition: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
     return true_fn(*operands) if condition else false_fn(*operands)
 
 
+@lets_program_run
 def _while_loop(cond_fn: Any, body_fn: Any, carried: Any, additional: Any) -> Any:
     while cond_fn(*carried, *additional):
         carried = body_fn(*carried, *additional)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
+from ..base.interrupts import lets_program_run
 from . import hooks
 from .built_before import unwatched, watch_modules
 from .devices import (
@@ -35,6 +36,7 @@ from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import in_python, legacy_instance, on_plain
 from .registration import on_registration
+from .signals import HandlersPatch, get_handler, set_handler
 
 #: Factories whose result owns fresh memory.
 OWN_MEMORY = (
@@ -143,14 +145,14 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     """Have compiled modules called as if nobody looked at module calls: only regions do."""
     original = eval_frame.OptimizedModule.__call__
 
-    @functools.wraps(original)
+    @lets_program_run
     def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
         native = None if core is None else core.tensorsManager.native
         with nullcontext() if native is None else native.unwatched(), unwatched():
             return original(self, *args, **kwargs)
 
-    eval_frame.OptimizedModule.__call__ = unwatched_call
+    eval_frame.OptimizedModule.__call__ = functools.wraps(original)(unwatched_call)
 
     def undo() -> None:
         eval_frame.OptimizedModule.__call__ = original
@@ -158,7 +160,9 @@ def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
     return undo
 
 
-PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
+_HALFWAY = "a handler that raises would leave our doings half done"
+
+PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
@@ -227,6 +231,9 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch, ...] = (
         keep_hook_from_compile,
         "torch.compile would warn of the hook by which native regions find their modules",
     ),
+    Patch("signal", "signal", set_handler, _HALFWAY),
+    Patch("signal", "getsignal", get_handler, "the program sees the handlers that it has set"),
+    HandlersPatch("signal", "Handlers", _HALFWAY),
 )
 
 #: What we have changed in modules: (module, name) to what stood there.

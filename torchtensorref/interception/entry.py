@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.activation import watch
 from ..memory.manager import tensorsManager
@@ -22,23 +22,25 @@ from .by_value import run_with_numbers
 from .higher_order import run_higher_order
 from .ready_path import SLOW, WAYS
 from .slow_path import SlowPath
-from .tracebacks import OF_PROGRAMS, shorten
+from .tracebacks import shorten
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_mode = torch._C._get_dispatch_mode
+#: What kernels raise, before they write: mistakes of the program's own.
+_OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Run one operator in which at least one operand is a TensorRef."""
     try:
-        plan = op._ttr_plan
-    except AttributeError:
-        if not isinstance(op, OpOverload):
-            return run_higher_order(op, args, kwargs or {})
-        plan = plan_of(op)
-    try:
+        try:
+            plan = op._ttr_plan
+        except AttributeError:
+            if not isinstance(op, OpOverload):
+                return run_higher_order(op, args, kwargs or {})
+            plan = plan_of(op)
         if _dispatch_modes():
             return _below_dispatch_modes(op, types, args, kwargs)
         way = WAYS[plan.ready_way]
@@ -53,9 +55,28 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             if result is not SLOW:
                 return result
         return _take_slow_path(plan, args, kwargs or {})
-    except OF_PROGRAMS as error:
+    except BaseException as error:
+        _left_halfway(op, args, kwargs or {}, error)
         shorten(error)
         raise
+
+
+def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:
+    """Note an error that may have come at any line of ours, also after a kernel has written.
+
+    Torch counts the versions of what an operator writes once it has ended. If it has not, what
+    autograd has saved would be taken for what it was.
+    """
+    tensorsManager.doubt()
+    plan = getattr(op, "_ttr_plan", None)
+    if plan is None or not plan.writes:
+        return
+    if isinstance(error, _OF_KERNELS) and not isinstance(error, RecursionError):
+        return
+    values = tree_leaves([plan.argument(name, args, kwargs) for name in plan.write_names])
+    torch.autograd.graph.increment_version(
+        [x for x in values if isinstance(x, torch.Tensor) and not x.is_inference()]
+    )
 
 
 def _take_slow_path(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,8 @@ LEAST_NBYTES = 64 << 20
 
 #: Errors after which the device can run nothing more.
 BROKEN = (torch.AcceleratorError,)
+#: Errors of our own frames, which may come after a kernel has written.
+OURS = (RecursionError,)
 
 _NO_ROOM = object()
 
@@ -88,7 +90,7 @@ class Fallback:
             self._unsupported.add((plan.number, self._operands.dtype))
             self._note(f"no kernel for {plan.name} on {device.kind}")
         except (RuntimeError, IndexError, ValueError) as error:
-            if device.torch_device.type == "cpu" or isinstance(error, BROKEN):
+            if device.torch_device.type == "cpu" or isinstance(error, BROKEN + OURS):
                 raise  # the host has the same kernels, or nothing can run any more
             generators.restore()
             result = self._run_on(host)  # a mistake of the program's own is raised here

@@ -14,10 +14,12 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_map
 
+from ..base.interrupts import lets_program_run
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 
 
+@lets_program_run
 def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that takes functions, on plain tensors at home."""
 

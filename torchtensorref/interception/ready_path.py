@@ -94,6 +94,8 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
+    except RecursionError:
+        raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError):
         if device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake
@@ -195,6 +197,8 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
+    except RecursionError:
+        raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError):
         if device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake

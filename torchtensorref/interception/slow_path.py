@@ -1,13 +1,13 @@
 """The slow path: an operator about which something has to be decided, in six phases.
 
-`SlowPath.run` is all of it, in the order of the phases. Each has its file, but for run and commit,
+`SlowPath.run` is all of it, in the order of the phases. Each has its file, but for commit and run,
 which are here:
 
 1. analyse (`operands.py`): what is read and written;
 2. place (`placement.py`): where it runs; from there on `fallback.py` begins again where it cannot;
 3. fetch (`staging.py`): the operands are brought there, evicting what is in the way, and held;
-4. run: the kernel, on plain tensors;
-5. commit: what was written is current there and stale elsewhere;
+4. commit: what is about to be written is current there and stale elsewhere, whatever happens;
+5. run: the kernel, on plain tensors;
 6. wrap (`results.py`): what was written, views and fresh results as the program's tensors.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..base.interrupts import holds_operands
 from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block
@@ -56,8 +57,19 @@ class SlowPath:
         self.kwargs = kwargs
         self.manager = manager
 
+    @holds_operands
     def run(self) -> Any:
         """Take the operator through the phases and return its result."""
+        residency = self.manager.residency
+        residency.repair()
+        residency.holds.begin_operator()
+        try:
+            return self._run()
+        finally:
+            residency.holds.end_operator()
+
+    @holds_operands
+    def _run(self) -> Any:
         plan, manager = self.plan, self.manager
         if plan.special is not None:
             result = HANDLERS[plan.special](plan, self.args, self.kwargs)
@@ -76,20 +88,22 @@ class SlowPath:
         def run_on(device: Device) -> Any:
             with fetch(operands, device, manager) as staged:
                 check = before_kernel(staged)
+                # First: an exception may come when part of the operands has been written.
+                commit(staged)
                 try:
                     out = run_kernel(staged)
-                finally:  # also after an exception: part of the operands may have been written
-                    commit(staged)
+                finally:
+                    count_versions(operands)
                 after_kernel(staged, out, check)
                 return wrap(out, staged, born)
 
-        try:
-            return Fallback(operands, manager, run_on).run(device)
-        finally:
-            after_operator(operands, born, manager)
+        result = Fallback(operands, manager, run_on).run(device)
+        # Not after an error, which may have come halfway: it would be lost behind the next one.
+        after_operator(operands, born, manager)
+        return result
 
 
-# -- phases 4 and 5: run, commit ----------------------------------------------------------------
+# -- phases 4 and 5: commit, run ----------------------------------------------------------------
 
 
 def before_kernel(staged: Staged) -> ReferenceCheck | None:
@@ -114,10 +128,13 @@ def run_kernel(staged: Staged) -> Any:
 
 
 def commit(staged: Staged) -> None:
-    """Make what was written current on the device, stale elsewhere, and count its versions."""
-    operands = staged.operands
-    for block in operands.written:
+    """Make what is written current on the device, and stale elsewhere."""
+    for block in staged.operands.written:
         staged.manager.residency.copier.written(block, staged.device)
+
+
+def count_versions(operands: Operands) -> None:
+    """Count the versions of what is written in lists, which torch does not."""
     if operands.plan.counts_lists:
         operands.plan.count_writes(operands.args, operands.kwargs)
 

@@ -6,7 +6,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -20,17 +20,30 @@ _block_numbers = itertools.count(1)
 _replica_numbers = itertools.count(1)
 
 
-class Death(NamedTuple):
-    """What a replica leaves behind when the program has let go of its block."""
+class Death(weakref.ref["Replica"]):
+    """What a replica leaves behind when the program has let go of its block.
 
-    device: Device
-    number: int
-    block_id: int
+    A weak reference whose callback is C: what is raised in a finalizer of Python's would be lost.
+    """
+
+    # Nobody's, until all is known of it.
+    device: Device | None = None
+    number = 0
+    block_id = 0
 
 
-#: Filled by finalizers, which run in any thread at any moment and therefore only append here; the
-#: ledger drains it before it counts.
+#: Filled by the callbacks, which run in any thread at any moment and therefore only append here;
+#: the ledger drains it before it counts.
 graveyard: deque[Death] = deque()
+#: What the living ones will leave, by their numbers.
+_mortals: dict[int, Death] = {}
+
+
+def next_death() -> Death:
+    """Take the death that is told of next; there must be one."""
+    death = graveyard.popleft()
+    _mortals.pop(death.number, None)
+    return death
 
 
 class Replica:
@@ -71,6 +84,9 @@ class Replica:
         self.pins = 0
         #: The event of the copy that fills it, until an operator has waited for it.
         self.arrival: Event | None = None
+        death = Death(self, graveyard.append)
+        death.device, death.number, death.block_id = device, self.number, block.block_id
+        _mortals[self.number] = death
 
     @property
     def block(self) -> Block | None:
@@ -94,9 +110,6 @@ class Replica:
                 f"({why}) is not a legal transition"
             )
         self.state = state
-
-    def __del__(self) -> None:
-        graveyard.append(Death(self.device, self.number, self.block_id))
 
     def __repr__(self) -> str:
         pins = f", pinned {self.pins}" if self.pins else ""
@@ -233,7 +246,7 @@ class Block:
         self.sharers = None
         for replica in self.replicas.values():
             replica.holders = [weakref.ref(self)]
-            replica.block_id = self.block_id
+            replica.block_id = _mortals[replica.number].block_id = self.block_id
         return False
 
     @property
@@ -248,22 +261,24 @@ class Block:
 
     def share_with(self, other: Block) -> None:
         """Make `other` a copy of this block that costs nothing until one of them is written."""
-        if self.sharers is None:
-            self.sharers = [weakref.ref(self)]
-            for replica in self.replicas.values():
-                replica.holders = self.sharers
-        self.sharers.append(weakref.ref(other))
-        other.sharers = self.sharers
-        other.replicas = self.replicas
+        # In this order: whatever comes in between, nobody writes what another one has.
         self.ready = other.ready = None
         self.owned = other.owned = False
+        sharers = [weakref.ref(self)] if self.sharers is None else self.sharers
+        for replica in self.replicas.values():
+            replica.holders = sharers
+        self.sharers = sharers
+        other.replicas = self.replicas
+        other.sharers = sharers
+        sharers.append(weakref.ref(other))
 
-    def stop_sharing(self) -> None:
-        """Leave the sharers without replicas; the caller gives the block bytes of its own."""
-        if self.sharers is not None:
-            self.sharers[:] = [reference for reference in self.sharers if reference() is not self]
-        self.sharers = None
-        self.replicas = {}
+    def move_to(self, replicas: dict[Device, Replica], sharers: list[weakref.ref[Block]]) -> None:
+        """Leave the sharers for replicas that hold the same bytes, alone or with others."""
+        before = self.sharers
+        self.replicas = replicas
+        self.sharers = sharers if len(sharers) > 1 else None
+        if before is not None:
+            before[:] = [reference for reference in before if reference() is not self]
 
     def __repr__(self) -> str:
         where = ", ".join(f"{d.name} {r.state.value}" for d, r in self.replicas.items())

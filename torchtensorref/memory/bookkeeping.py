@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from traceback import walk_tb
+from typing import Any, NamedTuple
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
-from .block import Block, graveyard
+from .block import Block, graveyard, next_death
 from .budget import Budget
 from .ledger import Ledger
 
@@ -31,6 +33,20 @@ class Counts:
     host_op_count: int = 0
     #: Operators that the accelerator should have run and the host ran, by reason.
     host_fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+class Doubt(NamedTuple):
+    """An error that may have come halfway through something: in which thread, and which files."""
+
+    ident: int
+    files: frozenset[str]
+
+
+class _Nowhere:
+    """A device on which no block is ever ready."""
+
+
+NOWHERE: Any = _Nowhere()
 
 
 class Ledgers(dict[Device, Ledger]):
@@ -67,6 +83,12 @@ class Books:
         #: Where operators run that need no decision; nowhere while every operator is to be seen.
         self.ready_device: Any = self.main
         self.ready_host: Any = host
+        #: A module's calls are being recorded: every operator takes the slow path meanwhile.
+        self.sees_all = False
+        #: The thread that exchanges the devices in use: no other one's operators begin meanwhile.
+        self.changed_by: int | None = None
+        #: What errors have left halfway: the next operator repairs.
+        self.doubts: list[Doubt] = []
         #: Whether anything ever had to be evicted: until then strategies need not watch.
         self.is_pressed = False
         #: A real accelerator is in use: plain tensors lie on devices of their own, so that what a
@@ -84,6 +106,24 @@ class Books:
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._deaths: list[int] = []
 
+    def doubt(self) -> None:
+        """Note, while an error is handled, that it came halfway: from now on nothing is ready."""
+        self.ready_device = self.ready_host = NOWHERE
+        files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
+        self.doubts.append(Doubt(threading.get_ident(), frozenset(files)))
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether something has to be repaired before it is used."""
+        is_closed = self.sees_all or self.changed_by is not None
+        return bool(self.doubts) or (self.ready_device is NOWHERE and not is_closed)
+
+    def reopen(self) -> None:
+        """Let operators take the ready path, unless all of them have to be seen."""
+        is_closed = self.sees_all or bool(self.doubts) or self.changed_by is not None
+        self.ready_device = NOWHERE if is_closed else self.main
+        self.ready_host = NOWHERE if is_closed else self.host
+
     @property
     def main(self) -> Device:
         """The accelerator that operators run on unless a strategy says otherwise."""
@@ -97,11 +137,9 @@ class Books:
         ones. From here on no block is ready on a device that was left.
         """
         with self.lock:
-            was_main = self.main
             self.accelerators = list(accelerators)
-            if self.ready_device is was_main:
-                self.ready_device = self.main  # else everything is to be seen: that goes on
             self.is_pressed = False
+            self.reopen()
             left = [device for device in self.ledgers if device not in self.accelerators]
             for device in left:
                 for block in self.blocks_on(device):
@@ -131,8 +169,8 @@ class Books:
     def bury(self) -> None:
         """Take what the program has let go of out of the ledgers (lock held)."""
         while graveyard:
-            death = graveyard.popleft()
-            ledger = self.ledgers.get(death.device)
+            death = next_death()
+            ledger = None if death.device is None else self.ledgers.get(death.device)
             if ledger is not None:
                 ledger.remove_number(death.number)
             # Also of what was not on an accelerator; a living block may have lost one replica.

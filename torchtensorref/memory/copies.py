@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
 
 import torch
 
-from ..base.errors import TransferError
-from ..devices.base import Device, Event, empty_bytes
+from ..base.errors import LostError, TransferError
+from ..devices.base import Device, Event, empty_bytes, storage_nbytes
 from .block import Block, Replica
 from .bookkeeping import Books
 from .holds import Holds
@@ -63,20 +64,22 @@ class Copier:
             home = self._home_replica(block, replica.device)
             is_under_way = home.state is FILLING
             if not is_under_way:
+                holds.issuing[home] = threading.get_ident()
                 home.become(FILLING, "write-back issued")
-                holds.issuing.add(home)
         if is_under_way:
             if wait:
                 self.wait_for(home)
             return
         try:
             home.arrival = self.transfer.write_back(replica, home)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, TransferError):
+                replica.device.synchronize()  # it may have been issued all the same
             with books.lock:
                 home.become(INVALID, "write-back failed")
             raise
         finally:
-            holds.issuing.discard(home)
+            holds.issuing.pop(home, None)
         books.log.note(block.name, "write back", f"from {replica.device.name}")
         if wait:
             self.wait_for(home)
@@ -100,6 +103,8 @@ class Copier:
         ------
         TransferError
             The copy failed again and again; nothing is lost, the bytes are where they were.
+        LostError
+            There is no copy of them any more.
         """
         books = self._books
         self.refresh(block)  # once: what is exposed elsewhere is distrusted again at each look
@@ -111,7 +116,12 @@ class Copier:
                 source = self._dirty_replica(block)
                 home = self._home_replica(block)
                 if source is None and home.state is not FILLING:
-                    return home
+                    raise LostError(
+                        f"{block.name} ({block.nbytes:,} bytes) was being moved when an error came "
+                        "that may come at any instruction, and its only copy is lost. Make the "
+                        "tensor again, or load it.",
+                        block=block.name,
+                    )
             if source is None:
                 self.wait_for(home)
             else:
@@ -180,16 +190,16 @@ class Copier:
             return
         if replica.device is self._books.host:
             arrival.synchronize()
-            replica.arrival = None
             replica.become(CLEAN, "written back")
+            replica.arrival = None
             block = replica.block
             for other in block.replicas.values() if block is not None else ():
                 if other.state is DIRTY:
                     other.become(CLEAN, "written back")
         else:
             arrival.wait()
-            replica.arrival = None
             replica.become(CLEAN, "arrived")
+            replica.arrival = None
 
     def wait_for_home(self, block: Block) -> None:
         """Wait for a copy home that is under way, if any (lock not held)."""
@@ -208,8 +218,8 @@ class Copier:
             if any(replica.state is DIRTY for replica in block.replicas.values()):
                 # Compute waits, the host does not; what arrives is stale at once.
                 home.arrival.wait()
-                home.arrival = None
                 home.become(INVALID, "written while it was copied home")
+                home.arrival = None
 
     def coming_to(self, device: Device, reached_ns: int) -> list[Replica]:
         """Return the replicas that copies issued ahead will fill later than that (lock held)."""
@@ -262,23 +272,27 @@ class Copier:
             try:
                 device.refill(replica.base, block.nbytes)
             except BaseException:
-                ledger.remove(replica)
+                if not storage_nbytes(replica.base):  # else it counts until it is repaired
+                    ledger.remove(replica)
                 raise
+            holds.issuing[replica] = threading.get_ident()
             replica.become(FILLING, "fetch issued")
-            holds.issuing.add(replica)
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             if ahead:
                 with books.lock:
                     self._coming.setdefault(device, []).append(weakref.ref(replica))
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, TransferError):
+                device.synchronize()  # it may have been issued all the same
             with books.lock:
                 replica.become(INVALID, "fetch failed")
+                replica.arrival = None
                 device.empty(replica.base)
                 books.ledgers[device].remove(replica)
             raise
         finally:
-            holds.issuing.discard(replica)
+            holds.issuing.pop(replica, None)
         why = "ahead" if ahead else "an operator reads"
         books.log.note(block.name, f"fetch {device.name}", why)
 
@@ -324,6 +338,8 @@ class Copier:
 
     def _make_stale(self, replica: Replica, why: str) -> None:
         """A replica no longer current gives its bytes back; home keeps the room (lock held)."""
+        if replica.state is INVALID:
+            return  # it has been given back while its arrival was waited for
         replica.become(INVALID, why)
         if replica.device is not self._books.host:
             replica.device.empty(replica.base)
@@ -346,7 +362,8 @@ class Copier:
                 home = block.readable_on(books.host)
                 if home is not None:
                     return home.base
-                source = next(r for r in block.replicas.values() if r.state is DIRTY)
+                dirty = (r for r in block.replicas.values() if r.state is DIRTY)
+                source = next(dirty, None) or self.bring_home(block)
             self._holds.pin([source])
         try:
             return self.transfer.peek(source)

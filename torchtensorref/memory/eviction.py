@@ -197,12 +197,11 @@ class Evictor:
             self._copier.note_arrivals()
             if replica.state is CLEAN:
                 return self._drop(replica, why)
-            replica.pins += 1
+            self._holds.pin([replica])
         try:
             self._copier.write_back(replica, wait=False)
         finally:
-            with self._books.lock:
-                replica.pins -= 1
+            self._holds.unpin([replica])
         with self._books.lock:
             return self._let_go(replica, why)
 
@@ -239,21 +238,19 @@ class Evictor:
         with books.lock:
             if not self._holds.seize(replica):
                 return
-            replica.pins += 1
+            self._holds.pin([replica])
         try:
             self._copier.write_back(replica, wait=False)
         except TransferError as error:
             self._copier.note_failure(replica, error)
         finally:
-            with books.lock:
-                replica.pins -= 1
-                books.released.notify_all()
+            self._holds.unpin([replica])
 
     def _drop(self, replica: Replica, why: str) -> int:
-        # What may fail goes first: afterwards the books change, and nothing can stop them.
+        # In this order: bytes that are about to go no longer count as current.
         books = self._books
-        replica.device.empty(replica.base)
         replica.become(INVALID, why)
+        replica.device.empty(replica.base)
         books.counts.evict_count += 1
         books.counts.dropped_nbytes += replica.nbytes
         books.log.note(f"b{replica.block_id}", f"drop {replica.device.name}", why)

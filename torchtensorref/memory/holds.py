@@ -8,7 +8,8 @@ all its blocks. Bytes that have left us (arrays, raw pointers) are *exposed* whe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..devices.base import Device
@@ -32,45 +33,119 @@ class Holds:
         #: Blocks of the native regions that run, by thread; and the runs themselves.
         self.native_blocks: dict[int, Iterable[Block]] = {}
         self.native_entries: dict[int, Any] = {}
-        #: Replicas whose copy a thread is just issuing, without the lock.
-        self.issuing: set[Replica] = set()
-        self.pins_by_thread: dict[int, int] = {}
-        self._pinned: dict[int, Replica] = {}  # on accelerators, by number
+        #: Replicas whose copy a thread is just issuing, without the lock, and which thread.
+        self.issuing: dict[Replica, int] = {}
+        #: What each thread has pinned, as often as it has; `Replica.pins` is counted from these.
+        self.pinned: dict[int, list[Replica]] = {}
+        #: Threads with operators on the slow path, and how many, one within the other.
+        self.in_flight: dict[int, int] = {}
+
+    # -- operators on the slow path -------------------------------------------------------------
+
+    def begin_operator(self) -> None:
+        """Note an operator of this thread; wait while another one exchanges devices (no lock)."""
+        me, books = threading.get_ident(), self._books
+        count = self.in_flight.get(me, 0)
+        # Note first, look second: who exchanges devices says so first, and looks second.
+        self.in_flight[me] = count + 1
+        if count or books.changed_by in (None, me) or me in self.native_entries:
+            return
+        del self.in_flight[me]
+        with books.lock:
+            while books.changed_by is not None:
+                books.released.wait(PATIENCE_S)
+            self.in_flight[me] = 1
+
+    def end_operator(self) -> None:
+        """Take back what `begin_operator` has noted."""
+        me = threading.get_ident()
+        count = self.in_flight.get(me, 1) - 1
+        if count:
+            self.in_flight[me] = count
+        else:
+            self.in_flight.pop(me, None)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no operator of another thread begin, and those in flight end, if they do in time."""
+        me, books = threading.get_ident(), self._books
+        with books.lock:
+            while books.changed_by not in (None, me):
+                books.released.wait(PATIENCE_S)
+            before, books.changed_by = books.changed_by, me
+            books.reopen()  # closed, that is
+        try:
+            for _ in range(PATIENCE_ROUNDS):
+                if not {*self.in_flight, *self.announced, *self.native_entries} - {me}:
+                    break
+                self.wait_a_little()
+            yield
+        finally:
+            with books.lock:
+                books.changed_by = before
+                books.reopen()
+                books.released.notify_all()
 
     # -- pins -----------------------------------------------------------------------------------
 
     def pin(self, replicas: Sequence[Replica]) -> None:
         """Keep replicas where they are until `unpin` (lock held)."""
-        me = threading.get_ident()
+        self.pinned.setdefault(threading.get_ident(), []).extend(replicas)
         for replica in replicas:
             replica.pins += 1
-            if not replica.device.is_host:
-                self._pinned[replica.number] = replica
-        count = sum(not replica.device.is_host for replica in replicas)
-        if count:
-            self.pins_by_thread[me] = self.pins_by_thread.get(me, 0) + count
 
     def unpin(self, replicas: Sequence[Replica]) -> None:
         """Let go of what `pin` keeps, and tell who waits for it."""
         me = threading.get_ident()
         with self._books.lock:
+            mine = self.pinned.get(me, [])
             for replica in replicas:
-                replica.pins -= 1
-                if not replica.device.is_host:
-                    self.pins_by_thread[me] -= 1
-                    if not replica.pins:
-                        del self._pinned[replica.number]
-            if self.pins_by_thread.get(me) == 0:
-                del self.pins_by_thread[me]
+                if replica in mine:  # else a repair has taken it already
+                    mine.remove(replica)
+                    replica.pins -= 1
+            if not mine:
+                self.pinned.pop(me, None)
             self._books.released.notify_all()
 
     def pinned_nbytes(self, device: Device) -> int:
         """Return the bytes on a device that operators on the slow path hold there (lock held)."""
-        return sum(
-            replica.nbytes
-            for replica in self._pinned.values()
-            if replica.device is device and replica.state is not INVALID
-        )
+        held = {replica for mine in self.pinned.values() for replica in mine}
+        return sum(r.nbytes for r in held if r.device is device and r.state is not INVALID)
+
+    @property
+    def pins_by_thread(self) -> dict[int, int]:
+        """How many replicas on accelerators each thread has pinned, if any."""
+        counts = {
+            ident: sum(not replica.device.is_host for replica in replicas)
+            for ident, replicas in list(self.pinned.items())
+        }
+        return {ident: count for ident, count in counts.items() if count}
+
+    def forget_threads(self, idents: Iterable[int]) -> list[Block]:
+        """Let go of all that threads hold whose operators were interrupted (lock held).
+
+        Returns
+        -------
+        list of Block
+            Those of native regions, which may have been written there.
+        """
+        left: list[Block] = []
+        for ident in idents:
+            self.pinned.pop(ident, None)
+            self.announced.pop(ident, None)
+            self.in_flight.pop(ident, None)
+            entry = self.native_entries.pop(ident, None)
+            if entry is not None:
+                entry.abandon()
+            left += self.native_blocks.pop(ident, ())
+            for replica in [r for r, by in self.issuing.items() if by == ident]:
+                del self.issuing[replica]
+        return left
+
+    def recount_pins(self, replicas: Iterable[Replica]) -> None:
+        """Count the pins of replicas again, from who has pinned them (lock held)."""
+        for replica in replicas:
+            replica.pins = sum(pinned.count(replica) for pinned in self.pinned.values())
 
     # -- announcements --------------------------------------------------------------------------
 

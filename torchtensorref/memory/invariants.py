@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 
 from ..devices.base import Device
 from .block import Block, Replica
@@ -53,7 +54,7 @@ def _sums_by_both(books: Books, device: Device) -> tuple[int, int]:
     return counted, allocated
 
 
-def block_violations(block: Block, issuing: set[Replica]) -> list[str]:
+def block_violations(block: Block, issuing: Container[Replica]) -> list[str]:
     """Say what is wrong with one block; `issuing` are filled by copies about to be issued."""
     found = []
     states = [replica.state for replica in block.replicas.values()]

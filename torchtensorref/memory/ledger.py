@@ -83,13 +83,14 @@ class Ledger:
         with self._lock:
             if block.births is None:
                 return
-            # Equal to the one it was counted by: while the block lives, references to it are.
-            self.resident_nbytes -= self._newborn.pop(_weakly(block))
             assert block.result is not None
             replica = Replica(block, self.device, block.result, DIRTY)
+            # In this order: at any moment it is counted, twice if an error comes in between.
             self.add(replica)
             block.replicas = {self.device: replica}
             block.result = block.births = None
+            # Equal to the one it was counted by: while the block lives, references to it are.
+            self.resident_nbytes -= self._newborn.pop(_weakly(block))
 
     def bury(self) -> None:
         """Take fresh results that have died off the books."""
@@ -162,6 +163,24 @@ class Ledger:
         with self._lock:
             counted = [nbytes for nbytes, _ in self._replicas.values()]
             return self.resident_nbytes, sum(counted) + sum(self._newborn.values())
+
+    def recount(self) -> None:
+        """Forget what has died, and sum again; see `repair.py`."""
+        with self._lock:
+            self.dead.clear()
+            for reference in list(self._newborn):
+                block = reference()
+                if block is not None and "replicas" in vars(block):
+                    block.result = block.births = None
+                if block is None or block.births is None:
+                    del self._newborn[reference]
+            self._recency = Recency(self._last_use_of)
+            for number, (nbytes, replica) in list(self._replicas.items()):
+                if replica() is None:
+                    del self._replicas[number]
+                else:
+                    self._recency.add(number, self._last_use_of(number) or 0, nbytes)
+            _, self.resident_nbytes = self.both_sums()
 
     def __repr__(self) -> str:
         return (

@@ -29,14 +29,16 @@ from .budget import (
     warn_of_doubts,
 )
 from .external_pressure import OthersWatch, cap_allocator
+from .guard import guards
 from .invariants import block_violations, ledger_violations
 from .ownership import Ownership
-from .report import block_of, report_text
+from .report import block_of, report_text, stats_of
 from .residency import Residency
 from .states import CLEAN, DIRTY
 from .transfer import TransferCounts
 
 
+@guards(but=("repair", "doubt", "story", "device_named"))
 class TensorsManager:
     """Tracks every TensorRef across devices, under budgets, by the decisions of a strategy.
 
@@ -83,6 +85,16 @@ class TensorsManager:
     def residency(self) -> Residency:
         """Where the bytes are; opened by the first use."""
         return self._residency or self._open()
+
+    def repair(self) -> None:
+        """Repair what an error has left halfway; nothing does so while nothing is opened."""
+        if self._residency is not None:
+            self._residency.repair()
+
+    def doubt(self) -> None:
+        """Note, while an error is handled, that it may have come halfway through something."""
+        if self._residency is not None:
+            self._residency.books.doubt()
 
     def _open(self) -> Residency:
         with self._lock:
@@ -143,19 +155,24 @@ class TensorsManager:
             budgets = self._budgets_for(devices, self._budget_setting)
             residency = self._residency
             if residency is not None:
-                self.bring_all_home()
-                host_readers.forget_finished()
-                for device, budget in budgets:
-                    self._open_ledger(residency, device, budget)
-                # From here on operators begin on the new ones; those in flight end on the old.
-                left = residency.books.use(devices)
-                self._device_setting = setting
-                self.unsupported.clear()
+                with residency.holds.alone():
+                    self._exchange(residency, devices, budgets)
+                # Not while operators wait: a module that one of them is in would be waited for.
                 self.native.start_again()
-                self._start_clocks()
-                for device in left:
-                    residency.evictor.leave(device)
             self._device_setting = setting
+
+    def _exchange(self, residency: Residency, devices: list[Device], budgets: list[Any]) -> None:
+        """Use other accelerators from now on."""
+        self.bring_all_home()
+        host_readers.forget_finished()
+        for device, budget in budgets:
+            self._open_ledger(residency, device, budget)
+        # An operator that could not be waited for ends on the old ones.
+        left = residency.books.use(devices)
+        self.unsupported.clear()
+        self._start_clocks()
+        for device in left:
+            residency.evictor.leave(device)
 
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
@@ -274,41 +291,7 @@ class TensorsManager:
         every operand is there, so only hits of the slow path, where one might have been missing,
         are counted: `slow_hit_count`.
         """
-        residency = self.residency
-        with residency.books.lock:
-            residency.books.bury()
-            books = residency.books
-            main = books.main
-            ledger = books.ledgers.get(main)
-            counts, copies = books.counts, residency.copier.transfer.counts
-            op_count = max(books.tick - self._first_tick, 0)
-            return {
-                "strategy": residency.feed.strategy.name,
-                "device": main.name,
-                "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
-                "resident_nbytes": main.resident_nbytes if ledger else 0,
-                "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
-                "page_locked_nbytes": main.page_locked_nbytes,
-                "fetched_nbytes": copies.fetched_nbytes,
-                "prefetched_nbytes": copies.prefetched_nbytes,
-                "written_back_nbytes": copies.written_back_nbytes,
-                "dropped_nbytes": counts.dropped_nbytes,
-                "fetch_count": copies.fetch_count + copies.prefetch_count,
-                "evict_count": counts.evict_count,
-                "slow_hit_count": counts.slow_hit_count,
-                "miss_count": counts.miss_count,
-                "op_count": op_count,
-                "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
-                "slow_op_count": counts.slow_op_count,
-                "host_op_count": counts.host_op_count,
-                "native_op_region_count": self.native.native_count,
-                "native_op_count": counts.native_op_count,
-                "native_share": counts.native_op_count / max(op_count, 1),
-                "host_fallback_count": sum(counts.host_fallbacks.values()),
-                "host_fallback_reasons": dict(counts.host_fallbacks),
-                "stall_ns": main.stall_ns - self._first_stall_ns,
-                "time_ns": self._reached_ns() - self._first_ns,
-            }
+        return stats_of(self)
 
     def reset_stats(self) -> None:
         """Start the counts and the peak again."""

@@ -14,13 +14,14 @@ from ..base.errors import ConfigError, nearest
 from ..devices.base import Device
 from .adoption import block_for, is_adoptable, replace_in_place, try_replace_in_place
 from .block import Block
+from .guard import Guarded, guards
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
 from .ref import TensorRef
 from .residency import Residency
 from .storage_index import Table
 
 
-class Manager(Protocol):
+class Manager(Guarded, Protocol):
     """What ownership needs of the manager."""
 
     #: The native regions (`regions/`); they look at module calls once there is a parameter.
@@ -32,6 +33,7 @@ class Manager(Protocol):
         ...
 
 
+@guards(but=("repair", "doubt"))
 class Ownership:
     """What is done with single tensors and modules: from plain to managed and back."""
 
@@ -42,6 +44,14 @@ class Ownership:
     @property
     def _residency(self) -> Residency:
         return self._manager.residency
+
+    def repair(self) -> None:
+        """Repair what an error has left halfway."""
+        self._manager.repair()
+
+    def doubt(self) -> None:
+        """Note, while an error is handled, that it may have come halfway through something."""
+        self._manager.doubt()
 
     # -- adopt, release -------------------------------------------------------------------------
 

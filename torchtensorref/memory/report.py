@@ -44,6 +44,45 @@ def report_text(manager: Any) -> str:
     return "\n".join(lines)
 
 
+def stats_of(manager: Any) -> dict[str, Any]:
+    """Count what has happened since the counts were last reset, as plain numbers."""
+    residency = manager.residency
+    with residency.books.lock:
+        residency.books.bury()
+        books = residency.books
+        main = books.main
+        ledger = books.ledgers.get(main)
+        counts, copies = books.counts, residency.copier.transfer.counts
+        op_count = max(books.tick - manager._first_tick, 0)
+        return {
+            "strategy": residency.feed.strategy.name,
+            "device": main.name,
+            "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
+            "resident_nbytes": main.resident_nbytes if ledger else 0,
+            "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
+            "page_locked_nbytes": main.page_locked_nbytes,
+            "fetched_nbytes": copies.fetched_nbytes,
+            "prefetched_nbytes": copies.prefetched_nbytes,
+            "written_back_nbytes": copies.written_back_nbytes,
+            "dropped_nbytes": counts.dropped_nbytes,
+            "fetch_count": copies.fetch_count + copies.prefetch_count,
+            "evict_count": counts.evict_count,
+            "slow_hit_count": counts.slow_hit_count,
+            "miss_count": counts.miss_count,
+            "op_count": op_count,
+            "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
+            "slow_op_count": counts.slow_op_count,
+            "host_op_count": counts.host_op_count,
+            "native_op_region_count": manager.native.native_count,
+            "native_op_count": counts.native_op_count,
+            "native_share": counts.native_op_count / max(op_count, 1),
+            "host_fallback_count": sum(counts.host_fallbacks.values()),
+            "host_fallback_reasons": dict(counts.host_fallbacks),
+            "stall_ns": main.stall_ns - manager._first_stall_ns,
+            "time_ns": manager._reached_ns() - manager._first_ns,
+        }
+
+
 def block_of(value: Any, asked: str) -> Block:
     """Return the block of a TensorRef; a TypeError that says what else it is, and what to do.
 

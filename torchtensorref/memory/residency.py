@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..base.event_log import EventLog
+from ..base.interrupts import is_within_another
 from ..devices.base import Device
 from ..strategy import Strategy
 from .block import Block, Replica, graveyard
@@ -17,6 +20,7 @@ from .copies import Copier, RoomTakenError
 from .eviction import Evictor, HeldByOthersError
 from .holds import PATIENCE_ROUNDS, Holds
 from .prefetch import Prefetcher
+from .repair import Repair
 from .sharing import Sharing
 from .states import CLEAN, DIRTY, INVALID
 from .strategy_feed import StrategyFeed
@@ -52,7 +56,22 @@ class Residency:
         self.evictor = Evictor(self.books, self.holds, self.copier, self.feed)
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
+        self._repair = Repair(self.books, self.holds, self.copier, self.feed)
         self.recorder: Any = None
+        self.recording_ident = 0
+
+    def repair(self) -> None:
+        """Repair what an error has left halfway, before anything is used (no lock held)."""
+        if not self.books.is_in_doubt:
+            return
+        # Operators and regions around this one go on, and hold what they hold.
+        is_inside = is_within_another(sys._getframe(1))
+        self._repair.run(keep=threading.get_ident() if is_inside else 0)
+        if self.recorder is not None and self.recording_ident == threading.get_ident():
+            self.recorder.mistrust("it was interrupted")
+            if not is_inside:
+                self.recorder, self.books.sees_all = None, False
+        self.books.reopen()
 
     # -- operands -------------------------------------------------------------------------------
 
@@ -227,8 +246,8 @@ class Residency:
             and len(block.readable_replicas()) == 1
             and block.readable_on(self.books.host) is not None
         ):
-            block.ready = self.books.host
             block.owned = True
+            block.ready = self.books.host
 
     # -- results --------------------------------------------------------------------------------
 

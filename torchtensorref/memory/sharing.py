@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 
@@ -65,12 +66,12 @@ class Sharing:
         host = self._books.host
         sharers = [b for reference in block.sharers or () if (b := reference()) is not None]
         movers = [b for b in sharers if b is not sharers[0]] if block is sharers[0] else [block]
+        # All that can fail comes first: each mover has one of the two at any moment.
+        copied = Replica(movers[0], host, copy_of(home.base), CLEAN)
+        copied.holders = [weakref.ref(mover) for mover in movers]
+        replicas = {host: copied}
         for mover in movers:
-            mover.stop_sharing()
-        first = movers[0]
-        first.replicas[host] = Replica(first, host, copy_of(home.base), CLEAN)
-        for mover in movers[1:]:
-            first.share_with(mover)
+            mover.move_to(replicas, copied.holders)
         _ = block.is_shared
 
     def _wait_for_readers(self, block: Block) -> None:
@@ -128,6 +129,6 @@ class Sharing:
         home = self._copier.bring_home(block)
         with self._books.lock:
             if block.exposure is None and not home.base.untyped_storage().resizable():
-                home.base = copy_of(home.base)
-                block.is_rehoused = True
                 block.ready = None
+                block.is_rehoused = True
+                home.base = copy_of(home.base)

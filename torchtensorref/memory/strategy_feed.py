@@ -6,11 +6,13 @@ path, if it is still there: most are not.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 from ..devices.base import Device
 from ..strategy import (
@@ -23,7 +25,7 @@ from ..strategy import (
 )
 from ..strategy.answers import CheckedStrategy
 from .block import Block, Replica
-from .bookkeeping import Books
+from .bookkeeping import Books, Doubt
 from .copies import Copier
 from .resident import Candidates, Resident, snapshots_of
 from .states import INVALID
@@ -45,6 +47,7 @@ class StrategyFeed:
         self._books = books
         self._copier = copier
         self._checked = CheckedStrategy(strategy)
+        self._at_first = _mind_of(strategy)
         self.lock = threading.RLock()
         #: Results that the strategy has not been told of, oldest first; and (operator, block) from
         #: which on those that it was told of count as persistent.
@@ -64,9 +67,17 @@ class StrategyFeed:
         # In this order: what a strategy is told can need the lock (a result's first look).
         with self.lock, self._books.lock:
             self._checked = checked
+            self._at_first = _mind_of(strategy)
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     block.ready = None
+
+    def repair(self, doubts: Iterable[Doubt]) -> None:
+        """Let a strategy that was interrupted while it thought begin anew: it costs time only."""
+        if self._at_first is not None and any(__file__ in doubt.files for doubt in doubts):
+            mind = _mind_of(self.strategy, self._at_first)
+            vars(self.strategy).clear()
+            vars(self.strategy).update(mind)
 
     @property
     def wants_every_use(self) -> bool:
@@ -249,6 +260,14 @@ class StrategyFeed:
             compute_free_ns=clocks.compute_free_ns,
             d2h_free_ns=clocks.d2h_free_ns,
         )
+
+
+def _mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
+    """Return a copy of all that a strategy keeps, or of what it kept once; None without."""
+    try:
+        return copy.deepcopy(vars(strategy) if mind is None else mind, {id(strategy): strategy})
+    except Exception:
+        return None  # it holds what cannot be copied: it has to cope
 
 
 def note_use(books: Books, block: Block, tick: int) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.activation import disabled
 from ..base.errors import TransferError
+from ..base.interrupts import holds_operands, lets_program_run
 from ..devices.base import Device, bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
@@ -54,6 +55,8 @@ class Entry(Hold):
 
     # -- running ----------------------------------------------------------------------------
 
+    @holds_operands
+    @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the module on plain tensors; put everything back, whatever happens."""
         exchange, device = self.exchange, self.device
@@ -63,15 +66,15 @@ class Entry(Hold):
             # Still held: what is wrapped now can make others go, not what it shares memory with.
             out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
         finally:
-            try:
-                self._gather_what_stays()
-                self._note_writes()
-            finally:
-                self._withdraw()
-                self._release()
+            self._gather_what_stays()
+            self._note_writes()
+            # Last: where this does not come to its end, a repair takes it that all was written.
+            self._withdraw()
+            self._release()
         self.residency.after_operator(device, self.blocks)
         return out
 
+    @lets_program_run
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
         entries, ident = self.residency.holds.native_entries, threading.get_ident()
         outer = entries.get(ident)
@@ -85,12 +88,12 @@ class Entry(Hold):
             self.exchange.restore()
             raise
         finally:
-            if outer is None:
+            self.reserve = None
+            self._put_back()
+            if outer is None:  # last: until then a repair puts back
                 del entries[ident]
             else:
                 entries[ident] = outer
-            self.reserve = None
-            self._put_back()
 
     def _plain_input(self, ref: Any) -> torch.Tensor:
         known = self.inside.get(id(ref))
@@ -140,6 +143,15 @@ class Entry(Hold):
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, slot.block)
                 self.region.slots = []
+
+    def abandon(self) -> None:
+        """Hang everything where it was, after an error that came while that was being done."""
+        for slot, ref, plain, _ in self.hung:
+            if slot.registry.get(slot.name) is plain:
+                slot.registry[slot.name] = ref
+        self.exchange.restore()
+        self.region.forget()
+        self._doubt("it was interrupted")
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
         ref = self.ref_for(plain)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .recorder import Recorder
-from .region import NOWHERE, Structure, attributes_of, tensors_of
+from .region import Structure, attributes_of, tensors_of
 from .tensor_tree import Exchange
 
 
+@holds_operands
+@lets_program_run
 def learn(
     manager: TensorsManager,
     module: nn.Module,
@@ -35,8 +39,9 @@ def learn(
         if residency.recorder is not None:
             recorder = None
         else:
-            residency.recorder = recorder
-            residency.books.ready_device = residency.books.ready_host = NOWHERE
+            residency.recorder, residency.recording_ident = recorder, threading.get_ident()
+            residency.books.sees_all = True
+            residency.books.reopen()
     if recorder is None:
         return module._call_impl(*args, **kwargs)
     before_ns = residency.books.main.clocks().compute_ns
@@ -47,8 +52,8 @@ def learn(
     finally:
         with residency.books.lock:
             residency.recorder = None
-            books = residency.books
-            books.ready_device, books.ready_host = books.main, books.host
+            residency.books.sees_all = False
+            residency.books.reopen()
     if had_gradients != [ref.requires_grad for ref in inputs]:
         recorder.mistrust("it decides whether what it is given has a gradient")
     structure.call_count += 1

@@ -171,13 +171,6 @@ def forgetter(region: Region) -> Any:
     return drop
 
 
-class _Nowhere:
-    """A device on which no block is ever ready: recorded calls take the slow path."""
-
-
-NOWHERE: Any = _Nowhere()
-
-
 def key_of(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
     size = sum(ref._ttr_block.nbytes for ref in inputs)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
@@ -209,6 +210,7 @@ class Regions:
 
     # -- calling ----------------------------------------------------------------------------
 
+    @lets_program_run
     def _call(self, region: Region, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call: natively where nothing speaks against it."""
         module = region.module()
@@ -218,16 +220,21 @@ class Regions:
             return module._call_impl(*args, **kwargs)
         if self._must_be_intercepted(module):
             return self._call_intercepted(region, module, args, kwargs)
+        self.manager.residency.repair()
         with region.lock:  # while another thread runs it, its parameters are plain
             if not region.is_over:
                 region.runner = me
                 try:
                     return self._call_alone(region, module, args, kwargs)
+                except BaseException:
+                    self.manager.doubt()
+                    raise
                 finally:
                     region.runner = 0
         region.gone.wait(PATIENCE_S * PATIENCE_ROUNDS)
         return module(*args, **kwargs)
 
+    @lets_program_run
     def _call_intercepted(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module as it is, while no other thread runs it natively."""
         with region.lock:
@@ -241,6 +248,7 @@ class Regions:
         with self._counting:
             self._intercepted[module] = self._intercepted.get(module, 0) + more
 
+    @lets_program_run
     def _call_alone(self, region: Region, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._is_as_learned(region, module):
             return module._call_impl(*args, **kwargs)

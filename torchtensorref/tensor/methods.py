@@ -81,6 +81,8 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
+    except RecursionError:
+        raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError) as error:
         if device.torch_device.type == "cpu":
             shorten(error)
@@ -108,7 +110,11 @@ def _with_other(name: str, op: OpOverload) -> Method:
                 and (self.requires_grad or (kind is TensorRef and other.requires_grad))
             )
         ):
-            result = _run_two(plan, self, other)
+            try:
+                result = _run_two(plan, self, other)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -131,7 +137,11 @@ def _reflected(name: str, op: OpOverload) -> Method:
             or not may_bypass(autocast=False)
             or (_is_grad_enabled() and self.requires_grad)
         ):
-            result = _run_two(plan, self, other)
+            try:
+                result = _run_two(plan, self, other)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other, *rest, **options)
@@ -150,7 +160,11 @@ def _with_number(name: str, op: OpOverload) -> Method:
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) in _NUMBERS and not options and not _is_seen(self):
-            result = _run_two(plan, self, args[0])
+            try:
+                result = _run_two(plan, self, args[0])
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)
@@ -167,10 +181,14 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
         if type(other) is TensorRef and not (
             _is_seen(self) or (_is_grad_enabled() and other.requires_grad)
         ):
-            if self.dim() == 2 == other.dim():
-                result = _run_two(of_two, self, other)
-            else:
-                result = way(plan, (self, other), None)
+            try:
+                if self.dim() == 2 == other.dim():
+                    result = _run_two(of_two, self, other)
+                else:
+                    result = way(plan, (self, other), None)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, other)
@@ -185,7 +203,11 @@ def _alone(name: str, op: OpOverload) -> Method:
 
     def method(self: Any) -> Any:
         if not _is_seen(self):
-            result = way(plan, (self,), None)
+            try:
+                result = way(plan, (self,), None)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self)
@@ -205,7 +227,11 @@ def _along(name: str, op: OpOverload) -> Method:
             and (not options or (len(options) == 1 and type(options.get("keepdim")) is bool))
             and not _is_seen(self)
         ):
-            result = way(plan, (self, *args), options)
+            try:
+                result = way(plan, (self, *args), options)
+            except BaseException:
+                tensorsManager.doubt()  # it may have come at any line
+                raise
             if result is not SLOW:
                 return result
         return whole(self, *args, **options)

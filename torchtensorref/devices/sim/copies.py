@@ -250,9 +250,10 @@ class CopyEngines:
     def _deliver(self, direction: Engine, end_ns: int) -> None:
         pending = self._engines[direction].pending
         while pending and pending[0].end_ns <= end_ns:
-            copy = pending.popleft()
+            copy = pending[0]
             before = copy.after
             if isinstance(before, Copy):
                 # The copy it waited for arrived before it, although its event was not asked.
                 before.observer.deliver(before)
             copy.arrive()
+            pending.popleft()  # last: who is interrupted before does it again

@@ -147,6 +147,10 @@ class SimDevice(Device):
         with self._lock:
             self._memory.account(base)
 
+    def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:  # noqa: D102
+        with self._lock:
+            self._memory.recover(bases)
+
     def free_nbytes(self) -> int:  # noqa: D102
         return self.capacity_nbytes - self.resident_nbytes
 

@@ -75,6 +75,10 @@ class BusyRoom:
                 self.busy_nbytes -= missing
         return free_at_ns
 
+    def recount(self) -> None:
+        """Sum again what is busy."""
+        self.busy_nbytes = sum(nbytes for _, nbytes in self._freed)
+
     def _forget_free(self, now_ns: int) -> None:
         while self._freed and self._freed[0][0] <= now_ns:
             self.busy_nbytes -= heappop(self._freed)[1]
@@ -177,6 +181,16 @@ class SimMemory:
         base.untyped_storage().resize_(0)
         self.residents.leave(resident)
         self._give_room(resident)
+
+    def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:
+        """Count anew what is here, as `Device.recover` does."""
+        self.residents.recover(bases, self.alloc_count)
+        self._busy.recount()
+        records = {**self.residents.present, **self.residents.emptied}
+        for copies in (self.arriving, self.leaving):
+            for key, copy in list(copies.items()):
+                if records.get(key) is not copy.resident:
+                    del copies[key]
 
     def account(self, base: Tensor) -> None:
         """Count a kernel's result; compute waits until no copy reads the bytes it was given."""

@@ -1,0 +1,122 @@
+"""Errors that come at a chosen line of the package, one line after the other."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torchTensorRef
+
+PACKAGE = str(Path(torchTensorRef.__file__).parent) + "/"
+STRATEGIES = str(Path(torchTensorRef.__file__).parents[1] / "strategies") + "/"
+
+#: A signal that has not been heard of after so long was swallowed, in seconds.
+PATIENCE_S = 3.0
+
+#: A line of a file, and whether it is about to run or its function about to return.
+Place = tuple[str, int, str]
+
+
+class Sent(BaseException):
+    """What another thread sends with `PyThreadState_SetAsyncExc`."""
+
+
+def sent() -> None:
+    """Raise what another thread sends."""
+    raise Sent
+
+
+def no_memory() -> None:
+    """Raise what Python raises where it finds no memory."""
+    raise MemoryError
+
+
+def ctrl_c() -> None:
+    """Have the signal come here, for which a handler is called."""
+    sys.settrace(None)
+    signal.raise_signal(signal.SIGINT)
+
+
+@functools.cache
+def ends_of_with(code: CodeType) -> frozenset[int]:
+    """Return where blocks of `with` end by themselves: lines are told there again.
+
+    What is raised before `__exit__` is called would leave a lock taken. Nothing of Python's is: it
+    looks for signals, and for what other threads send, after calls, and `__exit__` of a lock is C.
+    """
+    found = list(dis.get_instructions(code))
+    return frozenset(
+        first.offset
+        for first, second, third in zip(found, found[1:], found[2:], strict=False)
+        if all(one.opname == "LOAD_CONST" and one.argval is None for one in (first, second, third))
+    )
+
+
+class Tracer:
+    """Sees every line of the package that this thread passes, and may do something at one."""
+
+    def __init__(self, act: Callable[[], None] | None = None, place: Place | None = None) -> None:
+        self.passed: dict[Place, int] = {}
+        self._act = act
+        self._place = place
+        self.has_acted = False
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Trace calls of functions of the package only."""
+        name = frame.f_code.co_filename
+        is_ours = name.startswith((PACKAGE, STRATEGIES)) and not name.endswith("interrupts.py")
+        return self._local if is_ours else None
+
+    def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event not in ("line", "return") or self.has_acted:
+            return self._local
+        if frame.f_lasti in ends_of_with(frame.f_code):
+            return self._local
+        place = (frame.f_code.co_filename, frame.f_lineno, event)
+        if self._act is None:
+            self.passed[place] = self.passed.get(place, 0) + 1
+        elif place == self._place:
+            self.has_acted = True
+            self._act()
+        return self._local
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Trace this thread."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def lines_of(program: Callable[[], Any]) -> list[Place]:
+    """Return the places of the package that a program passes, in a fixed order."""
+    tracer = Tracer()
+    with tracer.watching():
+        program()
+    return sorted(tracer.passed)
+
+
+def interrupt(program: Callable[[], Any], act: Callable[[], None], place: Place) -> bool:
+    """Run a program in which something happens at a place; whether it got there."""
+    tracer = Tracer(act, place)
+    try:
+        with tracer.watching():
+            program()
+        # What is raised itself while a generator is closed, Python prints and forgets.
+        if tracer.has_acted and act is ctrl_c:
+            time.sleep(PATIENCE_S)  # it may come a moment later
+            raise AssertionError(f"what came at {place} was swallowed")
+    except (Sent, MemoryError, KeyboardInterrupt):
+        pass
+    return tracer.has_acted

@@ -1,0 +1,282 @@
+"""Handlers of signals wait for our code to end, and for nothing else."""
+
+# ruff: noqa: PT012 (where in the block it is raised is the question)
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch  # noqa: F401 (patched when it is imported)
+
+from torchTensorRef.base import interrupts
+from torchTensorRef.base.interrupts import Deferring, is_within
+
+ALARM = signal.SIGUSR1
+
+
+class Told(Exception):
+    """What the handlers of these tests raise."""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = signal.getsignal(ALARM)
+    yield
+    signal.signal(ALARM, before)
+
+
+def ours(source: str, **names: Any) -> dict[str, Any]:
+    """Run source as if it stood in a file of the package."""
+    code = compile(source, interrupts._PACKAGE + "memory/imagined.py", "exec")
+    module = types.ModuleType("imagined")
+    vars(module).update(signal=signal, ALARM=ALARM, time=time, **names)
+    exec(code, vars(module))
+    return vars(module)
+
+
+HALFWAY = """
+def section(log):
+    log.append("begun")
+    signal.raise_signal(ALARM)
+    log.append("ended")
+"""
+
+
+def test_a_handler_waits_for_our_code_and_raises_into_the_program():
+    log: list[str] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        log.append("called")
+        assert (
+            frame.f_code.co_name == "test_a_handler_waits_for_our_code_and_raises_into_the_program"
+        )
+        raise Told
+
+    signal.signal(ALARM, handler)
+    section = ours(HALFWAY)["section"]
+    with pytest.raises(Told):
+        section(log)
+        log.append("the program went on")
+    assert log == ["begun", "ended", "called"]
+    assert sys.gettrace() is None
+
+
+def test_a_handler_that_returns_lets_the_program_go_on():
+    log: list[str] = []
+    signal.signal(ALARM, lambda signum, frame: log.append("called"))
+    ours(HALFWAY)["section"](log)
+    log.append("the program goes on")
+    assert log == ["begun", "ended", "called", "the program goes on"]
+    assert sys.gettrace() is None
+    assert sys._getframe().f_trace is None
+
+
+def test_outside_of_our_code_a_handler_is_called_at_once():
+    log: list[str] = []
+    signal.signal(ALARM, lambda signum, frame: log.append("called"))
+    signal.raise_signal(ALARM)
+    assert log == ["called"]
+
+
+def test_the_error_that_ends_our_code_reaches_the_program_first():
+    seen: list[type] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    section = ours("def section():\n    signal.raise_signal(ALARM)\n    raise ValueError")[
+        "section"
+    ]
+    with pytest.raises(Told):
+        try:
+            section()
+        except ValueError as error:
+            seen.append(type(error))
+            raise
+    assert seen in ([], [ValueError])
+    assert sys.exc_info() == (None, None, None)
+
+
+def test_a_handler_is_called_where_the_program_does_not_catch_the_error():
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    section = ours("def section():\n    signal.raise_signal(ALARM)\n    raise ValueError")[
+        "section"
+    ]
+
+    def program() -> None:
+        section()
+
+    with pytest.raises(Told):
+        try:
+            program()
+        except ValueError:
+            time.sleep(0)
+
+
+def test_a_lock_of_the_programs_is_given_back():
+    lock = threading.Lock()
+
+    class Summand:
+        __add__ = ours("def add(self, other):\n    signal.raise_signal(ALARM)\n    return 1")["add"]
+
+    def program() -> Any:
+        with lock:
+            return Summand() + 1
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    with pytest.raises(Told):
+        program()
+    assert not lock.locked()
+
+
+def test_several_signals_are_handled_in_their_order():
+    log: list[int] = []
+    other = signal.getsignal(signal.SIGUSR2)
+    signal.signal(ALARM, lambda signum, frame: log.append(signum))
+    signal.signal(signal.SIGUSR2, lambda signum, frame: log.append(signum))
+    ours("def section():\n    signal.raise_signal(signal.SIGUSR2)\n    signal.raise_signal(ALARM)")[
+        "section"
+    ]()
+    assert log == [signal.SIGUSR2, ALARM]
+    signal.signal(signal.SIGUSR2, other)
+
+
+def test_what_a_handler_raises_does_not_swallow_the_next_signal():
+    log: list[int] = []
+    other = signal.getsignal(signal.SIGUSR2)
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    signal.signal(signal.SIGUSR2, lambda signum, frame: log.append(signum))
+    section = ours(
+        "def section():\n    signal.raise_signal(ALARM)\n    signal.raise_signal(signal.SIGUSR2)"
+    )["section"]
+    with pytest.raises(Told):
+        section()
+    deadline = time.monotonic() + 5
+    while not log and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert log == [signal.SIGUSR2]
+    signal.signal(signal.SIGUSR2, other)
+
+
+def test_our_code_that_is_stuck_is_left_by_a_second_signal(monkeypatch):
+    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.05)
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    section = ours(
+        "def section():\n"
+        "    signal.raise_signal(ALARM)\n"
+        "    while True:\n"
+        "        time.sleep(0.06)\n"
+        "        signal.raise_signal(ALARM)\n"
+    )["section"]
+    with pytest.raises(Told):
+        section()
+    assert not interrupts._noted.waiting
+
+
+def test_what_a_handler_raises_in_a_finalizer_is_not_lost(recwarn):
+    log: list[str] = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(ALARM)
+            log.append("finalized")
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    thing = Finalized()
+    with pytest.raises(Told):
+        del thing
+        time.sleep(0)
+    assert log == ["finalized"]
+    assert not recwarn.list
+
+
+def test_the_programs_own_code_within_ours_is_interrupted():
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    module = ours(
+        "@lets_program_run\ndef run(program):\n    return program()",
+        lets_program_run=interrupts.lets_program_run,
+    )
+    log: list[str] = []
+
+    def program() -> None:
+        signal.raise_signal(ALARM)
+        log.append("went on")
+
+    with pytest.raises(Told):
+        module["run"](program)
+    assert log == []
+
+
+def test_a_debugger_goes_on_after_an_interrupt():
+    seen: list[str] = []
+
+    def tracer(frame: Any, event: str, arg: Any) -> Any:
+        seen.append(frame.f_code.co_name)
+        return None
+
+    def later() -> None:
+        """Be seen."""
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    section = ours(HALFWAY)["section"]
+    sys.settrace(tracer)
+    try:
+        try:
+            section([])
+        except Told:
+            later()  # Python tells a profiler of it later than a debugger
+            later()
+        is_back = sys.gettrace() is tracer
+    finally:
+        sys.settrace(None)
+    assert is_back
+    assert seen.count("later") == 1
+
+
+def test_the_program_sees_the_handlers_that_it_has_set():
+    def handler(signum: int, frame: Any) -> None:
+        """Do nothing."""
+
+    before = signal.getsignal(ALARM)
+    assert not isinstance(before, Deferring)
+    assert signal.signal(ALARM, handler) is before
+    assert signal.getsignal(ALARM) is handler
+    assert signal.signal(ALARM, signal.SIG_IGN) is handler
+    assert signal.signal(ALARM, handler=signal.SIG_DFL) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_within_is_said_of_frames_of_ours_only():
+    assert not is_within(sys._getframe())
+    assert ours("def ask(ask, frame):\n    return ask(frame())")["ask"](is_within, sys._getframe)

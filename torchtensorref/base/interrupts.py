@@ -1,0 +1,290 @@
+"""Interrupts: a signal handler of the program's is called between our doings, never within.
+
+A Python handler may run, and raise, between any two instructions of Python. Half a bookkeeping step
+later nobody knows where bytes are. Kernels of plain torch are C++, which no handler interrupts. So
+`Deferring` stands in for each handler: where the signal came while code of ours was at work, the
+program's handler is called as soon as the program's own code goes on, which is where plain torch
+would have let it run. Nothing on the way of an operator pays for that: the stack tells whether we
+are at work, and Python's tracing tells when the program goes on.
+
+Whoever is interrupted otherwise (`PyThreadState_SetAsyncExc`, a `MemoryError`) is repaired
+afterwards: `memory/repair.py`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from opcode import opmap
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+__all__ = [
+    "Deferring",
+    "defers",
+    "holds_operands",
+    "is_within",
+    "is_within_another",
+    "lets_program_run",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: The same piece of our code may be stuck, in a lock or a copy that never ends: a signal that comes
+#: so long after the first one, in seconds, is no longer put off.
+PATIENCE_S = 1.0
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: Of ours, and yet no reason to wait: these files run programs, and this one runs handlers.
+_PROGRAMS = (os.path.join(_PACKAGE, "diagnostics") + os.sep, __file__)
+#: Callbacks of dying objects: Python prints what is raised there and goes on.
+_SWALLOWING_FILES = tuple(
+    os.path.join(os.path.dirname(os.__file__), name) for name in ("weakref.py", "_weakrefset.py")
+)
+#: After these, and at these, Python itself looks for signals.
+_CALLS = frozenset(opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") if name in opmap)
+_LOOPS = frozenset(number for name, number in opmap.items() if name.startswith("JUMP_BACKWARD"))
+#: Functions of ours that run code of the program's, and hold nothing of ours halfway meanwhile.
+_open: set[CodeType] = set()
+#: Functions of ours that hold operands while they run.
+_holding: set[CodeType] = set()
+
+
+def lets_program_run(function: Function) -> Function:
+    """Mark a function of ours in which the program's own code runs, and may be interrupted."""
+    _open.add(function.__code__)
+    return function
+
+
+def holds_operands(function: Function) -> Function:
+    """Mark a function of ours that holds operands while other code runs, and lets go of them."""
+    _holding.add(function.__code__)
+    return function
+
+
+def is_within(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it, is of ours and halfway through something."""
+    return _outermost(frame) is not None
+
+
+def is_within_another(frame: FrameType | None) -> bool:
+    """Whether a frame that called the innermost run of frames of ours holds something of ours.
+
+    Then it goes on holding that, whatever becomes of the innermost.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    while frame is not None:
+        if frame.f_code in _holding:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _outermost(frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame of ours that has to end before the program is itself again."""
+    found, innermost = None, frame
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        if name.startswith(_PACKAGE):
+            if code in _open and frame is not innermost:
+                break
+            if not name.startswith(_PROGRAMS):
+                found = frame
+        elif code.co_name == "__del__" or name in _SWALLOWING_FILES:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+class _Noted:
+    """The signals that wait until the program goes on, and the tracing that tells us."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Callable[..., Any], int]] = deque()
+        #: The piece of our code that was interrupted first, and when.
+        self.within: FrameType | None = None
+        self.since_s = 0.0
+        self.is_delivering = False
+        self.tracer: Any = None
+
+    def is_stuck_in(self, section: FrameType) -> bool:
+        """Whether a signal has waited for the very same call of ours for long."""
+        return self.within is section and time.monotonic() - self.since_s > PATIENCE_S
+
+    def forget(self, signum: int) -> None:
+        """Drop what has waited for the same signal: it is about to be handled."""
+        self.waiting = deque(noted for noted in self.waiting if noted[1] != signum)
+
+    def note(self, handler: Callable[..., Any], signum: int, section: FrameType) -> None:
+        """Call a handler when the frame that has called ours goes on."""
+        frame = section.f_back
+        if frame is None or self.is_delivering or frame.f_code.co_filename.startswith(_PACKAGE):
+            _send_again(handler, signum)  # a moment later the program may be itself
+            return
+        self.waiting.append((handler, signum))
+        if self.within is not section:
+            self.within, self.since_s = section, time.monotonic()
+        self.watch(frame)
+
+    def watch(self, frame: FrameType) -> None:
+        """Be told when a frame goes on, beside a debugger that is told already."""
+        tracer = sys.gettrace()
+        if tracer is None or tracer == self._on_call:
+            tracer = self._on_call
+        else:
+            self.tracer = tracer
+        if isinstance(frame.f_trace, _Watched):
+            frame.f_trace.begin(frame)
+        else:
+            frame.f_trace = _Watched(frame)
+            frame.f_trace_opcodes = True
+        sys.settrace(tracer)  # after that, or newer Pythons tell of no instructions
+
+    def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Trace no frame that is entered meanwhile, but see that the program has gone on."""
+        if _outermost(frame) is None and not self._is_waited_for(frame):
+            self.deliver(frame)
+
+    def _is_waited_for(self, frame: FrameType | None) -> bool:
+        """Whether a frame is part of a call that should end first.
+
+        That is the call which is watched (a backward pass calls Python), and what puts something
+        back (`no_grad`).
+        """
+        while frame is not None:
+            if frame.f_code.co_name in ("__enter__", "__exit__"):
+                return True
+            if isinstance(frame.f_trace, _Watched):
+                return frame.f_trace.place == frame.f_lasti
+            frame = frame.f_back
+        return False
+
+    def deliver(self, frame: FrameType) -> None:
+        """Call the handlers that have waited, in their order."""
+        self.within = None
+        tracer, self.tracer = self.tracer, None
+        if sys.gettrace() == self._on_call:
+            sys.settrace(None)
+        self.is_delivering = True
+        try:
+            while self.waiting:
+                handler, signum = self.waiting.popleft()
+                handler(signum, frame)
+        except BaseException:
+            # Python stops all tracing where a tracer raises: a debugger goes on after that.
+            if tracer is not None and sys.getprofile() is None:
+                sys.setprofile(_Resumed(tracer))
+            raise
+        finally:
+            self.is_delivering = False
+            while self.waiting:
+                _send_again(*self.waiting.popleft())
+
+
+class _Watched:
+    """The local tracing of a frame of the program's, until Python would look for signals in it.
+
+    It does so after calls, and where loops begin again. Anywhere else what a handler raises would
+    pass between a lock that is taken and the block that gives it back.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self._before = frame.f_trace
+        self._opcodes = frame.f_trace_opcodes
+        self.begin(frame)
+
+    def begin(self, frame: FrameType) -> None:
+        """Note where the frame is: while it stays there, the same call goes on."""
+        self._last, self.place = _instruction_of(frame), frame.f_lasti
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Go with the frame: to its next safe place, or into the one that has called it."""
+        last, now = self._last, _instruction_of(frame)
+        if event == "exception":
+            self._last = -1
+        elif event == "return":
+            self._leave(frame)
+            if frame.f_back is not None:
+                _noted.watch(frame.f_back)
+        elif event == "opcode":
+            self._last, self.place = now, -1
+            if last in _CALLS or now in _LOOPS:
+                self._leave(frame)
+                _noted.deliver(frame)
+        return frame.f_trace
+
+    def _leave(self, frame: FrameType) -> None:
+        frame.f_trace, frame.f_trace_opcodes = self._before, self._opcodes
+
+
+def _instruction_of(frame: FrameType) -> int:
+    """Return the opcode of what a frame is executing, or about to execute."""
+    code, place = frame.f_code.co_code, frame.f_lasti
+    while place > 0 and not code[place]:  # what an instruction notes behind itself
+        place -= 2
+    return code[place]
+
+
+class _Resumed:
+    """A profile function that takes up tracing again, once Python has stopped it."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        sys.setprofile(None)
+        sys.settrace(self._tracer)
+
+
+_noted = _Noted()
+_interrupt_main: Callable[..., Any] = _thread.interrupt_main
+
+
+def _send_again(handler: Callable[..., Any], signum: int) -> None:
+    """Have Python call the handler once more, soon: a thread of C sends the signal to it."""
+    try:
+        if hasattr(signal, "pthread_kill"):  # a real one also wakes who waits in the system
+            ident = threading.main_thread().ident or 0
+            _thread.start_new_thread(signal.pthread_kill, (ident, signum))
+        else:
+            _thread.start_new_thread(_interrupt_main, (signum,))
+    except RuntimeError:  # Python ends, or the system has no thread to spare
+        handler(signum, None)
+
+
+class Deferring:
+    """What Python calls for a signal in place of the program's handler."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> Any:
+        """Call the handler now, or once the code of ours that was interrupted has ended."""
+        section = _outermost(frame)
+        if section is None:
+            return self.handler(signum, frame)
+        if _noted.is_stuck_in(section):
+            _noted.forget(signum)
+            return self.handler(signum, frame)
+        if frame is not None and frame.f_code in _open:
+            _send_again(self.handler, signum)  # a few instructions, before and after the program's
+        else:
+            _noted.note(self.handler, signum, section)
+        return None
+
+
+def defers(handler: Any) -> Any:
+    """Return what stands in for a handler; settings that are no function stay what they are."""
+    if isinstance(handler, (Deferring, signal.Handlers, int)) or not callable(handler):
+        return handler
+    return Deferring(handler)

@@ -1,0 +1,125 @@
+"""Repair: what an error has left halfway that may come at any instruction.
+
+Signals never do that (`base/interrupts.py`). `MemoryError`, `RecursionError` and what another
+thread sends with `PyThreadState_SetAsyncExc` can. Whoever lets an error pass into the program
+notes its thread in `Books.doubts`; then nothing is ready, and the next operator repairs.
+
+That can be done because of the order in which everything is written: a replica is invalid before
+its bytes go, is counted before they come, and replicas elsewhere are stale before a kernel writes.
+So what a state says is current is current, and only what says nothing is in doubt: copies that
+nobody waits for. Sums and pins are counted again from what they are sums of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ..devices.base import Device, storage_nbytes
+from .block import Block, Replica
+from .bookkeeping import Books
+from .copies import Copier
+from .holds import Holds
+from .states import CLEAN, DIRTY, FILLING, INVALID
+from .strategy_feed import StrategyFeed
+
+
+class Repair:
+    """Makes the books true again."""
+
+    def __init__(self, books: Books, holds: Holds, copier: Copier, feed: StrategyFeed) -> None:
+        self._books = books
+        self._holds = holds
+        self._copier = copier
+        self._feed = feed
+
+    def run(self, keep: int = 0) -> None:
+        """Repair what interrupted threads have left; what others are doing stays as it is.
+
+        Parameters
+        ----------
+        keep : int
+            A thread that goes on with what it was doing before: it keeps what it holds, and is
+            repaired again later.
+
+        Notes
+        -----
+        It may itself be interrupted, and then begins again with the next operator.
+        """
+        books = self._books
+        idents = {doubt.ident for doubt in books.doubts} | {threading.get_ident()}
+        idents.discard(keep)
+        for device in list(books.ledgers):
+            if self._has_lost_copies(device, idents):
+                device.synchronize()  # nobody knows their events, so all there is
+        with books.lock:
+            written = set(self._holds.forget_threads(idents))
+            for device in list(books.ledgers):
+                self._mend(device, written)
+            self._feed.repair(books.doubts)
+            books.doubts[:] = [doubt for doubt in books.doubts if doubt.ident == keep]
+            books.log.note("-", "repair", "an error came halfway")
+            books.released.notify_all()
+
+    def _has_lost_copies(self, device: Device, idents: set[int]) -> bool:
+        with self._books.lock:
+            return any(
+                replica.state is FILLING
+                and replica.arrival is None
+                and self._holds.issuing.get(replica, 0) in {0, *idents}
+                for block in self._books.blocks_on(device)
+                for replica in block.replicas.values()
+            )
+
+    def _mend(self, device: Device, written: set[Block]) -> None:
+        """Make the states, the ledger and the device's own count of one device true again."""
+        books = self._books
+        ledger = books.ledgers[device]
+        ledger.recount()
+        there = ledger.replicas()
+        blocks = [block for replica in there if (block := replica.block) is not None]
+        self._holds.recount_pins(r for block in blocks for r in block.replicas.values())
+        for block in blocks:
+            block.ready = None
+            self._mend_states(block, block in written)
+        device.recover([(replica.base, replica.state is not INVALID) for replica in there])
+        for replica in there:
+            if replica.state is INVALID:
+                if storage_nbytes(replica.base):
+                    device.empty(replica.base)
+                ledger.remove(replica)
+        ledger.recount()
+
+    def _mend_states(self, block: Block, is_written: bool) -> None:
+        """Decide which replicas of a block are current (lock held)."""
+        host = self._books.host
+        replicas = list(block.replicas.values())
+        for replica in replicas:
+            if replica.state is not FILLING:
+                replica.arrival = None
+            elif replica.arrival is None and replica not in self._holds.issuing:
+                replica.state = INVALID
+            elif replica.device is not host and replica.arrival is not None:
+                self._copier.arrive(replica)
+            if replica.device is not host and replica.state in (CLEAN, DIRTY) and _is_gone(replica):
+                replica.state = INVALID
+        home = block.replicas.get(host)
+        away = [r for r in replicas if r.device is not host and r.state in (CLEAN, DIRTY)]
+        if is_written and home is not None and away:
+            home.state, home.arrival = INVALID, None
+        is_home_current = home is not None and home.state is CLEAN
+        is_going_home = home is not None and home.state is FILLING
+        _agree(away, is_home_current, is_going_home)
+
+
+def _agree(away: Iterable[Replica], is_home_current: bool, is_going_home: bool) -> None:
+    """Let the only current copy be dirty, and no other."""
+    for number, replica in enumerate(sorted(away, key=lambda r: r.state is not DIRTY)):
+        if is_home_current:
+            replica.state = CLEAN
+        elif not is_going_home:
+            replica.state = INVALID if number else DIRTY
+
+
+def _is_gone(replica: Replica) -> bool:
+    return bool(replica.nbytes) and not storage_nbytes(replica.base)
