@@ -210,7 +210,7 @@ class TensorsManager:
             self.native.start_again()  # which modules fit is another question now
         for device, _ in budgets:
             self._residency.evictor.fit_budget(device)
-        warn_of_doubts(setting, accelerators, stacklevel=3)
+        warn_of_doubts(setting, accelerators, stacklevel=4)
 
     @property
     def strategy(self) -> Any:

@@ -196,7 +196,7 @@ class Ownership:
                 f"holds it on {exposure.device.name} {length}, and every operator fetches it anew. "
                 "Delete what holds it first, or take a clone() there.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _accelerator_named(self, name: Any) -> Device:
