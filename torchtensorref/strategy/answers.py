@@ -170,6 +170,8 @@ class CheckedStrategy:
         """
         try:
             self.strategy.on_access(access)
+        except MemoryError:
+            raise
         except Exception as error:
             self._fail("on_access", error)
 
@@ -207,8 +209,8 @@ class CheckedStrategy:
         try:
             answer = getattr(self.strategy, method)(*arguments)
             return read(answer)
-        except InvariantError:
-            raise  # our own fault: it was looking at what the books say
+        except (InvariantError, MemoryError):
+            raise  # our own fault, since it was looking at what the books say; or nobody's
         except UnusableAnswerError as more:
             self._warn(method, f"answered {_brief.repr(answer)} to `{method}`", str(more))
         except Exception as error:

@@ -111,7 +111,7 @@ def test_without_a_folder_children_stay_plain(monkeypatch, capsys):
         (10, 3),
         ("30%", "10.0%"),
         ({"sim:0": "9KiB", "cuda": "60%"}, {"sim:0": 3 << 10, "cuda": "20.0%"}),
-        ("sim:0=9,cpu=3", {"sim:0": 3, "cpu": 1}),
+        ("sim:0=9B,cpu=3B", {"sim:0": 3, "cpu": 1}),
     ],
 )
 def test_a_third_of_a_budget(whole, share):
