@@ -5,12 +5,15 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --budget 24MiB
 PYTEST_ARGS ?=
+# The path of operators on ready operands: python, or c++.
+CORE ?= python
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in.
 WORKERS ?= 2
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
 SOAK_ARGS ?= --minutes 30
+SANITIZE_ARGS ?= --minutes 10
 INTERRUPTS_ARGS ?= --count 2000
 # --one makes one call of under nine minutes, --scale medium a smaller model; docs/benchmarks.md.
 GPU_ARGS ?=
@@ -24,16 +27,20 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test conformance compatibility soak interrupts gpu gpu-dry lint clean
+.PHONY: demo test core conformance compatibility soak interrupts sanitize gpu gpu-dry lint clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.stamp
+demo: $(VENV)/demo.stamp core
 	@echo "==> demos/embed_sentences.py $(DEMO_ARGS)"
 	@$(BIN)/python demos/embed_sentences.py $(DEMO_ARGS)
 
-test: $(VENV)/test.stamp
-	@echo "==> pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0 $(PYTEST_ARGS)
+test: $(VENV)/test.stamp core
+	@echo "==> pytest $(PYTEST_ARGS) (operators: $(CORE))"
+	@TTR_CORE=$(CORE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0 $(PYTEST_ARGS)
+
+# The library in C++; where it cannot be built that is said, and everything runs without it.
+core: | $(BIN)/pip
+	@$(BIN)/python -m torchTensorRef build || true
 
 # Every operator of torch's own database with plain torch and with us: about half an hour on two cores.
 # CONFORMANCE_ARGS="--resume" goes on with a run broken off, "--only add,mul" runs a part.
@@ -47,10 +54,15 @@ compatibility: $(VENV)/compatibility.stamp
 soak: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
 
-# An error at every line of the package under every strategy, then real SIGINTs at random moments.
+# An error at every line of the package under every strategy, then real SIGINTs at random moments. One
+# thread: with several most of the time goes into their waiting for each other.
 interrupts: $(VENV)/test.stamp
-	@INTERRUPT_EVERY_LINE=1 $(BIN)/python -m pytest -q tests/sim/test_interrupts.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=1 $(BIN)/python -m pytest -q tests/sim/test_interrupts.py $(PYTEST_ARGS)
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
+
+# Eight threads against an evictor, with the library in C++ under the sanitizers.
+sanitize: $(VENV)/test.stamp
+	@$(BIN)/python -m tests.stress.sanitizers $(SANITIZE_ARGS)
 
 # On a machine with an accelerator: the tests on it, then the benchmark against peers. Goes on where
 # it was broken off.

@@ -35,8 +35,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchTensorRef import disabled, tensorsManager
+from torchTensorRef.devices.sim.cards import SPECS
 from torchTensorRef.devices.sim.device import SimDevice
-from torchTensorRef.devices.sim.spec import SPECS, DeviceSpec
+from torchTensorRef.devices.sim.spec import DeviceSpec
 
 from .baseline import EXACT, WIDTH, Figure, Keeper
 from .floor import Recorder

@@ -37,8 +37,7 @@ from .baseline import Figure, Keeper, Tolerance
 KEEPER = Keeper("scale", "python -m benchmarks.scale", Tolerance(share=0.2, amount=5))
 RESULT = "FIGURES "
 COUNTS = (1_000, 10_000)
-#: Under Flow 10,000 blocks take several minutes yet: it still walks over too many.
-STRATEGIES = ("genoa", "lru")
+STRATEGIES = ("genoa", "lru", "flow")
 NUMEL = 64
 #: Operators in a run, and runs measured.
 RUN_LENGTH, RUN_COUNT = 200, 9

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from rich.table import Table
 
 #: The run that the others are compared with.
 PLAIN = "plain"
-STRATEGIES = ("genoa", "lru")
+STRATEGIES = ("genoa", "lru", "flow")
+#: Where pictures and timelines are left; git does not look there.
+OUT = Path(__file__).with_name("out")
 
 #: Gets the options; returns the tensor to compare, the lines to show, and what the report is about.
 Job = Callable[[argparse.Namespace], tuple[Any, list[str], Any]]
@@ -35,6 +39,7 @@ def options(text: str, budget: str) -> argparse.ArgumentParser:
     parser.add_argument("--budget", default=budget, help="most bytes there (%(default)s)")
     parser.add_argument("--strategy", help=f"one strategy only (else {' and '.join(STRATEGIES)})")
     parser.add_argument("--report", action="store_true", help="what each run reports, too")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the picture (%(default)s)")
     # How a demo calls itself: one run, and the folder for its answer.
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -55,16 +60,21 @@ def main(job: Job, parser: argparse.ArgumentParser) -> int:
     names = (PLAIN, *((chosen.strategy,) if chosen.strategy else STRATEGIES))
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_in_a_process(name, Path(folder)) for name in names]
+        pictures = draw(runs[1:], chosen.out)
     print("\n".join(runs[-1]["lines"]))
     for run in runs[1:] if chosen.report else ():
         print(f"\n{run['report']}")
-    return show(runs[0], runs[1:])
+    status = show(runs[0], runs[1:])
+    print("\n".join(pictures))
+    return status
 
 
 def run_here(job: Job, chosen: argparse.Namespace) -> int:
     """Run the job in this process and write what came out into the folder for the answer."""
     manager = None if chosen.run == PLAIN else managed(chosen)
-    result, lines, model = job(chosen)
+    timeline = nullcontext() if manager is None else manager.trace(chosen.answer / "timeline.json")
+    with timeline:
+        result, lines, model = job(chosen)
     answer = {"name": chosen.run, "lines": lines, "shape": list(result.shape)}
     if manager is not None:
         answer |= {"stats": manager.stats(), "report": manager.report()}
@@ -99,8 +109,32 @@ def run_in_a_process(name: str, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"The run of {name} ended with status {done.returncode}, see above.")
     return json.loads((answer / "answer.json").read_text()) | {
-        "bytes": (answer / "bytes").read_bytes()
+        "bytes": (answer / "bytes").read_bytes(),
+        "timeline": answer / "timeline.json",
     }
+
+
+def draw(runs: Sequence[dict[str, Any]], out: Path) -> list[str]:
+    """Leave the picture of all runs and their timelines; return what to say of that.
+
+    The timeline without a strategy in its name is that of the last run.
+    """
+    from torchTensorRef import TensorRefError
+    from torchTensorRef.diagnostics.traces import picture, recording
+
+    out.mkdir(parents=True, exist_ok=True)
+    demo = Path(sys.argv[0]).stem
+    for run in runs:
+        last = "" if run is runs[-1] else f"-{run['name']}"
+        shutil.copyfile(run["timeline"], out / f"{demo}{last}.json")
+    lines = [f"timeline: {out / demo}.json (open it at https://ui.perfetto.dev)"]
+    try:
+        title = f"{demo}: what was resident, what moved, and where it waited"
+        recordings = [recording.read(run["timeline"]) for run in runs]
+        picture.draw(recordings, str(out / f"{demo}.png"), title=title)
+    except TensorRefError as error:
+        return [*lines, f"no picture: {error}"]
+    return [f"picture:  {out / demo}.png", *lines]
 
 
 def show(plain: dict[str, Any], runs: Sequence[dict[str, Any]]) -> int:
@@ -127,14 +161,16 @@ def table_of(runs: Sequence[dict[str, Any]]) -> Table:
     table.add_column("strategy")
     for heading in ("peak\nresident\nMiB", "budget\nMiB", "fetched\nMiB", "written\nback\nMiB"):
         table.add_column(heading, justify="right")
-    for heading in ("operators", "host\nfallbacks"):
+    for heading in ("stalled\n%", "oper-\nators", "host\nfallbacks"):
         table.add_column(heading, justify="right")
-    table.add_column("identical to\nplain torch")
+    table.add_column("same\nbits")
     for run in runs:
         stats = dict(run["stats"])
         stats["fetched_nbytes"] += stats["prefetched_nbytes"]
         names = ("peak_resident", "budget", "fetched", "written_back")
         sizes = [f"{stats[f'{name}_nbytes'] / 2**20:.2f}" for name in names]
+        share = stats["stall_ns"] / max(stats["time_ns"], 1)
+        sizes.append(f"{100 * share:.0f}")
         counts = [str(stats[name]) for name in ("op_count", "host_fallback_count")]
         table.add_row(run["name"], *sizes, *counts, str(run["identical"]))
     return table

@@ -1,8 +1,9 @@
 """A Llama of 60 MB writes 32 tokens on an accelerator that holds a quarter of it.
 
 What to watch in the table: each new token needs all the weights, so with `lru` and too small a
-budget every weight is fetched again for every token; the tokens are those of plain torch all the
-same. The weights are random (seeded), so what the model writes means nothing.
+budget every weight is fetched again for every token, while `flow` keeps a part of them; the tokens
+are those of plain torch all the same. The weights are random (seeded), so what the model writes
+means nothing.
 """
 
 from __future__ import annotations

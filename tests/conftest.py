@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import gc
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 #: What a managed test gets unless it asks for more: small enough that everything is evicted often.
 DEFAULT_NBYTES = 1 << 20
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Write a program that has never heard of us; return its path."""
+
+    def write(text: str, name: str = "program.py") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    return write
 
 
 @pytest.fixture
@@ -27,6 +41,7 @@ def manage() -> Iterator[Callable[..., Any]]:
     from torchTensorRef import tensorsManager
     from torchTensorRef.devices.sim.device import SimDevice
     from torchTensorRef.devices.sim.spec import DeviceSpec
+    from torchTensorRef.memory import once
 
     torch.manual_seed(0)
 
@@ -38,6 +53,7 @@ def manage() -> Iterator[Callable[..., Any]]:
         tensorsManager.budget = nbytes
         tensorsManager.strategy = strategy
         tensorsManager.reset_stats()
+        once.said.update(("room", "thrash"))  # tiny budgets are what these tests are about
         return tensorsManager
 
     with torchTensorRef.disabled():

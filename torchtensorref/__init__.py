@@ -21,11 +21,13 @@ from .base.errors import ConfigError as ConfigError
 from .base.errors import ExposedError as ExposedError
 from .base.errors import InvariantError as InvariantError
 from .base.errors import LostError as LostError
+from .base.errors import PromisedError as PromisedError
 from .base.errors import StrategyError as StrategyError
 from .base.errors import TensorRefError as TensorRefError
 from .base.errors import TransferError as TransferError
 from .base.errors import UnsupportedOpError as UnsupportedOpError
 from .base.options import options as options
+from .base.public_module import LazyModule as _LazyModule
 from .base.public_module import PublicModule as _PublicModule
 from .inject import hooks
 from .inject.hooks import disabled as disabled
@@ -34,24 +36,52 @@ from .inject.hooks import uninstall as uninstall
 from .inject.inject_to import injectTo as injectTo
 
 if TYPE_CHECKING:
+    from .interception import onlookers as middlewares
     from .memory.budget import OutOfBudgetError as OutOfBudgetError
     from .memory.manager import TensorsManager as TensorsManager
     from .memory.manager import tensorsManager as tensorsManager
+    from .promises.forecast import Forecast as Forecast
+    from .promises.forecast import forecast as forecast
+    from .promises.promising import promising as promising
+    from .tensor.einsum import Equation as Equation
+    from .tensor.einsum import Semiring as Semiring
+    from .tensor.einsum import einsum as einsum
     from .tensor.tensor_ref import Surface as TensorRef
 
 #: Public names that need torch: loaded by the first use, from these modules.
 _NEED_TORCH = {
+    "Equation": ".tensor.einsum",
     "OutOfBudgetError": ".memory.budget",
+    "Semiring": ".tensor.einsum",
     "TensorRef": ".memory.ref",
     "TensorsManager": ".memory.manager",
+    "Forecast": ".promises.forecast",
+    "einsum": ".tensor.einsum",
+    "forecast": ".promises.forecast",
+    "promising": ".promises.promising",
     "tensorsManager": ".memory.manager",
 }
 
+
+def _load(name: str) -> Any:
+    hooks.load(".tensor.install")  # it connects the parts: a manager alone knows no TensorRef
+    return hooks.load(name)
+
+
+if not TYPE_CHECKING:
+    middlewares = _LazyModule(f"{__name__}.middlewares", lambda: _load(".interception.onlookers"))
+    # So that `from torchTensorRef.middlewares import Pin` finds it.
+    _sys.modules[middlewares.__name__] = middlewares
+
 __all__ = [
     "ConfigError",
+    "Equation",
     "ExposedError",
+    "Forecast",
     "InvariantError",
     "OutOfBudgetError",
+    "PromisedError",
+    "Semiring",
     "StrategyError",
     "TensorRef",
     "TensorRefError",
@@ -60,9 +90,13 @@ __all__ = [
     "UnsupportedOpError",
     "__version__",
     "disabled",
+    "einsum",
+    "forecast",
     "injectTo",
     "install",
+    "middlewares",
     "options",
+    "promising",
     "tensorsManager",
     "uninstall",
 ]
@@ -71,8 +105,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    hooks.load(".tensor.install")  # it connects the parts: a manager alone knows no TensorRef
-    value = globals()[name] = getattr(hooks.load(_NEED_TORCH[name]), name)
+    value = globals()[name] = getattr(_load(_NEED_TORCH[name]), name)
     return value
 
 

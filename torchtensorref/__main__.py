@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from . import __version__
 from .base.errors import ConfigError
 from .base.event_sinks import say
-from .diagnostics import environment, runner, self_test
+from .diagnostics import core_library, environment, forecasting, runner, self_test
+from .diagnostics.traces import command as traces
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runner.main(given[1:])
     chosen = _parser().parse_args(given)
     try:
-        status = self_test.main(chosen.device) if chosen.command == "check" else environment.main()
+        if chosen.command == "trace":
+            status = traces.main(chosen)
+        elif chosen.command == "forecast":
+            status = forecasting.main(chosen)
+        elif chosen.command == "check":
+            status = self_test.main(chosen.device)
+        elif chosen.command == "build":
+            status = core_library.main(quiet=chosen.quiet)
+        else:
+            status = environment.main()
         if sys.stdout is not None:
             sys.stdout.flush()
     except ConfigError as error:
@@ -59,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("env", help="print what to paste into a bug report")
     check = commands.add_parser("check", help="use each device and compare: PASS or FAIL")
     check.add_argument("--device", action="append", help="only this one; may be given again")
+    traces.add_parser(commands)
+    forecasting.add_parser(commands)
+    build = commands.add_parser("build", help="build the library that TTR_CORE=c++ uses, now")
+    build.add_argument("--quiet", action="store_true", help="say nothing")
     return parser
 
 

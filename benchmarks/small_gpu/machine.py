@@ -192,7 +192,7 @@ class SimulatedMachine(Machine):
 
     def __init__(self, name: str, scale: Scale, family: str) -> None:
         super().__init__("cpu")
-        from torchTensorRef.devices.sim.spec import SPECS
+        from torchTensorRef.devices.sim.cards import SPECS
 
         self.name = name
         card = SPECS[name.partition(":")[2]]

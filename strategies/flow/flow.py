@@ -8,9 +8,8 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from heapq import heappop, heappush, merge
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, starmap
 from typing import NamedTuple
 
 from ...strategy import (
@@ -18,23 +17,17 @@ from ...strategy import (
     Access,
     BlockSnapshot,
     DeviceSnapshot,
+    OpSnapshot,
     Prefetch,
     Strategy,
 )
 from ..lru import until_freed
-from .by_next_use import Farthest
+from .at_home import AtHome
 from .forecaster import Forecaster, Look, look_into, newest_of
 from .ghost_cache import Referee
-from .history import NEVER, History
+from .history import History
 from .latest_start import LatestStart
-from .scores import (
-    DIRTY_COST,
-    SMALL_TOTAL_SHARE,
-    UNFORESEEN,
-    by_score,
-    cost_per_byte,
-    small_limit_nbytes,
-)
+from .stock import Stock, horizon_of
 from .transient_peak import TransientPeak
 
 MIB = 2**20
@@ -43,8 +36,8 @@ MIB = 2**20
 QUEUE_COUNT = 4
 QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
-#: The next victims, as a share of the budget, are copied home early.
-WRITE_BACK_SHARE = 3 / 4
+#: While the host computes nothing is queued: then up to this share.
+QUEUE_SHARE_BESIDE = 1 / 16
 #: ... once less than this share is free.
 FREE_SHARE = 1 / 2
 #: They are queued up to so many, and up to this share of the budget.
@@ -68,10 +61,6 @@ STAYS_AFTER = 100
 TINY_SHARE = 1 / 4096
 
 
-def _later_first(entry: tuple[int, float]) -> float:
-    return -entry[1]
-
-
 class _Wanted(NamedTuple):
     """A block that is missing and will be used."""
 
@@ -93,6 +82,7 @@ class Flow(Strategy):
 
     name = "flow"
     watches_accesses = True
+    mixes_devices = True
 
     def __init__(
         self, forecaster: Forecaster | None = None, *, queue_count: int = QUEUE_COUNT
@@ -101,19 +91,10 @@ class Flow(Strategy):
         self.queue_count = queue_count
         self.referee = Referee(self.history.next_use)
         self._room = TransientPeak()
-        self._order = Farthest()
-        self._small_order = Farthest()
-        self._dirty_order = Farthest()
-        self._near = 0.0  # what is used after so many accesses or more may go before long
-        self._order_is_void = True
-        self._accesses_until_void = 0
-        self._small: dict[int, int] = {}
-        self._small_nbytes = 0
-        self._may_be_dirty: dict[int, None] = {}  # written first comes first
-        self._made: set[int] = set()
+        self._stock = Stock(self.history)
         self._gate = LatestStart()
+        self._at_home = AtHome()
         self._limit_nbytes = 0
-        self._small_limit = 0
         self._leap_count = 0
         self._present_until = 0  # up to this position all that comes is known to be there
         self._wait_until_ns = 0  # on the compute clock: nothing is urgent before
@@ -129,13 +110,15 @@ class Flow(Strategy):
             self._room.advance(history.start, history.end)
         if history.leap_count != self._leap_count:
             self._leap_count = history.leap_count
-            self._order_is_void = True
+            self._stock.is_void = True
             self._look_again()
-        elif not access.was_resident:
+        elif not (access.was_resident or access.is_at_home):
             self._look_again()
-        self._note_use(access)
+        self._stock.use(access)
+        if access.is_persistent:
+            self._at_home.use(access)
         if self._limit_nbytes:
-            fetched_nbytes = 0 if access.was_resident else nbytes
+            fetched_nbytes = 0 if access.was_resident or access.is_at_home else nbytes
             self.referee.access(
                 block_id,
                 nbytes,
@@ -144,33 +127,45 @@ class Flow(Strategy):
                 is_followed=history.confidence >= VICTIM_CONFIDENCE,
             )
 
+    def on_foretold(self, accesses: Sequence[Access]) -> None:
+        """Record what is to come, and expect it from now on."""
+        history = self.history
+        for access in accesses:
+            history.access(
+                access.block_id, access.nbytes, access.struct, is_persistent=access.is_persistent
+            )
+        history.expect_the_beginning()
+        self._stock.is_void = True
+        self._look_again()
+
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Record where an operator made a block; say whether such a one stayed before."""
         self._room.birth(block_id, nbytes, self.history.end)
-        self._made.add(block_id)
         if self._limit_nbytes:
             self.referee.birth(block_id, nbytes, self._limit_nbytes)
-        if nbytes < self._limit_nbytes * TINY_SHARE:
-            return PERSISTENT_AFTER
-        if not self.history.birth(block_id, nbytes, place):
-            return STAYS_AFTER
-        self._may_be_dirty[block_id] = None
-        if not self._order_is_void:
-            self._note_position(block_id, nbytes, is_persistent=True)
-        return 0
+        is_tiny = nbytes < self._limit_nbytes * TINY_SHARE
+        stays = not is_tiny and self.history.birth(block_id, nbytes, place)
+        self._stock.birth(block_id, nbytes, stays=stays)
+        return 0 if stays else PERSISTENT_AFTER if is_tiny else STAYS_AFTER
+
+    def on_evict(self, block_id: int) -> None:
+        """Note that a block is missing from now on."""
+        self._stock.evict(block_id)
 
     def on_death(self, block_id: int) -> None:
         """Forget a block."""
         self.history.death(block_id)
         self._room.death(block_id)
-        for order in (self._order, self._small_order, self._dirty_order):
-            order.forget(block_id)
-        self._small_nbytes -= self._small.pop(block_id, 0)
-        self._may_be_dirty.pop(block_id, None)
-        self._made.discard(block_id)
+        self._stock.death(block_id)
+        self._at_home.death(block_id)
         self.referee.death(block_id)
 
     # -- what to do about it -----------------------------------------------------------------
+
+    def place(self, op: OpSnapshot) -> str:
+        """Return the host for an operator whose weights are there, where it ends sooner."""
+        offer = self._at_home.wants(op)
+        return op.default_device if offer is None else offer.device
 
     def victims(
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
@@ -178,9 +173,11 @@ class Flow(Strategy):
         """Return the blocks whose next use is farthest, dirty ones later than clean ones."""
         self._set_limit(device.limit_nbytes)
         self._look_again()
-        if not self._follows(VICTIM_CONFIDENCE):
+        is_lost = self.history.cursor < 0 or not self._follows(VICTIM_CONFIDENCE)
+        if is_lost or not self._stock.is_in_order(candidates):
             return until_freed(candidates, need_nbytes)
-        return list(until_freed(by_score(self.history, device, candidates), need_nbytes))
+        look, newest = look_into(candidates), newest_of(candidates)
+        return until_freed(self._stock.all_victims(look, newest), need_nbytes)
 
     def prefetch(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
@@ -191,18 +188,22 @@ class Flow(Strategy):
         self._gate.advance(device, history.start, history.end)
         if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
             return ()
-        if self._present_until > history.end + LOOK_AGAIN_SHARE * self._horizon():
+        horizon = horizon_of(history)
+        if self._present_until > history.end + LOOK_AGAIN_SHARE * horizon:
+            return ()
+        if not self._stock.is_in_order(resident, is_all=True):
             return ()
         look = look_into(resident)
-        wanted = list(islice(self._missing(look), self.queue_count))
-        if not wanted or self._can_wait(device, look):
+        wanted = self._wanted(device, look)
+        self._present_until = history.end + (wanted[0].distance if wanted else horizon)
+        if not wanted or self._can_wait(device):
             return ()
-        self._put_in_order(resident)
         return self._issue(device, look, wanted, newest_of(resident))
 
     def on_prefetch(self, block_id: int, nbytes: int) -> None:
         """Hold what is fetched ahead against what LRU would have fetched."""
         self.referee.prefetched(nbytes, self._limit_nbytes)
+        self._stock.arrive(block_id, nbytes)
 
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
@@ -214,47 +215,38 @@ class Flow(Strategy):
         """
         self._set_limit(device.limit_nbytes)
         busy_until_ns = max(device.now_ns, device.compute_free_ns, device.link_free_ns)
-        if not self._may_be_dirty or device.d2h_free_ns > busy_until_ns:
+        if not self._stock.may_be_dirty or device.d2h_free_ns > busy_until_ns:
             return ()
         if device.free_nbytes > device.limit_nbytes * FREE_SHARE:
             return ()
-        if not self._follows(VICTIM_CONFIDENCE):
-            return self._oldest_dirty(look_into(resident))
-        self._put_in_order(resident)
-        return self._farthest_dirty(device, look_into(resident))
+        if self._follows(VICTIM_CONFIDENCE) and self._stock.is_in_order(resident, is_all=True):
+            return self._farthest_dirty(device, look_into(resident))
+        return self._oldest_dirty(look_into(resident))
 
     def _farthest_dirty(self, device: DeviceSnapshot, look: Look) -> list[int]:
         """Return the dirty blocks used last, of those that are among the next victims."""
         queue_nbytes = min(QUEUE_NBYTES, int(device.limit_nbytes * WRITE_BACK_QUEUE_SHARE))
         leaving: list[int] = []
-        cursor, order = self.history.cursor, self._dirty_order
-        least = max(self._near, min(SOON, self.history.period // 4) + 1)
-        for block_id, position in order.descending():
-            if position - cursor < least:
+        for block in self._stock.dirty_ones(look, min(SOON, self.history.period // 4) + 1):
+            queue_nbytes -= block.nbytes
+            if leaving and queue_nbytes < 0:
                 break
-            block = look(block_id)
-            if block is None or not block.is_dirty:
-                order.forget(block_id)
-            elif block.is_persistent and not (self._keeps_small and block_id in self._small):
-                queue_nbytes -= block.nbytes
-                if leaving and queue_nbytes < 0:
-                    break
-                leaving.append(block_id)
-                if len(leaving) >= WRITE_BACK_COUNT:
-                    break
+            leaving.append(block.block_id)
+            if len(leaving) >= WRITE_BACK_COUNT:
+                break
         return leaving
 
     def _oldest_dirty(self, look: Look) -> list[int]:
         """Return the dirty blocks written first, for victims are chosen by age."""
         leaving: list[int] = []
-        for block_id in list(islice(self._may_be_dirty, LOOKED_AT_COUNT)):
+        for block_id in list(islice(self._stock.may_be_dirty, LOOKED_AT_COUNT)):
             block = look(block_id)
             if block is not None and block.is_dirty:
                 leaving.append(block_id)
                 if len(leaving) >= WRITE_BACK_COUNT:
                     break
             else:
-                del self._may_be_dirty[block_id]
+                self._stock.note_clean(block_id)
         return leaving
 
     # -- how it is decided -------------------------------------------------------------------
@@ -262,143 +254,55 @@ class Flow(Strategy):
     def _set_limit(self, limit_nbytes: int) -> None:
         if limit_nbytes != self._limit_nbytes:
             self._limit_nbytes = limit_nbytes
-            self._small_limit = small_limit_nbytes(limit_nbytes)
-            self._order_is_void = True
+            self._stock.set_limit(limit_nbytes)
 
     def _follows(self, least_confidence: float) -> bool:
         return self.referee.is_followed and self.history.confidence >= least_confidence
-
-    def _note_use(self, access: Access) -> None:
-        """Note what follows from a use: when the next one is, and what may be dirty."""
-        block_id = access.block_id
-        if access.is_persistent and (access.is_write or block_id in self._made):
-            self._may_be_dirty.pop(block_id, None)
-            self._may_be_dirty[block_id] = None
-            self._made.discard(block_id)
-        self._accesses_until_void -= 1
-        if not self._order_is_void:
-            self._note_position(block_id, access.nbytes, is_persistent=access.is_persistent)
-
-    def _note_position(self, block_id: int, nbytes: int, *, is_persistent: bool) -> None:
-        history = self.history
-        distance = history.next_use(block_id)
-        if distance != NEVER:
-            position = history.cursor + distance
-            if nbytes <= self._small_limit and block_id not in self._small:
-                self._small[block_id] = nbytes
-                self._small_nbytes += nbytes
-                self._order.forget(block_id)
-        elif is_persistent:
-            position = UNFORESEEN - history.end
-        else:
-            return
-        order = self._small_order if block_id in self._small else self._order
-        order.note(block_id, position)
-        if block_id in self._may_be_dirty:
-            self._dirty_order.note(block_id, position)
-
-    @property
-    def _keeps_small(self) -> bool:
-        """Whether small blocks that recur are few enough to be kept, all of them."""
-        return self._small_nbytes <= self._limit_nbytes * SMALL_TOTAL_SHARE
-
-    def _put_in_order(self, resident: Sequence[BlockSnapshot]) -> None:
-        """Work the order out anew where the forecast has changed, and now and then."""
-        if not self._order_is_void and self._accesses_until_void > 0:
-            return
-        self._order_is_void = False
-        self._accesses_until_void = self.history.distinct_count + 64
-        for order in (self._order, self._small_order, self._dirty_order):
-            order.clear()
-        nbytes_of = {}
-        for block in sorted(resident, key=lambda block: -block.last_use):
-            if block.is_dirty:
-                self._may_be_dirty.setdefault(block.block_id)
-            self._note_position(block.block_id, block.nbytes, is_persistent=block.is_persistent)
-            nbytes_of[block.block_id] = block.nbytes
-        self._near = self._distance_of_the_next(WRITE_BACK_SHARE * self._limit_nbytes, nbytes_of)
-
-    def _distance_of_the_next(self, nbytes: float, nbytes_of: dict[int, int]) -> float:
-        """Return after how many accesses the soonest used of the next victims is used.
-
-        Parameters
-        ----------
-        nbytes : float
-            How many victims: those that come to so many bytes.
-        """
-        distance = 0.0
-        for block_id, position in self._order.descending():
-            distance = position - self.history.cursor
-            nbytes -= nbytes_of[block_id]
-            if nbytes <= 0:
-                return distance
-        return 0.0
-
-    def _by_distance(
-        self, device: DeviceSnapshot, look: Look, dirty_cost: float
-    ) -> Iterator[tuple[float, BlockSnapshot]]:
-        """Yield (distance, block) of what may be given back ahead of need, best first."""
-        cursor = self.history.cursor
-        farthest: Iterator[tuple[int, float]] = self._order.descending()
-        if not self._keeps_small:
-            farthest = merge(farthest, self._small_order.descending(), key=_later_first)
-        dearer: list[tuple[float, int, float, BlockSnapshot]] = []
-        for block_id, position in farthest:
-            block = look(block_id)
-            if block is None:
-                self._order.forget(block_id)
-                self._small_order.forget(block_id)
-                continue
-            distance = position - cursor
-            cost = cost_per_byte(block, device, dirty_cost)
-            while dearer and -dearer[0][0] >= distance:
-                yield heappop(dearer)[2:]
-            heappush(dearer, (-distance / cost, block_id, distance, block))
-        while dearer:
-            yield heappop(dearer)[2:]
 
     def _look_again(self) -> None:
         self._present_until = 0
         self._wait_until_ns = 0
 
-    def _horizon(self) -> int:
-        """How far to look for missing blocks: long enough to meet each that recurs."""
-        return min(self.history.period, 2 * self.history.distinct_count + 32)
-
     def _may_queue(self, device: DeviceSnapshot) -> bool:
-        limit_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
+        limit_nbytes = self._queue_nbytes(device)
         return device.in_flight_count == 0 or (
             device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
         )
 
-    def _missing(self, look: Look) -> Iterator[_Wanted]:
-        """Yield the blocks that will be used and are not there, in the order of use.
+    def _queue_nbytes(self, device: DeviceSnapshot) -> float:
+        share = QUEUE_SHARE_BESIDE if self._at_home.is_open else QUEUE_SHARE
+        return min(QUEUE_NBYTES, device.limit_nbytes * share)
 
-        Notes
-        -----
-        Where nothing is missing is remembered, so that a long run of hits is gone through once.
-        """
-        history = self.history
-        horizon = self._horizon()
-        known = max(0, self._present_until - history.end)
-        seen: set[int] = set()
-        for distance, block_id in history.upcoming(horizon, known):
-            if block_id in seen or look(block_id) is not None:
-                continue
-            if not seen:
-                self._present_until = history.end + distance
-            seen.add(block_id)
+    def _missing(self) -> Iterator[_Wanted]:
+        """Yield the blocks that will be used and are not there, in the order of use."""
+        history, horizon = self.history, horizon_of(self.history)
+        for distance, block_id in self._stock.missing():
+            if distance >= horizon:
+                return
             yield _Wanted(distance, block_id, history.nbytes(block_id))
-        if not seen:
-            self._present_until = history.end + horizon
 
-    def _can_wait(self, device: DeviceSnapshot, look: Look) -> bool:
+    def _to_fetch(self, device: DeviceSnapshot) -> Iterator[_Wanted]:
+        """Yield of the blocks missing those that are not better used at home."""
+        if not self._at_home.is_open:
+            return self._missing()
+        in_time = self._at_home.in_time(device, self._gate, self.history.cursor, self._missing())
+        return starmap(_Wanted, in_time)
+
+    def _wanted(self, device: DeviceSnapshot, look: Look) -> list[_Wanted]:
+        """Return the first blocks to fetch, as many as may be queued."""
+        wanted = list(islice(self._to_fetch(device), self.queue_count))
+        here = [block_id for _, block_id, _ in wanted if look(block_id) is not None]
+        for block_id in here:
+            self._stock.arrive(block_id, self.history.nbytes(block_id))
+        return self._wanted(device, look) if here else wanted
+
+    def _can_wait(self, device: DeviceSnapshot) -> bool:
         """Say whether compute is so far behind the link that no copy has to start yet."""
         if not device.compute_ns:
             return False
         if device.compute_ns < self._wait_until_ns:
             return True
-        queue = ((wanted.distance, wanted.nbytes) for wanted in self._missing(look))
+        queue = ((wanted.distance, wanted.nbytes) for wanted in self._to_fetch(device))
         slack_ns = self._gate.slack_ns(device, self.history.cursor, queue)
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0
@@ -409,12 +313,10 @@ class Flow(Strategy):
         """Choose copies and their victims until the queue is full or the next would do harm."""
         history = self.history
         room_nbytes = device.free_nbytes
-        queue_nbytes = min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
-        queue_nbytes -= device.in_flight_nbytes
+        queue_nbytes = self._queue_nbytes(device) - device.in_flight_nbytes
         queue_count = self.queue_count - device.in_flight_count
-        victims_left = self._at_rest(device, look, newest)
         issued: list[Prefetch] = []
-        coming: list[tuple[int, float]] = []
+        victims_left = self._at_rest(device, look, newest)
         for distance, block_id, nbytes in wanted:
             is_first = not issued and device.in_flight_count == 0
             if len(issued) >= queue_count or (not is_first and nbytes > queue_nbytes):
@@ -426,43 +328,32 @@ class Flow(Strategy):
             while room_nbytes < reserve_nbytes:
                 next_use, victim = next(victims_left, (0.0, None))
                 if victim is None or next_use <= distance:
-                    return self._noted(issued, coming, victims_left)
+                    return self._named(issued)
                 victims.append(victim)
                 room_nbytes += victim.nbytes
             queue_nbytes -= nbytes
-            coming.append((block_id, history.cursor + distance))
             issued.append(Prefetch(block_id, tuple(victim.block_id for victim in victims)))
-        return self._noted(issued, coming, victims_left)
+        return self._named(issued)
 
-    def _noted(
-        self,
-        issued: list[Prefetch],
-        coming: list[tuple[int, float]],
-        victims_left: Generator[tuple[float, BlockSnapshot], None, None],
-    ) -> list[Prefetch]:
-        victims_left.close()  # what it has looked at goes back into the order
+    def _named(self, issued: list[Prefetch]) -> list[Prefetch]:
+        """Name no victim twice: what is still on its way cannot go, and would stop all others."""
         for wish in issued:
             for victim in wish.victims:
-                self._order.forget(victim)
-                self._small_order.forget(victim)
-        for block_id, position in coming:
-            order = self._small_order if block_id in self._small else self._order
-            order.note(block_id, position)
+                self._stock.name(victim)
         return issued
 
     def _at_rest(
         self, device: DeviceSnapshot, look: Look, newest: int
-    ) -> Generator[tuple[float, BlockSnapshot], None, None]:
+    ) -> Iterator[tuple[float, BlockSnapshot]]:
         """Leave out what the last operator uses, if a copy in its place had to wait too long.
 
         The block used last is the one that is used again last: the best victim, once the operator
         is through. Meanwhile the link idles. To spare the block costs a block's bytes per period.
         """
-        dirty_cost = DIRTY_COST
         idle_ns = device.compute_free_ns - max(device.link_free_ns, device.now_ns)
         idle_nbytes = max(0, idle_ns) * device.h2d_bytes_per_s / 1e9
         excess_nbytes = self.history.living_nbytes - device.limit_nbytes
-        for distance, block in self._by_distance(device, look, dirty_cost):
+        for distance, block in self._stock.victims(look, newest):
             if block.last_use == newest and (
                 not device.compute_free_ns or idle_nbytes * excess_nbytes >= block.nbytes**2
             ):

@@ -25,6 +25,9 @@ class Forecaster(Protocol):
     ) -> None:
         """Note that the program uses a block."""
 
+    def expect_the_beginning(self) -> None:
+        """Expect the program to do again what is recorded, from its first access on."""
+
     def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
         """Note that an operator has made a block; say whether it is to be taken for persistent."""
 

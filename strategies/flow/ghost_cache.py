@@ -10,7 +10,7 @@ from collections.abc import Callable
 TOLERATED = 1.05
 #: Bytes that it may then move beyond, in budgets, before it is dropped: while a program is learned
 #: for the first time, and when it has been dropped before.
-PATIENCE = 2.8
+PATIENCE = 2.0
 SECOND_PATIENCE = 1.0
 #: It is followed again when it would have moved at most this share of LRU's bytes.
 CONVINCING = 0.9

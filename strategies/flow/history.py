@@ -116,6 +116,11 @@ class History:
         if len(self._symbols) + self._temporary_count > self.capacity:
             self._trim()
 
+    def expect_the_beginning(self) -> None:
+        """Expect the program to do again what is recorded, from its first access on."""
+        self.cursor = self.start if self._symbols else -1
+        self.leap_count += 1
+
     def birth(self, block_id: int, nbytes: int, place: int = 0) -> bool:
         """Note that an operator has made a block: give it the identity of its allocation site.
 
@@ -189,9 +194,9 @@ class History:
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:
-            self.cursor = self._find_place()
+            before, self.cursor = self.cursor, self._find_place()
             self._substitutions = 0
-            self.leap_count += 1
+            self.leap_count += before >= 0 or self.cursor >= 0
         self._index()
 
     def _set_nbytes(self, block_id: int, nbytes: int) -> None:

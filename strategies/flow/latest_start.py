@@ -35,6 +35,13 @@ class LatestStart:
             del self._spent_ns[: start - self._start]
             self._start = start
 
+    def compute_ns(self, cursor: int, distance: int) -> int:
+        """Return the compute between the access at the cursor and one so far behind it; else 0."""
+        spent_ns, first = self._spent_ns, cursor - self._start
+        if not 0 <= first < len(spent_ns):
+            return 0
+        return spent_ns[min(first + distance, len(spent_ns) - 1)] - spent_ns[first]
+
     def slack_ns(
         self, device: DeviceSnapshot, cursor: int, missing: Iterable[tuple[int, int]]
     ) -> float:

@@ -37,26 +37,29 @@ Result = dict[str, Any]
 
 
 class Bench:
-    """The manager on a small simulated device, under strategies that are shaken."""
+    """The manager on a small device, under strategies that are shaken.
 
-    def __init__(self) -> None:
+    The adapter for real accelerators, over the host, is not told of operators: what is ready there
+    runs in C++ without Python, where that path is on.
+    """
+
+    def __init__(self, device: str) -> None:
         import torch
 
         import torchTensorRef.tensor.install  # noqa: F401 (connects the parts)
         from torchTensorRef import tensorsManager
-        from torchTensorRef.devices.sim.device import SimDevice
-        from torchTensorRef.devices.sim.spec import DeviceSpec
         from torchTensorRef.strategy.choice import make_strategy
 
         from ..support.operator_cases import operators
         from ..support.shaking import Shaken
 
+        is_sim = device == "sim"
         torch.set_num_threads(1)
-        self.strategies = [Shaken(make_strategy(name)) for name in ("genoa", "flow")]
+        names = ("genoa" if is_sim else "lru", "flow")
+        self.strategies = [Shaken(make_strategy(name)) for name in names]
         self.manager = tensorsManager
         self.operators = operators()
-        spec = DeviceSpec(name="bench", capacity_nbytes=BUDGET_NBYTES)
-        tensorsManager.device = SimDevice(spec, poison=True, name="sim:bench")
+        tensorsManager.device = simulated() if is_sim else adapter()
         tensorsManager.budget = BUDGET_NBYTES
 
     def run(self, name: str, samples: int | None) -> Result:
@@ -79,12 +82,33 @@ class Bench:
         }
 
 
-def work(samples: int | None) -> None:
+def simulated() -> Any:
+    """Make the simulated device."""
+    from torchTensorRef.devices.sim.device import SimDevice
+    from torchTensorRef.devices.sim.spec import DeviceSpec
+
+    spec = DeviceSpec(name="bench", capacity_nbytes=BUDGET_NBYTES)
+    return SimDevice(spec, poison=True, name="sim:bench")
+
+
+def adapter() -> Any:
+    """Make the adapter for real accelerators, over the host."""
+    import torch
+
+    from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+
+    device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
+    device.name, device.capacity_nbytes = "adapter:0", 2 * BUDGET_NBYTES
+    device.torch_device = torch.device("cpu")
+    return device
+
+
+def work(samples: int | None, device: str) -> None:
     """Read names of operators from standard input; write a line of JSON for each."""
     import torchTensorRef
 
     with torchTensorRef.disabled():
-        bench = Bench()
+        bench = Bench(device)
         for line in sys.stdin:
             sys.stdout.write(json.dumps(bench.run(line.strip(), samples)) + "\n")
             sys.stdout.flush()
@@ -96,8 +120,10 @@ def work(samples: int | None) -> None:
 class Worker:
     """A process that compares operators, started anew when an operator has taken it down."""
 
-    def __init__(self, samples: int | None) -> None:
-        self._arguments = ["--worker", *(["--samples", str(samples)] if samples else [])]
+    def __init__(self, options: Any) -> None:
+        self._arguments = ["--worker", "--device", options.device]
+        if options.samples:
+            self._arguments += ["--samples", str(options.samples)]
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, name: str) -> Result:
@@ -140,7 +166,7 @@ class Worker:
             self._process.wait()
 
 
-def all_results(names: list[str], processes: int, samples: int | None) -> Iterator[Result]:
+def all_results(names: list[str], options: Any) -> Iterator[Result]:
     """Compare operators in several processes; results come in the order in which they are there."""
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
@@ -148,7 +174,7 @@ def all_results(names: list[str], processes: int, samples: int | None) -> Iterat
         todo.put(name)
 
     def serve() -> None:
-        worker = Worker(samples)
+        worker = Worker(options)
         try:
             while True:
                 done.put(worker.run(todo.get_nowait()))
@@ -157,9 +183,9 @@ def all_results(names: list[str], processes: int, samples: int | None) -> Iterat
         finally:
             done.put(None)
 
-    for _ in range(processes):
+    for _ in range(options.processes):
         threading.Thread(target=serve, daemon=True).start()
-    running = processes
+    running = options.processes
     while running:
         result = done.get()
         if result is None:
@@ -185,7 +211,7 @@ def run(names: list[str], options: Any) -> list[Result]:
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with DONE.open("a" if options.resume else "w") as file, Progress(*columns) as progress:
         task = progress.add_task("operators", total=len(names), completed=len(results))
-        for result in all_results(left, options.processes, options.samples):
+        for result in all_results(left, options):
             file.write(json.dumps(result) + "\n")
             file.flush()
             results.append(result)
@@ -263,6 +289,7 @@ def options_of(arguments: list[str] | None) -> Any:
     parser.add_argument("--samples", type=int, help="of each operator and dtype; default all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on with a run broken off")
+    parser.add_argument("--device", choices=("sim", "adapter"), default="sim")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -271,14 +298,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 unless an operator differs that nobody has explained."""
     options = options_of(arguments)
     if options.worker:
-        work(options.samples)
+        work(options.samples, options.device)
         return 0
     names = options.only.split(",") if options.only else operator_names()
     sys.stdout.write(
         f"{len(names)} operators, {options.processes} processes, {platform.machine()}\n"
     )
     results = run(names, options)
-    if not options.only and options.samples is None:
+    if not options.only and options.samples is None and options.device == "sim":
         PAGE.write_text(page(results))
     passed, refused, failed = totals(results)
     summary = {

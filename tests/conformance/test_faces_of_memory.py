@@ -92,10 +92,7 @@ def test_array_protocols(right):
         own = np.array(x, copy=True)
         x.add_(1)
         return [
-            *[
-                (type(r).__name__.replace("TensorRef", "Tensor"), np.asarray(r).tolist())
-                for r in results
-            ],
+            *[(type(r).__name__, np.asarray(r).tolist()) for r in results],
             shared.tolist(),
             own.tolist(),
             x.__array__(np.float64).dtype.name,

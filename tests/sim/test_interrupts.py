@@ -66,10 +66,10 @@ class Forward:
 class Steps(Training):
     """A step of training: what it writes is written back before it is evicted."""
 
-    nbytes = 8 << 10
+    nbytes = 6 << 10
 
     def __init__(self) -> None:
-        self.model = blocks(2, 16)
+        self.model = blocks(1, 16)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.x = torch.arange(16.0 * 4).view(4, 16).sin()
 
@@ -145,6 +145,7 @@ def cases() -> list[tuple[str, str, str, bool]]:
     return all_of_them if EVERY_LINE else all_of_them[:: len(ERRORS) + 1]
 
 
+@pytest.mark.timeout(3600 if EVERY_LINE else 300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("program", "strategy", "error", "regions"), cases())
 def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, error, regions):

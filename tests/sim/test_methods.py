@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import TensorRef
+from torchTensorRef.memory import core
 from torchTensorRef.operators.plan import ReadyWay, plan_of
 from torchTensorRef.tensor import methods
 from torchTensorRef.tensor.methods import TABLE
@@ -20,6 +21,7 @@ from torchTensorRef.tensor.methods import TABLE
 from ..support.differential import differences
 
 AMPLE_NBYTES = 1 << 24
+pytestmark = pytest.mark.skipif(core.library is not None, reason="in C++ there are no methods")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.base.interrupts import holds_operands
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
@@ -32,8 +33,13 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
     """Run `work(0)`, `work(1)`, ... at once, all beginning together; return what they return."""
     barrier = threading.Barrier(count)
 
+    kernel_threads = torch.get_num_threads()
+
     def begin(number: int) -> Any:
         barrier.wait()
+        torch.set_num_threads(
+            kernel_threads
+        )  # each has a number of its own: other bits with another
         return work(number)
 
     with ThreadPoolExecutor(count) as pool:
@@ -574,4 +580,137 @@ def test_two_fast_operators_do_not_wait_for_each_other(manage, monkeypatch):
     finally:
         residency.holds.announced.clear()
     assert len(waits) == 1
+    assert_idle(manager)
+
+
+def test_operators_go_on_after_an_exchange_that_was_interrupted(manage, monkeypatch):
+    """Memory runs out just when the other threads' operators are told to wait."""
+    manager = manage()
+    ref = manager.adopt(torch.ones(4))
+    books = manager.residency.books
+    reopen, calls = books.reopen, []
+
+    def short_of_memory() -> None:
+        calls.append(1)
+        if len(calls) <= 2:
+            raise MemoryError
+        reopen()
+
+    monkeypatch.setattr(books, "reopen", short_of_memory)
+    with pytest.raises(MemoryError):
+        manager.device = other_devices(9_000)[0]
+    assert len(calls) == 2  # the second one at the end of the exchange, which was left as well
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(contextvars.copy_context().run, lambda: ref + 1).result(20)
+    assert_same(torch.ones(4) + 1, result)
+
+
+def test_a_repair_takes_nothing_from_who_has_repaired_meanwhile(manage, monkeypatch):
+    """A thread's error is noted; before another one repairs, it has done so, and runs on."""
+    manager = manage("lru")
+    ref = manager.adopt(torch.ones(4))
+    residency = manager.residency
+    repair, holds = residency._repair, residency.holds
+    fails, repaired, held = (threading.Event() for _ in range(3))
+    looked = repair._has_lost_copies
+
+    def fail_and_go_on() -> None:
+        with pytest.raises(RuntimeError):
+            _ = ref @ torch.ones(3)
+        fails.set()
+        repaired.wait(20)
+        residency.repair()
+        replicas = residency.acquire(residency.books.main, [ref._ttr_block], [], 0)
+        held.set()
+        go_on.wait(20)
+        pins.append([replica.pins for replica in replicas])
+        residency.release(replicas)
+
+    def let_the_other_go_on(device: Any, idents: Any) -> bool:
+        monkeypatch.setattr(repair, "_has_lost_copies", looked)
+        repaired.set()
+        assert held.wait(20)
+        return looked(device, idents)
+
+    go_on, pins = threading.Event(), []
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(contextvars.copy_context().run, fail_and_go_on)
+        assert fails.wait(20)
+        monkeypatch.setattr(repair, "_has_lost_copies", let_the_other_go_on)
+        residency.repair()
+        assert holds.pins_by_thread
+        go_on.set()
+        other.result(20)
+    assert pins == [[1]]
+    assert_idle(manager)
+
+
+def test_a_repair_leaves_the_operator_around_an_error_what_it_holds(manage):
+    """Within an operator's call another one fails, and is caught; then another thread repairs."""
+    manager = manage("lru")
+    ref, other = manager.adopt(torch.ones(4)), manager.adopt(torch.ones(4))
+    residency = manager.residency
+    inside, repaired = threading.Event(), threading.Event()
+
+    @holds_operands
+    def around() -> list[int]:
+        residency.holds.begin_operator()
+        replicas = residency.acquire(residency.books.main, [ref._ttr_block], [], 0)
+        try:
+            callback()
+            return [replica.pins for replica in replicas]
+        finally:
+            residency.release(replicas)
+            residency.holds.end_operator()
+
+    def callback() -> None:
+        with pytest.raises(RuntimeError):
+            _ = other @ torch.ones(3)
+        inside.set()
+        assert repaired.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(contextvars.copy_context().run, around)
+        assert inside.wait(20)
+        residency.repair()
+        repaired.set()
+        assert result.result(20) == [1]
+    assert_same(torch.ones(4) + 1, other + 1)
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("is_write_back", [True, False], ids=["write back", "evict"])
+def test_what_is_written_while_it_is_copied_home_is_not_lost(manage, monkeypatch, is_write_back):
+    """An evictor has chosen a replica that an operator writes; it copies just before the kernel."""
+    manager = manage("lru")
+    residency = manager.residency
+    ref, plain = manager.adopt(torch.rand(40)) + 1, torch.zeros(40)
+    replica = ref._ttr_block.replicas[residency.books.main]
+    evictor, copier = residency.evictor, residency.copier
+    copy_home, written = copier.write_back, copier.written
+    has_seized, may_copy, has_copied = (threading.Event() for _ in range(3))
+
+    def late(replica: Any, *, wait: bool = True) -> None:
+        has_seized.set()
+        assert may_copy.wait(20)
+        copy_home(replica, wait=True)
+        has_copied.set()
+
+    def just_before_the_kernel(block: Any, device: Any) -> None:
+        written(block, device)
+        if not may_copy.is_set():
+            may_copy.set()
+            has_copied.wait(1)
+
+    monkeypatch.setattr(copier, "write_back", late)
+    monkeypatch.setattr(copier, "written", just_before_the_kernel)
+    act = evictor.try_write_back if is_write_back else lambda r: evictor.evict(r, "a test")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(contextvars.copy_context().run, act, replica)
+        assert has_seized.wait(20)
+        ref.zero_()
+        other.result(20)
+    monkeypatch.undo()
+    manager.bring_all_home()
+    assert_same(plain, ref)
     assert_idle(manager)

@@ -295,7 +295,7 @@ def test_each_answer_of_each_method(manage, method):
         errors: list[StrategyError] = []
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for step in itertools.islice(steps, 6):
+            for step in itertools.islice(steps, 8):
                 try:
                     step(state)
                 except StrategyError as error:
@@ -313,7 +313,7 @@ def test_each_answer_of_each_method(manage, method):
             assert errors or said_of[method]
         asked_count += wrong.asked[method]
     assert asked_count > len(ANSWERS)
-    done = list(itertools.islice(itertools.cycle(STEPS), 6 * len(ANSWERS)))
+    done = list(itertools.islice(itertools.cycle(STEPS), 8 * len(ANSWERS)))
     assert_right(manager, state, take(done, beginning(lambda x: x)))
 
 

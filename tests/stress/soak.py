@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import reprlib
 import signal
 import sys
 import tempfile
@@ -22,8 +23,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef import tensorsManager
+from torchTensorRef import TensorRef, tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 
@@ -48,6 +50,10 @@ PATIENCE_S = 120.0
 #: What the memory of the process may grow by after the first rounds: caches fill, heaps fragment.
 GROWTH_NBYTES = 96 << 20
 WARM_UP_ROUNDS = 2
+#: What is still there after so many looks, a second apart, is a leak.
+LOOKS = 10
+#: What the folders of programs are called.
+FOLDER = "soak-"
 #: Kinds of objects that must not pile up.
 COUNTED = ("Block", "Replica", "TensorRef", "Exposure", "SimEvent", "UntypedStorage")
 
@@ -151,7 +157,7 @@ def exposed(generator: torch.Generator) -> Any:
 def saved(generator: torch.Generator) -> Any:
     """Written to a file and read again."""
     model = drawn_weights(nn.LSTM(8, 16, batch_first=True), generator)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
         path = os.path.join(folder, "weights.pt")
         torch.save(model.state_dict(), path)
         other = nn.LSTM(8, 16, batch_first=True)
@@ -356,7 +362,7 @@ class Left:
 
     objects: dict[str, int]
     resident_nbytes: int
-    handles: int
+    handles: list[str]
     threads: int
     memory_nbytes: int
 
@@ -368,14 +374,48 @@ def look() -> Left:
     tensorsManager.bring_all_home()
     tensorsManager.check()
     process = psutil.Process()
-    kinds = Counter(type(x).__name__ for x in gc.get_objects())
+    kinds = Counter(
+        "TensorRef" if type(x) is TensorRef else type(x).__name__ for x in gc.get_objects()
+    )
     return Left(
         {name: kinds[name] for name in COUNTED},
         tensorsManager.residency.books.main.resident_nbytes,
-        process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),
+        handles_of(process),
         threading.active_count(),
         process.memory_info().rss,
     )
+
+
+def holders(kind: type, depth: int = 6) -> list[str]:
+    """Say who holds the objects of a kind, and who holds those."""
+    found = []
+    for thing in [x for x in gc.get_objects() if type(x) is kind][:3]:
+        chain, at = [], thing
+        for _ in range(depth):
+            mine = {id(sys._getframe()), id(chain), id(found)}
+            others = [x for x in gc.get_referrers(at) if id(x) not in mine and x is not gc]
+            others = [x for x in others if type(x).__name__ != "list_iterator"]
+            if not others:
+                break
+            at = others[0]
+            chain.append(f"{type(at).__name__} {reprlib.repr(at)[:200]} (1 of {len(others)})")
+        found.append(f"{tuple(thing.shape)} is held by " + ", held by ".join(chain))
+    return found
+
+
+def handles_of(process: psutil.Process) -> list[str]:
+    """Name the open file handles, where the system tells; number them elsewhere.
+
+    An interrupt that hits Python's own `rmtree` leaves the number of a folder's handle to nobody.
+    """
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return list(map(str, range(process.num_handles())))
+    found = []
+    for entry in folder.iterdir():
+        with suppress(OSError):  # the one that lists the folder
+            found.append(str(entry.readlink()))
+    return [name for name in found if not Path(name).name.startswith(FOLDER)]
 
 
 def leaks(before: Left, now: Left) -> list[str]:
@@ -385,10 +425,13 @@ def leaks(before: Left, now: Left) -> list[str]:
         for name, count in before.objects.items()
         if now.objects[name] > count
     ]
+    if found:
+        found += holders(TensorRef)
     if now.resident_nbytes:
         found.append(f"{now.resident_nbytes} bytes on the device that belong to nobody")
-    if now.handles > before.handles:
-        found.append(f"{now.handles} file handles, {before.handles} at first")
+    if len(now.handles) > len(before.handles):
+        more = Counter(now.handles) - Counter(before.handles)
+        found.append(f"{len(now.handles)} file handles, {len(before.handles)} at first: {more}")
     if now.threads > before.threads:
         found.append(f"{now.threads} threads, {before.threads} at first")
     if now.memory_nbytes > before.memory_nbytes + GROWTH_NBYTES:
@@ -437,8 +480,13 @@ def soak(minutes: float, seed: int, interrupts: Interrupts | None) -> tuple[Tall
             now = look()
             if rounds == WARM_UP_ROUNDS:
                 first = now
-            if first is not None:
-                tally.leaks += leaks(first, now)
+            for _ in range(LOOKS):
+                found = [] if first is None else leaks(first, now)
+                if not found:
+                    break
+                time.sleep(1)  # a thread of the pool may not have let go of its last call yet
+                now = look()
+            tally.leaks += found
             done = sum(tally.programs.values())
             at = minutes * 60 - (end - time.perf_counter())
             progress.update(task, completed=at, description=f"soak: {done} programs")

@@ -200,6 +200,7 @@ class CacheModel:
             self._copy_out(block_id)
             self._freed_ns = max(self._freed_ns, self._d2h_free_ns)
         self._release(block_id)
+        self.strategy.on_evict(block_id)
 
     # -- copies ------------------------------------------------------------------------------
 

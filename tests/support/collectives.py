@@ -72,7 +72,7 @@ def train(rank):
         optimizer.step()
         out[f"loss {step}"] = loss.detach() + 0
     out["weight"] = model[0].weight.detach() + 0
-    return type(model[0].weight).__name__
+    return "ref" if hasattr(model[0].weight, "proxyInfo") else "plain"
 
 
 if __name__ == "__main__":

@@ -60,8 +60,25 @@ def ends_of_with(code: CodeType) -> frozenset[int]:
     )
 
 
+@functools.cache
+def is_ours(code: CodeType) -> bool:
+    """Whether a function is one of the package's."""
+    name = code.co_filename
+    return name.startswith((PACKAGE, STRATEGIES)) and not name.endswith("interrupts.py")
+
+
+@functools.cache
+def lines_in(code: CodeType) -> frozenset[int | None]:
+    """Return the lines of a function."""
+    return frozenset(line for _, _, line in code.co_lines())
+
+
 class Tracer:
-    """Sees every line of the package that this thread passes, and may do something at one."""
+    """Sees every line of the package that this thread passes, or does something at one place.
+
+    Python calls it for each line that it follows: where it waits for one place, it follows only
+    the functions that have it.
+    """
 
     def __init__(self, act: Callable[[], None] | None = None, place: Place | None = None) -> None:
         self.passed: dict[Place, int] = {}
@@ -71,22 +88,29 @@ class Tracer:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Trace calls of functions of the package only."""
-        name = frame.f_code.co_filename
-        is_ours = name.startswith((PACKAGE, STRATEGIES)) and not name.endswith("interrupts.py")
-        return self._local if is_ours else None
+        code = frame.f_code
+        if self._place is None:
+            return self._note if is_ours(code) else None
+        file, line, _ = self._place
+        may_pass = code.co_filename == file and line in lines_in(code)
+        return self._wait if may_pass and not self.has_acted else None
 
-    def _local(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event not in ("line", "return") or self.has_acted:
-            return self._local
-        if frame.f_lasti in ends_of_with(frame.f_code):
-            return self._local
-        place = (frame.f_code.co_filename, frame.f_lineno, event)
-        if self._act is None:
+    def _note(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event in ("line", "return") and frame.f_lasti not in ends_of_with(frame.f_code):
+            place = (frame.f_code.co_filename, frame.f_lineno, event)
             self.passed[place] = self.passed.get(place, 0) + 1
-        elif place == self._place:
+        return self._note
+
+    def _wait(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if (
+            not self.has_acted
+            and (frame.f_code.co_filename, frame.f_lineno, event) == self._place
+            and frame.f_lasti not in ends_of_with(frame.f_code)
+        ):
             self.has_acted = True
+            assert self._act is not None
             self._act()
-        return self._local
+        return self._wait
 
     @contextmanager
     def watching(self) -> Iterator[None]:

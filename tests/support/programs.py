@@ -242,3 +242,20 @@ def state_of(model: nn.Module, optimizer: Any) -> list[Any]:
         list(model.buffers()),
         [[state[name] for name in sorted(state)] for state in states],
     ]
+
+
+def linears(manager: Any, count: int = 8, width: int = 64) -> nn.Module:
+    """Make a managed row of layers, `count` times `width` squared floats; see `sweep`."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+    return manager.adopt(model)  # type: ignore[no-any-return]
+
+
+def sweep(model: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+    """Send something through a row of layers so many times, without gradients."""
+    with torch.no_grad():
+        for _ in range(count):
+            for layer in model.layers:
+                x = torch.tanh(layer(x))
+    return x

@@ -32,6 +32,7 @@ class Shaken(Strategy):
 
     def __init__(self, inner: Strategy, seed: int = 0, share: float = 0.3) -> None:
         self.inner = inner
+        self.mixes_devices = inner.mixes_devices
         self.name = f"shaken-{inner.name}"
         self._random = random.Random(seed)
         self._share = share

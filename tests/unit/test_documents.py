@@ -60,7 +60,9 @@ def blocks(path: Path) -> str:
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/strategies.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/quickstart.md", "docs/strategies.md", "docs/einsum.md"]
+)
 def test_examples_run(name, tmp_path):
     """In a process of their own, because they begin with the imports."""
     program = tmp_path / "example.py"

@@ -18,7 +18,7 @@ STRATEGIES = ROOT / "strategies"
 ROOT_FILES = {"__init__", "__main__", "_version"}
 
 #: What `ls torchtensorref` may show at most; `py.typed` is one of the files.
-MOST_FOLDERS, MOST_FILES = 11, 4
+MOST_FOLDERS, MOST_FILES = 12, 4
 
 #: Modules that may know less than their folder, and what is left to them.
 STRICTER = {"inject.hooks": {"base"}}
@@ -27,7 +27,10 @@ STRICTER = {"inject.hooks": {"base"}}
 WITHOUT_TORCH_FOLDERS = ("base", "strategy")
 
 #: Modules of 400 lines or more, waiting to be split where it hurts. The list may only get shorter.
-STILL_TOO_LONG: set[str] = {"strategies.flow.flow"}
+STILL_TOO_LONG: set[str] = set()
+
+#: Folders without a module: caches, and the sources in C++, which are packaged as data.
+NO_PACKAGES = {"__pycache__", "csrc"}
 
 #: The part of us that a strategy may know.
 FOR_STRATEGIES = {"strategy", "base.errors", "base.units"}
@@ -323,7 +326,8 @@ def test_setup_lists_every_package():
     found = {}
     for name, root in (("torchTensorRef", PACKAGE), ("torchTensorRef.strategies", STRATEGIES)):
         for path in (root, *root.rglob("*")):
-            if path.is_dir() and path.name != "__pycache__":
+            is_package = path.is_dir() and path.name not in NO_PACKAGES
+            if is_package:
                 found[".".join((name, *path.relative_to(root).parts))] = path
     assert sorted(listed) == sorted(found)
     assert [name for name, path in found.items() if not (path / "__init__.py").exists()] == []

@@ -20,14 +20,18 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from ..base.activation import watch
 from ..interception.entry import dispatch
 from ..interception.guards import may_bypass, may_exchange_formula, records_gradient
+from ..interception.onlookers.passing import pass_onlookers
 from ..interception.ready_path import SLOW, WAYS
 from ..interception.tracebacks import hides, shorten
+from ..interception.watched_path import run_promised, run_watched
+from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
 from ..memory.ref import TensorRef
-from ..operators.plan import plan_of
+from ..operators.plan import OpPlan, plan_of
 from ..operators.table import ROWS
 from .formulas import (
     Treatment,
@@ -143,6 +147,7 @@ def composites_with_out() -> list[str]:
 
 
 _is_grad_enabled = torch.is_grad_enabled
+_function_modes = torch._C._len_torch_function_stack
 
 
 def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
@@ -158,6 +163,12 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
         try:
             if not is_noted and may_bypass(function_modes=False):
                 result = way(plan, args, kwargs)
+                if result is SLOW and not _function_modes():
+                    result = run_watched(plan, args, kwargs)
+                if result is not SLOW:
+                    return result
+            elif not is_noted and _is_only_looked_on_at():
+                result = pass_onlookers(plan, args, kwargs, _ready_or_slow)
                 if result is not SLOW:
                     return result
             with torch._C._ExcludeDispatchKeyGuard(KEYS):
@@ -168,6 +179,22 @@ def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
             raise
 
     return kernel
+
+
+def _is_only_looked_on_at() -> bool:
+    """Whether the operator may run here but for somebody who wants to be told of it."""
+    return (
+        watch.on
+        and not (watch.takes_apart or torch._C._is_tracing())
+        and may_bypass(function_modes=False, observers=False)
+    )
+
+
+def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
+    result = WAYS[plan.ready_way](plan, args, kwargs)
+    if result is SLOW and not _function_modes():
+        result = run_watched(plan, args, kwargs)
+    return run_promised(plan, args, kwargs) if result is SLOW else result
 
 
 def _whole_batches(multiply: Treatment) -> Treatment:
@@ -265,13 +292,17 @@ FIRST: dict[OpOverload, Callable[[Treatment], Treatment]] = {aten.matmul.default
 
 def install() -> Callable[[], None]:
     """Register the table with torch, for tensors that carry our key; return what undoes it."""
-    everything = torch.library.Library("_", "IMPL", KEY_NAME)
-    everything.fallback(torch.library.fallthrough_kernel)
     ours = torch.library.Library("aten", "IMPL", KEY_NAME)
-    for op, treatment, _ in TABLE:
-        ours.impl(op, functools.partial(_below_our_key, treatment))
+    for op, treatment, reason in TABLE:
+        # In C++ a TensorRef is no subclass to torch: what is left is what reads addresses.
+        if core.library is None or reason is _POINTER:
+            ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
+    if core.library is not None:
+        return ours._destroy
+    everything = torch.library.Library("_", "IMPL", KEY_NAME)
+    everything.fallback(torch.library.fallthrough_kernel)
     for op in (row.op for row in ROWS if row.peak_nbytes is not None):
         kernel = ahead(op, _arguments)
         ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,8 @@ from typing import Any
 #: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
 is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
 
+#: What makes a factory's result without bytes, inside `promising()`; None: it makes its bytes.
+making: ContextVar[Callable[..., Any] | None] = ContextVar("torchTensorRef.making", default=None)
 
 #: Called with the manager once its devices are open.
 when_open: list[Callable[[Any], None]] = []
@@ -19,10 +22,38 @@ when_plain: list[Callable[[Any], None]] = []
 
 
 class Watch:
-    """Whether somebody wants to see every operator: the ready path reads this one attribute."""
+    """Whether somebody wants to see every operator: the ready path reads `on`, and nothing else.
+
+    Attributes
+    ----------
+    on : bool
+        Somebody looks on: every operator passes `interception/onlookers`.
+    takes_apart : bool
+        He may change what an operator does, so that composite ones come in their parts.
+    is_slow : bool
+        Every operator takes the slow path: a check or a trace is in it.
+    """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.takes_apart = self.is_slow = False
+        #: Told of `on` when somebody has said what he wants: who keeps a copy of it (C++).
+        self.listeners: list[Callable[[bool], None]] = []
+        self._lock = threading.Lock()
+        self._wanted: dict[str, tuple[bool, bool]] = {}
+
+    def want(
+        self, who: str, wanted: bool, *, takes_apart: bool = False, is_slow: bool = False
+    ) -> None:
+        """Note what one of those who may look on wants, in the place of what he has wanted."""
+        with self._lock:
+            self._wanted.pop(who, None)
+            if wanted:
+                self._wanted[who] = (takes_apart, is_slow)
+            self.takes_apart = any(apart for apart, _ in self._wanted.values())
+            self.is_slow = any(slow for _, slow in self._wanted.values())
+            self.on = bool(self._wanted)
+            for listener in self.listeners:
+                listener(self.on)
 
 
 watch = Watch()

@@ -76,6 +76,20 @@ class ConfigError(TensorRefError, ValueError):
     nearest: str | None = None  # the known name that looks most like it
 
 
+class NanError(TensorRefError, FloatingPointError):
+    """An operator has made a NaN of operands that had none (`NanGuard`).
+
+    Cause: a number too large for its dtype, 0/0, the logarithm of a negative number, a mask that
+    leaves nothing.
+
+    Cure: look at the operator and the module that the message names, and at the operands' values
+    there. The result has been thrown away.
+    """
+
+    operator: str = ""  # its full name
+    module: str = ""  # the path of the module that called it, where that is known
+
+
 class StrategyError(TensorRefError):
     """A strategy does not keep its contract.
 
@@ -148,6 +162,21 @@ class LostError(TensorRefError, RuntimeError):
     """
 
     block: str = ""  # its short name, as in stories
+
+
+class PromisedError(TensorRefError, RuntimeError):
+    """A value was asked of a promise, which has none yet.
+
+    Cause: inside `torchTensorRef.promising()`, or of a promise made there, a program reads a number
+    (`item`, `tolist`, `numpy`, `if x:`), or runs an operator whose result has a shape that depends
+    on values (`nonzero`, `unique`, a mask as an index).
+
+    Cure: `ref.fulfil()` computes it, where what it depends on has values. Or answer:
+    `promising(values={"item": 3})`, or a policy for all: `values="zeros"`, `"random"`, `"compute"`.
+    """
+
+    op: str = ""  # the operator that asked
+    where: str = ""  # file and line of the program
 
 
 class InvariantError(TensorRefError):

@@ -42,7 +42,11 @@ PATIENCE_S = 1.0
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 #: Of ours, and yet no reason to wait: these files run programs, and this one runs handlers.
-_PROGRAMS = (os.path.join(_PACKAGE, "diagnostics") + os.sep, __file__)
+_PROGRAMS = (
+    os.path.join(_PACKAGE, "diagnostics") + os.sep,
+    os.path.join(_PACKAGE, "__main__.py"),
+    __file__,
+)
 #: Callbacks of dying objects: Python prints what is raised there and goes on.
 _SWALLOWING_FILES = tuple(
     os.path.join(os.path.dirname(os.__file__), name) for name in ("weakref.py", "_weakrefset.py")
@@ -122,6 +126,8 @@ class _Noted:
     def forget(self, signum: int) -> None:
         """Drop what has waited for the same signal: it is about to be handled."""
         self.waiting = deque(noted for noted in self.waiting if noted[1] != signum)
+        if not self.waiting:
+            self.within = None  # a frame holds all that it and its callers hold
 
     def note(self, handler: Callable[..., Any], signum: int, section: FrameType) -> None:
         """Call a handler when the frame that has called ours goes on."""

@@ -67,6 +67,17 @@ def one_of(*known: str) -> Callable[[str], str]:
     return parse
 
 
+def word(*known: str) -> Callable[[str], str]:
+    """Read one of these words; of another, say which one was probably meant."""
+
+    def parse(text: str) -> str:
+        if text.strip() not in known:
+            raise BadValueError(did_you_mean(text.strip(), known).removesuffix("."))
+        return text.strip()
+
+    return parse
+
+
 def prefixes(text: str) -> tuple[str, ...]:
     """Read names of modules, separated by commas."""
     found = tuple(part.strip() for part in text.split(",") if part.strip())

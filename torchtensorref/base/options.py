@@ -6,6 +6,7 @@ The table is the class `Settings`: one field, one row. `docs/environment.md` is 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ __all__ = [
     "read",
     "settings",
 ]
+
+_log = logging.getLogger("torchTensorRef")
 
 PREFIX = "TTR_"
 
@@ -118,6 +121,15 @@ class Settings:
         "leave our frames out of what torch raises for a program's own mistake; show them",
         "none",
     )
+    core: str = _row(
+        "python",
+        texts.one_of("python", "c++"),
+        "python, c++",
+        "run operators on ready operands without Python, by a library in C++ that is built once "
+        "where it is used (`torchtensorref build`)",
+        "none",
+        instead="",
+    )
     strategy: str | None = _row(
         None,
         texts.name,
@@ -125,6 +137,14 @@ class Settings:
         "choose the strategy",
         "none",
         instead="tensorsManager.strategy = ...",
+    )
+    placement: str = _row(
+        "auto",
+        texts.word("auto", "hybrid", "accelerator"),
+        "auto, hybrid, accelerator",
+        "compute operators whose weights are at home there when that ends sooner: where the "
+        "machine says how fast its host is; wherever it pays; never",
+        "hybrid: last bits may differ on a real accelerator",
     )
     device: str | None = _row(
         None,
@@ -258,37 +278,40 @@ def read(environ: Mapping[str, str]) -> Settings:
     Raises
     ------
     ConfigError
-        For a ``TTR_`` variable that does not exist, naming the nearest one that does, and
-        for a value that is not understood. A mistyped switch that does nothing costs a day.
-        Not with ``TTR_DISABLE=1``, which has nothing of ours stand in the way: such ones are
-        then as good as not set.
+        For a value that is not understood. Not with ``TTR_DISABLE=1``, which has nothing of
+        ours stand in the way: such ones are then as good as not set.
+
+    Notes
+    -----
+    A ``TTR_`` variable that does not exist may be somebody else's, and no program may die of it:
+    that is said to the logger, naming the nearest that does exist. A mistyped switch that does
+    nothing and says nothing costs a day.
     """
     values: dict[str, Any] = {}
-    _read_one("TTR_DISABLE", environ.get("TTR_DISABLE", ""), values)
-    for variable, text in environ.items():
-        if not variable.startswith(PREFIX):
-            continue
+    by_variable = {option.variable: option for option in OPTIONS.values()}
+    given = {name: text.strip() for name, text in environ.items() if name.startswith(PREFIX)}
+    given = {"TTR_DISABLE": given.pop("TTR_DISABLE", ""), **given}  # first: it decides on the rest
+    for variable, text in given.items():
+        option = by_variable.get(variable)
         try:
-            _read_one(variable, text, values)
+            if option is None:
+                _say_unknown(variable, by_variable, is_disabled=values.get("disable", False))
+            elif text:
+                values[option.name] = option.parse(text)
         except ConfigError:
             if not values.get("disable"):
                 raise
     return Settings(**values)
 
 
-def _read_one(variable: str, text: str, values: dict[str, Any]) -> None:
-    by_variable = {option.variable: option for option in OPTIONS.values()}
-    option = by_variable.get(variable)
-    if option is None:
-        raise ConfigError(
-            f"The environment variable {variable} is not one of ours. "
-            + did_you_mean(variable, by_variable),
-            name=variable,
-            known=tuple(by_variable),
-            nearest=nearest(variable, by_variable),
+def _say_unknown(variable: str, known: Mapping[str, Option], *, is_disabled: bool) -> None:
+    # By the logger: a warning could be an error, and stop the program after all.
+    if not is_disabled:
+        _log.warning(
+            "torchTensorRef: the environment variable %s is none of ours, and does nothing. %s",
+            variable,
+            did_you_mean(variable, known),
         )
-    if text.strip():
-        values[option.name] = option.parse(text)
 
 
 #: What holds now, in the whole process. Always this object: its attributes change.
@@ -302,7 +325,8 @@ def _apply(values: Mapping[str, Any]) -> None:
     before = dataclasses.replace(settings)
     for name, value in values.items():
         setattr(settings, name, value)
-    watch.on = settings.check >= 2 or settings.shadow or settings.trace >= 3
+    is_looked_at = settings.check >= 2 or settings.shadow or settings.trace >= 3
+    watch.want("settings", is_looked_at, takes_apart=True, is_slow=True)
     for listener in listeners:
         listener(before)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from .errors import nearest
 from .options import OPTIONS
 
-__all__ = ["MANAGER_SETTINGS", "PublicModule"]
+__all__ = ["MANAGER_SETTINGS", "LazyModule", "PublicModule"]
 
 #: What may be set on `tensorsManager`.
-MANAGER_SETTINGS = ("budget", "device", "regions", "strategy")
+MANAGER_SETTINGS = ("budget", "device", "middlewares", "placement", "regions", "strategy")
 
 #: Public names that are told things, and are not exchanged for them.
 _TOLD = {
@@ -38,6 +40,32 @@ class PublicModule(ModuleType):
                 obj=self,
             )
         super().__setattr__(name, value)
+
+
+class LazyModule(ModuleType):
+    """A public module whose parts lie elsewhere, and are loaded when one is first asked for.
+
+    Parameters
+    ----------
+    name : str
+        The name under which programs import it.
+    load : Callable
+        Loads the module that has its parts, and returns it.
+    """
+
+    def __init__(self, name: str, load: Callable[[], ModuleType]) -> None:
+        super().__init__(name)
+        self.__load = load
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a part; what Python itself asks every module for loads nothing."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self.__load(), name)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of the parts."""
+        return list(self.__load().__all__)
 
 
 def way_out(name: str, public: list[str]) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from .base import DONE, Device, DoneEvent, Event
 from .host.device import HostDevice
 from .registry import default_name, known_devices, reset, resolve
+from .sim.cards import SPECS
 from .sim.device import SimDevice
-from .sim.spec import SPECS, DeviceSpec
+from .sim.spec import DeviceSpec
 
 __all__ = [
     "DONE",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .clocks import Clocks, Stopwatch
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +20,7 @@ __all__ = [
     "Device",
     "DoneEvent",
     "Event",
+    "Stopwatch",
     "bytes_of",
     "empty_bytes",
     "fill_bytes",
@@ -26,13 +30,12 @@ __all__ = [
 
 
 class Event(Protocol):
-    """A point in a device's work; it *fires* when the work before it is finished.
+    """A point in a device's work; it *fires* when the work before it is finished."""
 
-    Attributes
-    ----------
-    end_ns : int
-        When it fires, on the device's clock; 0 where that is not known.
-    """
+    @property
+    def start_ns(self) -> int:
+        """When the copy began that it is the end of; 0 for others, and where it is not known."""
+        ...
 
     @property
     def end_ns(self) -> int:
@@ -53,9 +56,9 @@ class Event(Protocol):
 
 
 class DoneEvent:
-    """An event that fired before it was made."""
+    """The event of work that was finished at once."""
 
-    end_ns = 0
+    start_ns = end_ns = 0
 
     def is_done(self) -> bool:
         """Whether it has fired: always."""
@@ -68,21 +71,7 @@ class DoneEvent:
         """Nothing to wait for."""
 
 
-#: The event of work that was finished at once.
 DONE = DoneEvent()
-
-
-class Clocks(NamedTuple):
-    """What a device tells of its engines; zeros where it does not measure them."""
-
-    #: Time that the operators issued so far take, waiting not counted.
-    compute_ns: int = 0
-    #: When compute will be through with them, and when the copy engine towards the device is free.
-    compute_free_ns: int = 0
-    link_free_ns: int = 0
-    d2h_free_ns: int = 0
-    h2d_bytes_per_s: float = 12e9
-    d2h_bytes_per_s: float = 12e9
 
 
 class Device(ABC):
@@ -114,6 +103,8 @@ class Device(ABC):
     is_host: bool = False
     #: What counts it for us. Kept here: it lives as long as somebody may ask for it.
     ledger: Any = None
+    #: What dying replicas leave, to be taken off the books: of all devices that are used together.
+    graveyard: deque[Any] = deque()  # noqa: RUF012 - one for all, unless a device is given another
     #: Its time is virtual: it must be told what operators cost (`after_operator`, `charge`), and
     #: that the host waits for a number which the program reads.
     has_virtual_clock: bool = False
@@ -132,6 +123,8 @@ class Device(ABC):
     is_witness: bool = False
     #: `empty` may follow a `copy_out` at once: the bytes are kept until the copy has read them.
     keeps_leaving_bytes: bool = False
+    #: It is known how fast its host's kernels are.
+    knows_host: bool = False
     #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
 
@@ -323,6 +316,10 @@ class Device(ABC):
         """When its engines are free, and what they have done."""
         return Clocks()
 
+    def stopwatch(self) -> Stopwatch | None:
+        """Start to measure what compute is given from now on; None where it cannot be measured."""
+        return None
+
     @abstractmethod
     def now_ns(self) -> int:
         """The host's clock as this device sees it."""
@@ -355,8 +352,7 @@ def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 
 def bytes_of(base: Tensor) -> Tensor:
     """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
-    storage = base.untyped_storage()
-    return _alias(base, 0, storage.nbytes())
+    return _alias(base, 0, storage_nbytes(base))
 
 
 def _alias(tensor: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
@@ -383,15 +379,17 @@ def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = Fals
     """Copy the bytes of one dense tensor over those of another, equally large one."""
     import torch
 
-    target, origin = _bytes_in(destination), _bytes_in(source)
+    target, origin = destination.untyped_storage(), source.untyped_storage()
+    if target.nbytes() == source.numel() * source.element_size() == origin.nbytes():
+        target.copy_(origin, non_blocking)
+        return
     with torch._C.DisableTorchFunction():
-        target.copy_(origin, non_blocking=non_blocking)
+        _bytes_in(destination).copy_(_bytes_in(source), non_blocking=non_blocking)
 
 
 def fill_bytes(tensor: Tensor, value: int) -> None:
     """Set each byte of a dense tensor."""
     import torch
 
-    target = _bytes_in(tensor)
     with torch._C.DisableTorchFunction():
-        target.fill_(value)
+        _bytes_in(tensor).fill_(value)

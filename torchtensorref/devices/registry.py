@@ -10,10 +10,11 @@ from ..base.errors import ConfigError, did_you_mean, nearest
 from ..base.options import settings
 from .base import Device
 from .host.device import HostDevice
+from .sim.cards import DEFAULT_SPEC_NAME, SPECS
 from .sim.device import SimDevice
 from .sim.faults import FaultPlan
 from .sim.machine import Machine
-from .sim.spec import DEFAULT_SPEC_NAME, SPECS, DeviceSpec
+from .sim.spec import DeviceSpec
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ REAL_KINDS = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mps": "mps"}
 _lock = threading.RLock()
 _devices: dict[str, Device] = {}
 #: One virtual host for all simulated devices whose specs describe the same host.
-_machines: dict[tuple[float, float], Machine] = {}
+_machines: dict[tuple[float, float, float | None], Machine] = {}
 #: Specs that users gave, by the first part of their device's name.
 _given: dict[str, DeviceSpec] = {}
 
@@ -53,6 +54,8 @@ def resolve(what: str | torch.device | DeviceSpec | Device) -> Device:
         torch lacks and what to do.
     """
     if isinstance(what, Device):
+        if isinstance(what, SimDevice) and what.knows_host:
+            _plug_in(what)
         return what
     with _lock:
         if isinstance(what, DeviceSpec):
@@ -149,13 +152,22 @@ def _simulated_from(spec: DeviceSpec) -> Device:
     return resolve(f"sim:{key}")
 
 
+def _plug_in(device: SimDevice) -> None:
+    """Charge what runs at home to the host of a device that a user has made."""
+    host = resolve("cpu")
+    assert isinstance(host, HostDevice)
+    host.plug_in(device.machine)
+
+
 def _simulate(spec: DeviceSpec, index: int, name: str) -> Device:
-    host_figures = (spec.host_memory_bytes_per_s, spec.host_flops_per_s)
+    host_figures = (
+        spec.host_memory_bytes_per_s,
+        spec.host_flops_per_s,
+        spec.host_kernel_bytes_per_s,
+    )
     machine = _machines.get(host_figures)
     if machine is None:
-        machine = _machines[host_figures] = Machine(
-            memory_bytes_per_s=spec.host_memory_bytes_per_s, flops_per_s=spec.host_flops_per_s
-        )
+        machine = _machines[host_figures] = Machine.of(spec)
         host = resolve("cpu")
         assert isinstance(host, HostDevice)
         host.machines.append(machine)

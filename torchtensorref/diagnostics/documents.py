@@ -17,8 +17,9 @@ ENVIRONMENT_HEAD = """\
 # Environment
 
 Every switch of torchTensorRef is a variable that begins with `TTR_`. They are read once, when
-torchTensorRef is imported. One that does not exist, or whose value is not understood, is refused
-with the nearest name that does; one that is empty counts as not set.
+torchTensorRef is imported. A value that is not understood is refused, with what would be. A name
+that does not exist may be somebody else's: it is said once, with the nearest that does, and nothing
+else happens. An empty one counts as not set.
 
 Most can also be set for a part of a program:
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .._version import __version__
+from ..base import core_build
 from ..base.options import OPTIONS, PREFIX, settings
 from ..base.units import format_nbytes
 from ..inject import hooks
@@ -39,6 +40,7 @@ def report() -> str:
     sections: tuple[tuple[str, Callable[[], Iterator[str]]], ...] = (
         ("beside", _companions),
         ("torch", _torch),
+        ("core", _core),
         ("hook", _hook),
         ("patches", _patches),
         ("taken", _taken),
@@ -81,6 +83,14 @@ def _torch() -> Iterator[str]:
     built = torch.version.cuda or torch.version.hip
     kind = f"built with {'cuda' if torch.version.cuda else 'hip'} {built}" if built else "CPU build"
     yield f"{torch.__version__}, {kind}, {torch.get_num_threads()} threads"
+
+
+def _core() -> Iterator[str]:
+    if "torch" in sys.modules and not settings.disable:
+        yield f"operators: {hooks.load('.memory.core').path_in_words()}"
+    elif settings.core == "python":
+        yield "operators: Python (TTR_CORE=python)"
+    yield f"library in C++: {core_build.of_this_process().state}"
 
 
 def _hook() -> Iterator[str]:

@@ -12,7 +12,9 @@ import builtins
 import importlib.util
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -20,32 +22,33 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 from zipfile import is_zipfile
 
+from .._version import __version__
 from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, TensorRefError, nearest
 from ..base.event_sinks import say
 from ..base.option_parsers import BadValueError, file_to_write
 from ..base.options import OPTIONS, settings
 from ..devices.registry import REAL_KINDS, known_names
-from ..devices.sim.spec import SPECS
+from ..devices.sim.cards import SPECS
 from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
-from . import children
+from . import children, looking_on
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
+#: They end a process, and Python lets them.
+ENDING_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 #: Options that take no value.
-FLAGS = ("-h", "--help", "--no-children")
+FLAGS = ("-h", "--help", "--no-children", "--live", "--progress")
+#: As a budget: what is free there; the report says how much would have been needed.
+AUTO = "auto"
 #: Where a report goes that goes to no file.
 PLACES = ("stderr", "none")
 #: From our options to the settings that they are.
-SETTING_OF = {
-    "device": "device",
-    "budget": "budget",
-    "strategy": "strategy",
-    "inject_to": "inject_to",
-    "exclude": "exclude",
-    "trace": "trace_file",
-}
+_OF_SAME_NAME = ("device", "budget", "strategy", "placement", "inject_to", "exclude")
+SETTING_OF = {name: name for name in _OF_SAME_NAME} | {"trace": "trace_file"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,18 +63,24 @@ def main(arguments: Sequence[str]) -> int:
     chosen = _parser().parse_args(ours)
     try:
         where = report_place(chosen.report)
+        if chosen.timeline is not None:
+            chosen.timeline = file_to_write(chosen.timeline)
         apply(chosen)
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
         check_known([*injectTo, *injectTo.excluded])  # now its own modules are found, too
-    except TensorRefError as error:
+    except (TensorRefError, BadValueError) as error:
         say(f"torchtensorref: {error}")
         return BAD_USAGE
     if not (chosen.no_children or settings.disable):
         children.prepare(variables_of(chosen), budget_is_each=chosen.budget_per_process is not None)
     if where != "none" and not settings.disable:
-        atexit.register(write_report, where, os.getpid())
+        about = {"version": __version__, "arguments": list(arguments)}
+        ending = Ending(where, about)
+        ending.begin()
+    if not settings.disable:
+        looking_on.begin(chosen)
     execute(code, main_module)
     return 0
 
@@ -97,13 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", help="the accelerator: cuda, mps, sim, sim:rtx3060, ... (what torch finds)")
-    add("--budget", help="most bytes it may hold: 6GiB, 25%% (what is free)")
+    add("--budget", help="most bytes it may hold: 6GiB, 25%%, auto: what is free (auto)")
     add("--budget-per-process", metavar="BUDGET", help="so much for it and each of its children")
     add("--strategy", help="what stays there: a strategy's name")
+    add("--placement", help="accelerator: no operator is computed at home to save time (auto)")
     add("--inject-to", help="packages whose names taken from torch are rebound")
     add("--exclude", help="modules that keep plain tensors")
     add("--report", default="stderr", help="stderr, none, or a file; .json for numbers (stderr)")
     add("--trace", metavar="FILE", help="write what happened to the blocks there, as JSON lines")
+    add("--timeline", metavar="FILE", help="write a Chrome trace there, for ui.perfetto.dev")
+    add("--live", action="store_true", help="show a panel, where stderr is a terminal")
+    add("--progress", action="store_true", help="write a line to stderr every two seconds")
     add("--no-children", action="store_true", help="leave its Python children plain")
     return parser
 
@@ -117,6 +130,8 @@ def apply(chosen: argparse.Namespace) -> None:
         if chosen.budget is not None:
             raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
         chosen.budget = chosen.budget_per_process
+    if chosen.budget == AUTO:
+        chosen.budget = None
     values = {
         name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
         for flag, name in SETTING_OF.items()
@@ -285,16 +300,54 @@ def report_place(text: str) -> str:
         raise ConfigError(f"--report={text!r} is not understood: {why}.", name=text) from None
 
 
-def write_report(where: str, pid: int) -> None:
+class Ending:
+    """The report at the end of a run, however it ends: by itself, an error, or a signal.
+
+    Parameters
+    ----------
+    where : str
+        As `report_place` has read it.
+    about : dict
+        What a report in JSON says of the run itself.
+    """
+
+    def __init__(self, where: str, about: dict[str, Any]) -> None:
+        self._where = where
+        self._about = about
+        self._pid = os.getpid()
+        self._began_ns = time.perf_counter_ns()
+        self._is_written = False
+
+    def begin(self) -> None:
+        """Have it written at exit, and at signals that would end the process without one."""
+        atexit.register(self.write)
+        for signum in ENDING_SIGNALS:
+            if signal.getsignal(signum) is signal.SIG_DFL:
+                signal.signal(signum, self._on_signal)
+
+    def write(self) -> None:
+        """Write it, once."""
+        if os.getpid() == self._pid and not self._is_written:
+            self._is_written = True
+            wall_ns = time.perf_counter_ns() - self._began_ns
+            write_report(self._where, {**self._about, "wall_ns": wall_ns})
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        if os.getpid() == self._pid:
+            self.write()
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+
+def write_report(where: str, about: dict[str, Any]) -> None:
     """Say what happened, where the user asked for it; a failure to do so is told, never raised."""
-    if os.getpid() != pid:
-        return  # a forked child that ended as a program does
     manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
     opened = manager is not None and manager._residency is not None
     if where == "stderr" and opened and settings.trace >= 1 and not children.children_of_this_run():
         return  # a trace ends with the same words
     try:
-        text = report_of(manager if opened else None, as_json=where.endswith(".json"))
+        as_json = where.endswith(".json")
+        text = report_of(manager if opened else None, as_json=as_json, about=about)
     except Exception as error:
         say(f"torchtensorref: no report: {type(error).__name__}: {error}")
         return
@@ -323,11 +376,15 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def report_of(manager: Any | None, *, as_json: bool) -> str:
+def report_of(manager: Any | None, *, as_json: bool, about: dict[str, Any] | None = None) -> str:
     """Describe what the manager did for the program, as text or as JSON; None did nothing."""
     born = children.children_of_this_run()
     if as_json:
         stats = {} if manager is None else manager.stats()
+        if about and manager is not None:
+            is_virtual = manager.residency.books.main.has_virtual_clock
+            times = {"virtual_ns": stats["time_ns"]} if is_virtual else {}
+            stats["run"] = {**about, **times}
         return json.dumps({**stats, "children": born} if born else stats)
     if manager is not None:
         first: str = manager.report()

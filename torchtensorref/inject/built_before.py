@@ -10,7 +10,6 @@ and is fetched anew by every operator: that is said, once.
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,12 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..base.activation import when_plain
+from ..memory.once import note_plain
 from .factories import _core, is_plain_world
 from .hooks import is_disabled, state
 from .inject_to import injectTo
 from .registration import module_behind
-
-_log = logging.getLogger("torchTensorRef")
 
 #: So often a plain parameter meets TensorRefs before it is said: a scalar may do so once.
 PATIENCE = 3
@@ -88,13 +86,7 @@ class BuiltBefore:
         count = self._meetings[id(parameter)] = self._meetings.get(id(parameter), 0) + 1
         if count >= PATIENCE:
             self._meetings = None
-            _log.warning(
-                "torchTensorRef: a parameter of %s elements is plain, so every operator fetches it "
-                "anew. It was made before torchTensorRef was imported, or where it is left out. "
-                "Write tensorsManager.adopt(model) once, or import torchTensorRef before the model "
-                "is built.",
-                f"{parameter.numel():,}",
-            )
+            note_plain(parameter.numel())
 
 
 def _is_plain(thing: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import MutableMapping, MutableSequence
 from sys import _getframe
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
+from ..base.activation import making
 from ..base.errors import ConfigError
 from ..base.interrupts import lets_program_run
 from ..base.options import settings
+from ..base.progress import Bar
+from ..base.units import format_nbytes
 from ..tensor.device_names import canonical, is_foreign
 from .hooks import disabled, is_disabled, load, state
 from .inject_to import check_known, injectTo
@@ -76,9 +80,22 @@ def own_memory_factory(
     """Call a factory whose result owns its memory, and wrap the result."""
     if state.active and not _is_disabled():
         if _decisions[_getframe(1).f_globals.get("__name__", "")]:
-            return _make(wrapped, args, kwargs, _fresh)
+            make = making.get()
+            promise = NotImplemented if make is None else _promise(make, wrapped, args, kwargs)
+            return _make(wrapped, args, kwargs, _fresh) if promise is NotImplemented else promise
         return wrapped(*args, **with_known_device(kwargs))
     return wrapped(*args, **kwargs)
+
+
+def _promise(make: Any, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not is_plain_world() or (_function_modes() and _default_device().type == "meta"):
+        return NotImplemented
+    return make(wrapped, args, with_known_device(kwargs), _for_real)
+
+
+def _for_real(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory that was to make a promise, for its bytes."""
+    return _make(wrapped, args, kwargs, _fresh)
 
 
 def own_values_factory(
@@ -265,8 +282,17 @@ def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     """Call torch.load, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):
         return wrapped(*args, **kwargs)
-    loaded = wrapped(*args, **kwargs)
-    return Adoption().of(loaded) if is_plain_world() else loaded
+    with Bar(f"loading {_name_of_file(args[0] if args else kwargs.get('f'))}"):
+        loaded = wrapped(*args, **kwargs)
+        return Adoption().of(loaded) if is_plain_world() else loaded
+
+
+def _name_of_file(file: Any) -> str:
+    """Name what is read, and how much it is, as far as that is known."""
+    path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+    if not isinstance(path, (str, os.PathLike)) or not os.path.isfile(path):
+        return "tensors"
+    return f"{os.path.basename(path)}, {format_nbytes(os.path.getsize(path))}"
 
 
 _PLAIN_KINDS = (Tensor, torch.nn.Parameter)

@@ -133,9 +133,10 @@ class Patch(Replacement):
 class MethodPatch(Replacement):
     """A method of a class written in C that we replace: Python cannot assign to such a class.
 
-    Its dictionary can be reached all the same. For what is looked up there at each call (methods,
-    `__instancecheck__`, not slots) that is all CPython asks for, as long as it is told to forget
-    what it has looked up before.
+    Or one that Python keeps in another form than it was written in: `__new__`. Its dictionary can
+    be reached all the same. For what is looked up there at each call (methods, `__new__`,
+    `__instancecheck__`, not other slots) that is all CPython asks for, as long as it is told to
+    forget what it has looked up before.
     """
 
     def _find(self) -> tuple[Any, str, Any]:

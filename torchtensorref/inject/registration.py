@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..memory.names import names
 from .factories import _core, is_plain_world
 from .hooks import is_disabled, state
 from .inject_to import injectTo
@@ -23,6 +24,7 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
         return None
     if not state.active or is_disabled.get() or not is_plain_world():
         return None
+    names.note_module(module)
     core = _core()
     if type(tensor) is core.TensorRef:
         core.manager.ownership.note_registered(tensor)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
-from ..base.interrupts import lets_program_run
+from ..memory.names import names
 from . import hooks
-from .built_before import unwatched, watch_modules
+from .built_before import watch_modules
+from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
+from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs
 from .devices import (
     accelerator_wrapper,
     generator_wrapper,
@@ -141,25 +141,6 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     return undo
 
 
-def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
-    """Have compiled modules called as if nobody looked at module calls: only regions do."""
-    original = eval_frame.OptimizedModule.__call__
-
-    @lets_program_run
-    def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
-        native = None if core is None else core.tensorsManager.native
-        with nullcontext() if native is None else native.unwatched(), unwatched():
-            return original(self, *args, **kwargs)
-
-    eval_frame.OptimizedModule.__call__ = functools.wraps(original)(unwatched_call)
-
-    def undo() -> None:
-        eval_frame.OptimizedModule.__call__ = original
-
-    return undo
-
-
 _HALFWAY = "a handler that raises would leave our doings half done"
 
 PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...] = (
@@ -213,6 +194,30 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         on_registration,
         "so is a buffer",
     ),
+    HookPatch(
+        "torch.nn.modules.module",
+        "register_module_module_registration_hook",
+        names.note_modules,
+        "reports call a tensor what the program does: by the modules it is in",
+    ),
+    MethodPatch(
+        "torch",
+        "_C.TensorBase._make_subclass",
+        subclass_wrapper,
+        "a tensor of another class over the same memory: a TensorRef has none",
+    ),
+    MethodPatch(
+        "torch.nn.parameter",
+        "Parameter.__new__",
+        parameter_wrapper,
+        "a library's own class of parameters would be lost on a TensorRef",
+    ),
+    Patch(
+        "torch.nn.parameter",
+        "UninitializedTensorMixin.materialize",
+        materialize_wrapper,
+        "what torch fills in late is not registered again",
+    ),
     LatePatch(
         "torch.nn.modules.module",
         "register_module_forward_pre_hook",
@@ -225,11 +230,29 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         keep_dynamo_out,
         "torch.compile would trace the runtime itself, and fail or compile to its limit",
     ),
+    *(
+        LatePatch(
+            module,
+            "HANDLED_TYPES",
+            let_take_refs,
+            "in C++ nobody but these would answer to an operator on TensorRefs",
+        )
+        for module in (
+            "torch.fx.experimental.proxy_tensor",
+            "torch._functorch._aot_autograd.runtime_wrappers",
+        )
+    ),
     LatePatch(
         "torch._dynamo.eval_frame",
         "OptimizedModule",
         keep_hook_from_compile,
         "torch.compile would warn of the hook by which native regions find their modules",
+    ),
+    LatePatch(
+        "torch._dynamo.eval_frame",
+        "_TorchDynamoContext",
+        call_with_refs,
+        "what is compiled runs on plain tensors: the compiler knows no TensorRef",
     ),
     Patch("signal", "signal", set_handler, _HALFWAY),
     Patch("signal", "getsignal", get_handler, "the program sees the handlers that it has set"),

@@ -12,17 +12,21 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..base.activation import watch
+from ..base.listeners import listeners
+from ..devices.base import Device
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, plan_of
 from .by_value import run_with_numbers
 from .higher_order import run_higher_order
+from .onlookers.passing import deliver, note_written, pass_onlookers
 from .ready_path import SLOW, WAYS
 from .slow_path import SlowPath
 from .tracebacks import shorten
+from .watched_path import run_watched
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -51,9 +55,11 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ):
             result = way(plan, args, kwargs)
             if result is SLOW and not _function_modes():
-                result = run_with_numbers(plan, args, kwargs)
+                result = _run_lacking_little(plan, args, kwargs)
             if result is not SLOW:
                 return result
+        if watch.on:
+            return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
         return _take_slow_path(plan, args, kwargs or {})
     except BaseException as error:
         _left_halfway(op, args, kwargs or {}, error)
@@ -62,27 +68,53 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 
 
 def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:
-    """Note an error that may have come at any line of ours, also after a kernel has written.
-
-    Torch counts the versions of what an operator writes once it has ended. If it has not, what
-    autograd has saved would be taken for what it was.
-    """
+    """Note an error that may have come at any line of ours, also after a kernel has written."""
     tensorsManager.doubt()
+    listeners.deliver_beside(error)
     plan = getattr(op, "_ttr_plan", None)
-    if plan is None or not plan.writes:
+    if plan is None or (isinstance(error, _OF_KERNELS) and not isinstance(error, RecursionError)):
         return
-    if isinstance(error, _OF_KERNELS) and not isinstance(error, RecursionError):
-        return
-    values = tree_leaves([plan.argument(name, args, kwargs) for name in plan.write_names])
-    torch.autograd.graph.increment_version(
-        [x for x in values if isinstance(x, torch.Tensor) and not x.is_inference()]
-    )
+    note_written(plan, args, kwargs)
 
 
-def _take_slow_path(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator in six phases, kept from the modes of this thread."""
-    call = SlowPath(plan, args, kwargs, tensorsManager)
-    if plan.op.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+def take_usual_path(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Device | None
+) -> Any:
+    """Run an operator that is looked on at as if it were not, or where it was placed."""
+    way = WAYS[plan.ready_way]
+    if (
+        placed is None
+        and way is not None
+        and not watch.is_slow
+        and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
+    ):
+        result = way(plan, args, kwargs)
+        if result is SLOW and not _function_modes():
+            result = _run_lacking_little(plan, args, kwargs)
+        if result is not SLOW:
+            return result
+    return _take_slow_path(plan, args, kwargs, placed)
+
+
+def _run_lacking_little(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run an operator that lacks only numbers, or that the strategy hears of it; else `SLOW`."""
+    result = run_with_numbers(plan, args, kwargs)
+    return run_watched(plan, args, kwargs) if result is SLOW else result
+
+
+def _take_slow_path(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Device | None = None
+) -> Any:
+    """Run an operator in six phases, kept from the modes of this thread; tell what it has done."""
+    result = _kept_from_modes(SlowPath(plan, args, kwargs, tensorsManager, placed))
+    if listeners.waiting:
+        deliver(plan, args, kwargs)
+    return result
+
+
+def _kept_from_modes(call: SlowPath) -> Any:
+    is_view = call.plan.op.is_view and torch.is_inference_mode_enabled()
+    if is_view and not call.args[0].is_inference():
         # Also in inference mode a view of a normal tensor is normal: autograd counts its versions.
         with torch.inference_mode(False):
             return call.run()

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ..base.errors import TransferError
+from ..base.listeners import Happening, listeners
 from ..devices.base import Device
 from ..memory.budget import SHORTAGES, OutOfBudgetError
 from ..memory.external_pressure import note_shortage
 from ..memory.manager import TensorsManager
+from ..memory.once import note_lack_of_room
 from ..memory.residency import Residency
 from ..operators.plan import OpPlan
 from .operands import Operands
@@ -25,6 +27,15 @@ BROKEN = (torch.AcceleratorError,)
 OURS = (RecursionError,)
 
 _NO_ROOM = object()
+
+NEEDS_TOO_MUCH = "the operator needs more than the budget"
+NO_DEVICE_MEMORY = "the device was out of memory"
+#: Reasons of fallbacks that more memory would have spared.
+SHORT_OF_MEMORY = (
+    NEEDS_TOO_MUCH,
+    NO_DEVICE_MEMORY,
+    "writes and makes results while memory is short",
+)
 
 
 class Generators:
@@ -72,9 +83,14 @@ class Fallback:
         host, plan = self._residency.books.host, self._operands.plan
         if device is host:
             self._residency.books.counts.host_op_count += 1
-            return self._run_on(host)
+            if not self._operands.is_at_home:
+                return self._run_on(host)
+            done = self._run_at_home()
+            if done is not _NO_ROOM:
+                return done
+            device = self._operands.accelerator
         if self._could_not_run_again():
-            self._note("writes and makes results while memory is short")
+            self._note(SHORT_OF_MEMORY[-1])
             return self._run_on(host)
         generators = Generators(plan.is_random, device)
         try:
@@ -99,6 +115,22 @@ class Fallback:
             return result
         generators.restore()
         return self._run_on(host)
+
+    def _run_at_home(self) -> Any:
+        """Run at home what the accelerator could run as well; `_NO_ROOM` where it has to.
+
+        The host may have no kernel for the dtype. That is asked once: nothing has been written.
+        """
+        operands, times = self._operands, self._residency.times
+        try:
+            return self._run_on(self._residency.books.host)
+        except OURS:
+            raise
+        except (NotImplementedError, RuntimeError):
+            if operands.accelerator.has_host_kernels:
+                raise  # it has the same kernels: it is the program's own mistake
+            times.refuse(operands.plan.kind, str(operands.dtype).removeprefix("torch."))
+            return _NO_ROOM
 
     def _run_again(self, device: Device, error: BaseException, generators: Generators) -> Any:
         """Make room on a real accelerator whose kernel found none, and run there again.
@@ -155,13 +187,26 @@ def note_fallback(residency: Residency, plan: OpPlan, reason: str) -> None:
     """Count that the host did what the accelerator should have done."""
     fallbacks = residency.books.counts.host_fallbacks
     fallbacks[reason] = fallbacks.get(reason, 0) + 1
+    counts = residency.books.counts
+    by_operator = counts.host_fallback_operators
+    by_operator[plan.name] = by_operator.get(plan.name, 0) + 1
     residency.books.log.note("-", f"host fallback {plan.name}", reason)
+    if reason not in SHORT_OF_MEMORY:
+        return
+    counts.out_of_budget_count += 1
+    note_lack_of_room(plan.name, residency.books)
+    if listeners.any:
+        device = residency.books.main
+        now_ns = device.now_ns()
+        listeners.tell(
+            Happening("out_of_budget", plan.name, 0, device.name, reason, now_ns, now_ns)
+        )
 
 
 def reason_of(error: BaseException) -> str:
     """Say why memory was too short, in the words of the statistics."""
     if isinstance(error, OutOfBudgetError):
-        return "the operator needs more than the budget"
+        return NEEDS_TOO_MUCH
     if isinstance(error, TransferError):
         return "a copy failed"
-    return "the device was out of memory"
+    return NO_DEVICE_MEMORY

@@ -32,24 +32,28 @@ def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(wrapped, op(*tree_map(plain, args), **tree_map(plain, kwargs)))
 
 
-def install(key_name: str) -> Callable[[], None]:
+def install(*key_names: str) -> Callable[[], None]:
     """Give torch the rule for each such operator; return what takes it back.
 
-    Our dispatch key, above autograd (`autograd/overrides.py`), is not for them: they fall through.
+    Our dispatch keys (`autograd/overrides.py`, `csrc/entry.h`) are not for them: they fall through.
+    In C++ a TensorRef is no subclass to torch, and the functions are run on TensorRefs.
     """
     known: list[HigherOrderOperator] = list(torch._ops._higher_order_ops.values())
-    key = torch._C._dispatch_key_parse(key_name)
+    keys = [torch._C._dispatch_key_parse(name) for name in key_names]
     # Operators that are made later start from this list.
     later = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
-    later.append(key)
+    later += keys
     for op in known:
-        op.fallthrough(key)
+        for key in keys:
+            op.fallthrough(key)
         op.py_impl(TensorRef)(functools.partial(_rule, op))
 
     def undo() -> None:
-        later.remove(key)
+        for key in keys:
+            later.remove(key)
         for op in known:
-            op.non_fallthrough_keys = op.non_fallthrough_keys.add(key)
+            for key in keys:
+                op.non_fallthrough_keys = op.non_fallthrough_keys.add(key)
             del op.python_key_table[TensorRef]
 
     return undo

@@ -25,6 +25,7 @@ class Operands:
         "adopted",
         "args",
         "blocks",
+        "is_at_home",
         "kwargs",
         "label",
         "on_accelerator",
@@ -51,6 +52,8 @@ class Operands:
         self.unmanaged: list[torch.Tensor] = []
         #: The device that the results say they are on: that of the first operand.
         self.label: torch.device | None = None
+        #: It runs on the host because the strategy wants that.
+        self.is_at_home = False
         #: The distinct blocks of all operands, and of those that are written.
         self.blocks: list[Block] = []
         self.written: list[Block] = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
+from ..memory.op_times import OpCost
+from ..memory.placing import Call, choose
 from ..memory.residency import Residency
-from ..strategy import OpSnapshot
 from .operands import Operands
+from .staging import expected_results, sizes_of
 
 #: A table of which rows are read is fetched as a whole once so many operators have read it,
 TABLE_USES = 3
@@ -15,8 +17,11 @@ TABLE_USES = 3
 TABLE_SHARE = 0.5
 
 
-def place(operands: Operands, manager: TensorsManager) -> Device:
-    """Decide where an operator runs: the strategy is asked where nothing else decides it."""
+def place(operands: Operands, manager: TensorsManager, placed: Device | None = None) -> Device:
+    """Decide where an operator runs: the strategy is asked where nothing else decides it.
+
+    What a middleware says, `placed`, comes after what must be, and before what is better.
+    """
     residency, plan = manager.residency, operands.plan
     host, accelerator = residency.books.host, operands.accelerator
     if not residency.books.accelerators or operands.unmanaged:
@@ -30,23 +35,24 @@ def place(operands: Operands, manager: TensorsManager) -> Device:
     for block in operands.written:
         if block.exposure is not None and block.exposure.alive:
             return block.exposure.device
-    if plan.reads_part and _table_is_away(operands, residency):
+    if placed is not None:
+        return placed
+    if plan.reads_part and table_is_away(operands.refs[0]._ttr_block, accelerator, residency):
         return host
     if (plan.number, operands.dtype) in manager.unsupported:
         return host
     return _ask_strategy(operands, manager)
 
 
-def _table_is_away(operands: Operands, residency: Residency) -> bool:
-    """Whether the operand of which only a part is read is not on the accelerator, and stays away.
+def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bool:
+    """Whether a block of which only a part is read is not on the accelerator, and stays away.
 
     Where there is room for all of it, it is fetched once it has been read a few times: then its
     rows need not cross the link each time.
     """
-    block: Block = operands.refs[0]._ttr_block
-    if block.readable_on(operands.accelerator) is not None:
+    if block.readable_on(accelerator) is not None:
         return False
-    ledger = residency.books.ledgers[operands.accelerator]
+    ledger = residency.books.ledgers[accelerator]
     room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
     is_wanted = block.use_count >= TABLE_USES and not residency.books.is_pressed
     return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
@@ -56,12 +62,16 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
     residency, accelerator = manager.residency, operands.accelerator
     if not residency.feed.places:
         return accelerator
-    missing = [b for b in operands.blocks if b.ready is None and not b.readable_on(accelerator)]
-    snapshot = OpSnapshot(
-        name=operands.plan.name,
-        operand_nbytes=operands.nbytes,
-        missing_nbytes=sum(block.nbytes for block in missing),
-        flops=0,
-        default_device=accelerator.name,
+    plan = operands.plan
+    cost = residency.times.costs.get(sizes_of(operands))
+    call = Call(
+        plan.name,
+        plan.kind,
+        cost or OpCost(0, operands.nbytes, str(operands.dtype).removeprefix("torch.")),
+        # What it computes is known once it has run somewhere.
+        is_movable=cost is not None and not (plan.is_random or plan.writes or operands.written),
+        result_nbytes=expected_results(operands, manager),
     )
-    return residency.feed.place(snapshot, accelerator)
+    answer = choose(residency, call, operands.blocks, accelerator)
+    operands.is_at_home = answer.is_at_home
+    return answer.device

@@ -6,6 +6,7 @@ slow path. `WAYS[plan.ready_way]` is the one that fits the operator, None where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
@@ -55,7 +56,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
     hazards[ident] = args if outer is None else outer + args
     try:
         plain_args = []
-        tick = residency.books.tick
+        tick = residency.books.tick + 1
         for arg in args:
             kind = type(arg)
             if kind is TensorRef:
@@ -79,7 +80,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         writes = plan.writes
         if writes and not first._ttr_block.owned:
             return SLOW
-        residency.books.tick = tick + 1
+        residency.books.tick = tick
         run = plan.op if _function_modes() else plan.binding
         if listed_count:
             out = run(
@@ -90,6 +91,8 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         if device.has_virtual_clock:
             charge(plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
+            if not first._ttr_block.owned:  # not any more: another thread has begun to copy it
+                residency.copier.has_been_written(first._ttr_block, device)
             return first
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
@@ -166,21 +169,22 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
     try:
         plain = []
+        tick = residency.books.tick + 1
         for arg in flat:
             if type(arg) is TensorRef:
                 if arg._ttr_block.ready is not device or (
                     arg._ttr_device is not device and not can_look(arg, device)
                 ):
                     return SLOW
-                arg._ttr_block.last_use = residency.books.tick
+                arg._ttr_block.last_use = tick
                 plain.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
                 return SLOW
             else:
                 plain.append(arg)
-        if plan.writes and not _all_owned(plan, args):
+        if plan.writes and not all_owned(plan, args):
             return SLOW
-        residency.books.tick += 1
+        residency.books.tick = tick
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
@@ -188,6 +192,9 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if device.has_virtual_clock:
             charge(plan, flat, plain, kwargs, out, device)
         if plan.writes:
+            if not all_owned(plan, args):
+                for target in targets(plan, args):
+                    residency.copier.has_been_written(target._ttr_block, device)
             return _written(plan, args)
         if plan.is_number:
             device.record().synchronize()  # the host waits for what it reads
@@ -239,14 +246,16 @@ def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
     return folded
 
 
-def _all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
+def all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
     """Whether nothing has to be decided about what an operator writes; all of it is ready."""
+    return all(type(x) is TensorRef and x._ttr_block.owned for x in targets(plan, args))
+
+
+def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what an operator writes, lists one by one."""
     for position in plan.writes:
         value: Any = args[position] if position < len(args) else ()
-        for part in value if type(value) in (list, tuple) else (value,):
-            if type(part) is not TensorRef or not part._ttr_block.owned:
-                return False
-    return True
+        yield from value if type(value) in (list, tuple) else (value,)
 
 
 def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:
@@ -268,11 +277,10 @@ def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
 
 def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any) -> Any:
     """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
-    is_dense = plan.makes_dense
+    is_dense, books = plan.makes_dense, residency.books
     if not is_dense and _has_no_bytes_of_its_own(out):
         return out
     block: Block | None = None
-    books = residency.books
     # Under pressure the strategy may want to hear of it; who counts for himself may refuse.
     ledger = None if books.is_pressed or device.is_witness else books.ledgers.get(device)
     if ledger is not None:

@@ -22,9 +22,11 @@ from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
+from ..memory.op_times import OpCost, Timing
 from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
+from ..memory.states import INVALID
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
 from .fallback import Fallback
@@ -33,7 +35,7 @@ from .operands import Operands, analyse
 from .placement import place
 from .reference_check import ReferenceCheck
 from .results import wrap
-from .staging import Staged, fetch
+from .staging import Staged, fetch, sizes_of
 
 _SetExcluded = torch._C._SetExcludeDispatchKeyGuard
 _CONJUGATE = torch._C._dispatch_key_parse("Conjugate")
@@ -43,7 +45,7 @@ _NEGATIVE = torch._C._dispatch_key_parse("Negative")
 class SlowPath:
     """One call of an operator on its way through the six phases."""
 
-    __slots__ = ("args", "kwargs", "manager", "plan")
+    __slots__ = ("args", "kwargs", "manager", "placed", "plan")
 
     def __init__(
         self,
@@ -51,8 +53,11 @@ class SlowPath:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         manager: TensorsManager,
+        placed: Device | None = None,
     ) -> None:
         self.plan = plan
+        #: Where a middleware wants it to run.
+        self.placed = placed
         self.args = args
         self.kwargs = kwargs
         self.manager = manager
@@ -71,6 +76,11 @@ class SlowPath:
     @holds_operands
     def _run(self) -> Any:
         plan, manager = self.plan, self.manager
+        promises = manager.promises
+        if promises is not None and promises.takes(self.args, self.kwargs):
+            result = promises.run(plan, self.args, self.kwargs)
+            if result is not NotImplemented:
+                return result
         if plan.special is not None:
             result = HANDLERS[plan.special](plan, self.args, self.kwargs)
             if result is not NotImplemented:
@@ -81,25 +91,27 @@ class SlowPath:
             return NotImplemented
         if plan.is_true_view and type(self.args[0]) is TensorRef:
             return view(operands, manager.residency)
-        device = place(operands, manager)
+        device = place(operands, manager, self.placed)
         note_operator(operands, device, manager.residency)
         born: list[Block] = []
 
         def run_on(device: Device) -> Any:
             with fetch(operands, device, manager) as staged:
                 check = before_kernel(staged)
+                timing = begin_timing(staged)
                 # First: an exception may come when part of the operands has been written.
                 commit(staged)
                 try:
                     out = run_kernel(staged)
                 finally:
                     count_versions(operands)
-                after_kernel(staged, out, check)
+                    confirm(staged)
+                after_kernel(staged, out, check, timing)
                 return wrap(out, staged, born)
 
         result = Fallback(operands, manager, run_on).run(device)
         # Not after an error, which may have come halfway: it would be lost behind the next one.
-        after_operator(operands, born, manager)
+        after_operator(operands, device, born, manager)
         return result
 
 
@@ -133,22 +145,46 @@ def commit(staged: Staged) -> None:
         staged.manager.residency.copier.written(block, staged.device)
 
 
+def confirm(staged: Staged) -> None:
+    """Look whether what has been written is still current nowhere else."""
+    for block in staged.operands.written:
+        staged.manager.residency.copier.has_been_written(block, staged.device)
+
+
 def count_versions(operands: Operands) -> None:
     """Count the versions of what is written in lists, which torch does not."""
     if operands.plan.counts_lists:
         operands.plan.count_writes(operands.args, operands.kwargs)
 
 
-def after_kernel(staged: Staged, out: Any, check: ReferenceCheck | None) -> None:
+def begin_timing(staged: Staged) -> Timing | None:
+    """Begin to measure the kernel, where the strategy says where operators run."""
+    operands, residency = staged.operands, staged.manager.residency
+    if not residency.feed.places:
+        return None
+    cost = residency.times.costs.get(sizes_of(operands))
+    main = residency.books.main
+    return residency.times.begin(operands.plan.kind, cost, staged.device, main)
+
+
+def after_kernel(
+    staged: Staged, out: Any, check: ReferenceCheck | None, timing: Timing | None
+) -> None:
     """Compare with the reference; let a simulated device spend the time; copy back to operands."""
     plan, device = staged.operands.plan, staged.device
     if check is not None:
         check.compare(out, device)
-    if device.has_virtual_clock or device.is_host:  # a real accelerator has a clock of its own
-        flops, nbytes, dtype = operator_cost(plan, staged.args, staged.kwargs, out)
-        device.after_operator(
-            staged.reads, staged.writes, flops=flops, nbytes=nbytes, dtype_name=dtype
-        )
+    has_own_clock = not (device.has_virtual_clock or device.is_host)
+    if timing is not None or not has_own_clock:
+        cost = OpCost(*operator_cost(plan, staged.args, staged.kwargs, out))
+        if not has_own_clock:
+            flops, nbytes, dtype = cost
+            device.after_operator(
+                staged.reads, staged.writes, flops=flops, nbytes=nbytes, dtype_name=dtype
+            )
+        if timing is not None:
+            timing.end(plan.kind, cost)
+            staged.manager.residency.times.remember(sizes_of(staged.operands), cost)
     if device.has_virtual_clock and not plan.returns_tensors:
         device.record().synchronize()  # the program reads a number: the host waits for it
     if staged.operands.on_accelerator is not None:
@@ -164,7 +200,7 @@ def view(operands: Operands, residency: Residency) -> Any:
     block: Block = ref._ttr_block
     while True:
         with residency.books.lock:
-            device = _where_readable(block, operands.accelerator)
+            device = _where_there_is_room(block, operands.accelerator)
             if device is not None:
                 out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
                 if block.ready is None and device is residency.books.ready_device:
@@ -176,22 +212,35 @@ def view(operands: Operands, residency: Residency) -> Any:
     return make_ref(out, block, device, ref.device)
 
 
-def _where_readable(block: Block, accelerator: Device) -> Device | None:
-    """Return the accelerator if the block is readable there, else any device where it is."""
-    if block.readable_on(accelerator) is not None:
-        return accelerator
-    return next((replica.device for replica in block.readable_replicas()), None)
+def _where_there_is_room(block: Block, accelerator: Device) -> Device | None:
+    """Return the accelerator if the block has bytes there, else any device where it has.
+
+    They may be on their way: a view reads none of them.
+    """
+    found = [device for device, r in block.replicas.items() if r.state is not INVALID]
+    return accelerator if accelerator in found else next(iter(found), None)
 
 
 def note_operator(operands: Operands, device: Device, residency: Residency) -> None:
     """Count an operator that is about to run, and tell those who follow the program."""
-    residency.note_operator(device, operands.blocks, operands.written, operands.plan.number)
+    residency.note_operator(
+        device,
+        operands.blocks,
+        operands.written,
+        operands.plan.kind,
+        is_at_home=operands.is_at_home,
+    )
     if residency.recorder is not None:
         residency.recorder.note(operands, device)
 
 
-def after_operator(operands: Operands, born: list[Block], manager: TensorsManager) -> None:
+def after_operator(
+    operands: Operands, device: Device, born: list[Block], manager: TensorsManager
+) -> None:
     """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
+    if not device.is_host:
+        need_nbytes = operands.nbytes + sum(block.nbytes for block in born)
+        manager.residency.books.counts.costs.note_operator(operands.plan.name, need_nbytes)
     manager.residency.feed.tell_deaths()
     if not operands.accelerator.is_host:
         manager.residency.after_operator(operands.accelerator, [*operands.blocks, *born])

@@ -38,7 +38,7 @@ def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged
 
 def expected_results(operands: Operands, manager: TensorsManager) -> int:
     """Return the bytes that the results are expected to take: what they took the last time."""
-    return manager.expected_results.get(_results_key(operands), 0)
+    return manager.expected_results.get(sizes_of(operands), 0)
 
 
 def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> None:
@@ -46,10 +46,11 @@ def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> Non
     expected = manager.expected_results
     if len(expected) > 4096:
         expected.clear()
-    expected[_results_key(operands)] = nbytes
+    expected[sizes_of(operands)] = nbytes
 
 
-def _results_key(operands: Operands) -> tuple[Any, ...]:
+def sizes_of(operands: Operands) -> tuple[Any, ...]:
+    """Return what calls of an operator on operands of equal sizes have in common."""
     return (operands.plan.number, *(ref.size() for ref in operands.refs[:3]))
 
 

@@ -20,9 +20,16 @@ TWIN_USERS = 2
 
 def is_adoptable(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor can be a TensorRef: strided bytes on the host, no other subclass."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_bytes_at_home(tensor)
+
+
+def has_bytes_at_home(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided bytes on the host, which an operator may read as a block.
+
+    So are tensors of a library's own class that leaves operators to torch; they stay what they are.
+    """
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.device.type == "cpu"
         and not tensor.is_quantized

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from ..base.errors import InvariantError
+from . import core
 from .states import LEGAL_TRANSITIONS, READABLE, ReplicaState
 
 if TYPE_CHECKING:
@@ -32,16 +32,17 @@ class Death(weakref.ref["Replica"]):
     block_id = 0
 
 
-#: Filled by the callbacks, which run in any thread at any moment and therefore only append here;
-#: the ledger drains it before it counts.
-graveyard: deque[Death] = deque()
 #: What the living ones will leave, by their numbers.
 _mortals: dict[int, Death] = {}
 
 
-def next_death() -> Death:
-    """Take the death that is told of next; there must be one."""
-    death = graveyard.popleft()
+def next_death(device: Device) -> Death:
+    """Take the death that is told of next; there must be one.
+
+    The callbacks of the weak references run in any thread at any moment, and therefore only append
+    to the graveyard of the device; who counts drains it before.
+    """
+    death: Death = device.graveyard.popleft()
     _mortals.pop(death.number, None)
     return death
 
@@ -84,7 +85,7 @@ class Replica:
         self.pins = 0
         #: The event of the copy that fills it, until an operator has waited for it.
         self.arrival: Event | None = None
-        death = Death(self, graveyard.append)
+        death = Death(self, device.graveyard.append)
         death.device, death.number, death.block_id = device, self.number, block.block_id
         _mortals[self.number] = death
 
@@ -172,7 +173,7 @@ class _SettledWhenAskedFor:
         return block.replicas
 
 
-class Block:
+class Block(core.BlockBase):  # type: ignore[misc]
     """One logical storage; keeps its identity wherever its bytes are.
 
     All TensorRefs that alias one another hold the same block. Blocks that are copies of one
@@ -183,7 +184,11 @@ class Block:
     #: Operators that were given its number by value (`interception/by_value.py`).
     given_by_value_count = 0
     is_persistent = False
+    #: The program wants it to stay where it is (`Pin`): it goes only where room is lacking else.
+    is_kept = False
     exposure: Exposure | None = None
+    #: What is to become its bytes (`promises/`); None: it has them.
+    promise: Any = None
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
     sharers: list[weakref.ref[Block]] | None = None
     #: Whether the bytes at home have changed their storage object: views kept of it are of no use.
@@ -283,3 +288,14 @@ class Block:
     def __repr__(self) -> str:
         where = ", ".join(f"{d.name} {r.state.value}" for d, r in self.replicas.items())
         return f"<Block {self.name} {self.nbytes} bytes: {where or 'no replica'}>"
+
+
+def _half() -> Block:
+    """Make what Python keeps of a block that C++ has made: its result is in the books there."""
+    block: Block = Block.__new__(Block)
+    block.block_id = next(_block_numbers)
+    return block
+
+
+if core.library is not None:
+    core.library.set_maker(_half)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
-from .block import Block, graveyard, next_death
+from . import core
+from .block import Block, Replica, next_death
 from .budget import Budget
+from .costs import Costs
 from .ledger import Ledger
 
 
@@ -31,8 +34,18 @@ class Counts:
     dropped_nbytes: int = 0
     #: Of those on the slow path.
     host_op_count: int = 0
+    #: Of these, computed at home because the strategy wanted that: how many, the bytes that were
+    #: not fetched for it, and how much sooner they ended by its estimate.
+    at_home_count: int = 0
+    at_home_nbytes: int = 0
+    at_home_saved_ns: int = 0
     #: Operators that the accelerator should have run and the host ran, by reason.
     host_fallbacks: dict[str, int] = field(default_factory=dict)
+    #: And by operator; and how many of them for want of room.
+    host_fallback_operators: dict[str, int] = field(default_factory=dict)
+    out_of_budget_count: int = 0
+    #: What single blocks and operators have cost.
+    costs: Costs = field(default_factory=Costs)
 
 
 class Doubt(NamedTuple):
@@ -69,7 +82,7 @@ class Ledgers(dict[Device, Ledger]):
         return ledger
 
 
-class Books:
+class Books(core.BooksBase):  # type: ignore[misc]
     """Devices, ledgers and counts, and the one lock under which blocks change.
 
     Notes
@@ -105,22 +118,34 @@ class Books:
         #: Blocks by number, for strategies that name blocks which are not on the device.
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._deaths: list[int] = []
+        #: Blocks that have left the main accelerator, for a strategy that wants to hear of it.
+        self.departures: deque[int] = deque()
+        self.notes_departures = False
+        #: Called with a block whose bytes are only promised, and asked for; the first promise
+        #: brings who can answer (`promises/`).
+        self.asked: Callable[[Block], None]
 
     def doubt(self) -> None:
         """Note, while an error is handled, that it came halfway: from now on nothing is ready."""
         self.ready_device = self.ready_host = NOWHERE
+        if self.changed_by == threading.get_ident():
+            self.changed_by = None  # it has left the exchange, wherever it was
         files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
         self.doubts.append(Doubt(threading.get_ident(), frozenset(files)))
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether something has to be repaired before it is used."""
-        is_closed = self.sees_all or self.changed_by is not None
-        return bool(self.doubts) or (self.ready_device is NOWHERE and not is_closed)
+        return bool(self.doubts) or (self.ready_device is NOWHERE and not self._is_closed)
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the ready path is closed on purpose."""
+        return self.sees_all or self.changed_by is not None
 
     def reopen(self) -> None:
         """Let operators take the ready path, unless all of them have to be seen."""
-        is_closed = self.sees_all or bool(self.doubts) or self.changed_by is not None
+        is_closed = self._is_closed or bool(self.doubts)
         self.ready_device = NOWHERE if is_closed else self.main
         self.ready_host = NOWHERE if is_closed else self.host
 
@@ -168,8 +193,8 @@ class Books:
 
     def bury(self) -> None:
         """Take what the program has let go of out of the ledgers (lock held)."""
-        while graveyard:
-            death = next_death()
+        while self.host.graveyard:
+            death = next_death(self.host)
             ledger = None if death.device is None else self.ledgers.get(death.device)
             if ledger is not None:
                 ledger.remove_number(death.number)
@@ -179,6 +204,12 @@ class Books:
         for ledger in self.ledgers.values():
             if ledger.dead:
                 ledger.bury()
+
+    def remove(self, replica: Replica) -> int:
+        """Take a replica that has given its bytes back out of its ledger; return its bytes."""
+        if self.notes_departures and replica.device is self.main:
+            self.departures.append(replica.block_id)
+        return self.ledgers[replica.device].remove(replica)
 
     def take_deaths(self) -> list[int]:
         """Return the numbers of the blocks that have died since the last time."""

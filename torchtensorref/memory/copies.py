@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 
 import torch
 
 from ..base.errors import LostError, TransferError
-from ..devices.base import Device, Event, empty_bytes, storage_nbytes
+from ..devices.base import Device, empty_bytes, storage_nbytes
+from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
 from .holds import Holds
+from .in_flight import InFlight
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer
 
@@ -39,9 +40,7 @@ class Copier:
         self._books = books
         self._holds = holds
         self.transfer = Transfer()
-        #: Replicas that a copy was issued into and that nobody has seen arrive, by device.
-        #: Weak: what the program has let go of must not be held by its own copy.
-        self._coming: dict[Device, list[weakref.ref[Replica]]] = {}
+        self.in_flight = InFlight()
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
 
@@ -80,7 +79,7 @@ class Copier:
             raise
         finally:
             holds.issuing.pop(home, None)
-        books.log.note(block.name, "write back", f"from {replica.device.name}")
+        telling.written_back(books, block.name, replica, home)
         if wait:
             self.wait_for(home)
         else:
@@ -91,7 +90,7 @@ class Copier:
         host = self._books.host
         home = block.replicas.get(host)
         if home is None:
-            base = None if source is None else source.home_memory(block.nbytes)
+            base = (source or self._books.main).home_memory(block.nbytes)
             base = empty_bytes(block.nbytes) if base is None else base
             home = block.replicas[host] = Replica(block, host, base, INVALID)
         return home
@@ -221,21 +220,6 @@ class Copier:
                 home.become(INVALID, "written while it was copied home")
                 home.arrival = None
 
-    def coming_to(self, device: Device, reached_ns: int) -> list[Replica]:
-        """Return the replicas that copies issued ahead will fill later than that (lock held)."""
-        coming = self._coming.get(device, ())
-        if not coming:
-            return []
-        left = [
-            replica
-            for reference in coming
-            if (replica := reference()) is not None
-            and replica.state is FILLING
-            and (replica.arrival is None or _ends_after(replica.arrival, reached_ns))
-        ]
-        self._coming[device] = [weakref.ref(replica) for replica in left]
-        return left
-
     # -- fetch ----------------------------------------------------------------------------------
 
     def replica_on(self, block: Block, device: Device) -> Replica:
@@ -265,6 +249,7 @@ class Copier:
             replica = self.replica_on(block, device)
             if replica.state is not INVALID:
                 return
+            block.owned = False  # and so not ready where it may be written unasked
             books.bury()
             ledger = books.ledgers[device]
             if not ledger.add_if_room(replica):
@@ -273,7 +258,7 @@ class Copier:
                 device.refill(replica.base, block.nbytes)
             except BaseException:
                 if not storage_nbytes(replica.base):  # else it counts until it is repaired
-                    ledger.remove(replica)
+                    books.remove(replica)
                 raise
             holds.issuing[replica] = threading.get_ident()
             replica.become(FILLING, "fetch issued")
@@ -281,7 +266,7 @@ class Copier:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             if ahead:
                 with books.lock:
-                    self._coming.setdefault(device, []).append(weakref.ref(replica))
+                    self.in_flight.add(replica)
         except BaseException as error:
             if not isinstance(error, TransferError):
                 device.synchronize()  # it may have been issued all the same
@@ -289,17 +274,18 @@ class Copier:
                 replica.become(INVALID, "fetch failed")
                 replica.arrival = None
                 device.empty(replica.base)
-                books.ledgers[device].remove(replica)
+                books.remove(replica)
             raise
         finally:
             holds.issuing.pop(replica, None)
-        why = "ahead" if ahead else "an operator reads"
-        books.log.note(block.name, f"fetch {device.name}", why)
+        telling.fetched(books, block.name, replica, ahead=ahead)
 
     # -- what is current ------------------------------------------------------------------------
 
     def refresh(self, block: Block) -> None:
         """Distrust the copies of bytes that are exposed elsewhere (lock not held)."""
+        if block.promise is not None:
+            self._books.asked(block)
         if block.exposure is None:
             return
         self.wait_for_home(block)
@@ -336,6 +322,17 @@ class Copier:
             if not device.is_host and own.state is CLEAN:
                 own.become(DIRTY, "written by an operator")
 
+    def has_been_written(self, block: Block, device: Device) -> None:
+        """Note that the operator has ended of which `written` told (lock not held).
+
+        Meanwhile another thread may have begun to copy what was being written: an evictor that had
+        chosen the replica before the operator held it, or a reader. What it has got is stale.
+        """
+        with self._books.lock:
+            others = [r for other, r in block.replicas.items() if other is not device]
+        if any(replica.state is not INVALID for replica in others):
+            self.written(block, device)
+
     def _make_stale(self, replica: Replica, why: str) -> None:
         """A replica no longer current gives its bytes back; home keeps the room (lock held)."""
         if replica.state is INVALID:
@@ -343,11 +340,13 @@ class Copier:
         replica.become(INVALID, why)
         if replica.device is not self._books.host:
             replica.device.empty(replica.base)
-            self._books.ledgers[replica.device].remove(replica)
+            self._books.remove(replica)
 
     def peek(self, block: Block) -> torch.Tensor:
         """Return host bytes with the current content; changes no state, keeps nothing."""
         books = self._books
+        if block.promise is not None:
+            books.asked(block)
         with books.lock:
             is_dirty = DIRTY in (replica.state for replica in block.replicas.values())
         if not is_dirty:
@@ -374,8 +373,3 @@ class Copier:
         """Write into the log that a copy failed, and why."""
         what = f"no copy {replica.device.name}"
         self._books.log.note(f"b{replica.block_id}", what, str(error)[:80])
-
-
-def _ends_after(arrival: Event, reached_ns: int) -> bool:
-    """Whether a copy ends later than that, by its clock or by asking it."""
-    return arrival.end_ns > reached_ns if arrival.end_ns else not arrival.is_done()

@@ -6,6 +6,7 @@ from itertools import chain
 
 from ..base.errors import TransferError
 from ..devices.base import Device
+from . import telling
 from .block import Replica
 from .bookkeeping import Books
 from .budget import OutOfBudgetError
@@ -70,7 +71,7 @@ class Evictor:
                 continue
             if must_nbytes <= 0:
                 return
-            if not self._settle_in_flight(device):
+            if not (self._settle_in_flight(device) or self._give_up_kept(device, must_nbytes)):
                 break
         self._raise_no_room(device, need_nbytes, limit_nbytes)
 
@@ -159,6 +160,27 @@ class Evictor:
                 self._copier.arrive(replica)
         return bool(filling)
 
+    def _give_up_kept(self, device: Device, need_nbytes: int) -> bool:
+        """Let the blocks go that the program wants to stay, as many as are needed, last used first.
+
+        Whoever has asked for that sees it: `is_kept` is no longer set.
+        """
+        with self._books.lock:
+            announced = self._holds.announced_blocks()
+            kept = [
+                (block, replica)
+                for block in self._books.blocks_on(device)
+                if block.is_kept and (replica := block.readable_on(device)) is not None
+                if not (replica.pins or block in announced or is_exposed_on(block, device))
+            ]
+            kept.sort(key=lambda pair: -pair[0].last_use)
+            for block, replica in kept:
+                if need_nbytes <= 0:
+                    break
+                block.is_kept = False
+                need_nbytes -= replica.nbytes
+        return bool(kept)
+
     def _evict_enough(self, device: Device, need_nbytes: int, why: str, *, may_fail: bool) -> int:
         """Evict what the strategy names, then the least recently used; return the bytes freed."""
         candidates = Candidates(self._books, self._holds, device)
@@ -223,7 +245,7 @@ class Evictor:
             if not replica.device.keeps_leaving_bytes:
                 home.arrival.wait()
             replica.become(CLEAN, "on its way home")
-        return self._drop(replica, why)
+        return self._drop(replica, why, was_written_back=True)
 
     def try_evict(self, replica: Replica, why: str) -> None:
         """`evict` where nobody waits for the room: bytes that cannot be copied home stay."""
@@ -246,15 +268,15 @@ class Evictor:
         finally:
             self._holds.unpin([replica])
 
-    def _drop(self, replica: Replica, why: str) -> int:
+    def _drop(self, replica: Replica, why: str, *, was_written_back: bool = False) -> int:
         # In this order: bytes that are about to go no longer count as current.
         books = self._books
         replica.become(INVALID, why)
         replica.device.empty(replica.base)
         books.counts.evict_count += 1
         books.counts.dropped_nbytes += replica.nbytes
-        books.log.note(f"b{replica.block_id}", f"drop {replica.device.name}", why)
-        return books.ledgers[replica.device].remove(replica)
+        telling.given_up(books, replica, why, was_written_back=was_written_back)
+        return books.remove(replica)
 
     def clear(self, device: Device) -> None:
         """Evict what nobody holds on a device that is out of use."""

@@ -1,4 +1,7 @@
-"""The guard around what programs call: it repairs before, and notes what comes halfway."""
+"""The guard around what programs call: it repairs before, and notes what comes halfway.
+
+What has happened meanwhile is told to callbacks when it is over.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
+
+from ..base.listeners import listeners
 
 Class = TypeVar("Class", bound=type)
 
@@ -41,9 +46,13 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Guarded, *args: Any, **kwargs: Any) -> Any:
         self.repair()
         try:
-            return function(self, *args, **kwargs)
-        except BaseException:
+            result = function(self, *args, **kwargs)
+        except BaseException as error:
             self.doubt()
+            listeners.deliver_beside(error)
             raise
+        if listeners.waiting:
+            listeners.deliver()
+        return result
 
     return method

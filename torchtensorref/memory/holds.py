@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..devices.base import Device
+from . import core
 from .block import Block, Replica
 from .bookkeeping import Books
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -65,24 +66,32 @@ class Holds:
         else:
             self.in_flight.pop(me, None)
 
+    def threads_inside(self, idents: Iterable[int]) -> set[int]:
+        """Return which of these threads are inside an operator, or a native region."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        inside = {*self.in_flight, *self.native_entries}
+        return {ident for ident in idents if ident in alive and ident in inside}
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let no operator of another thread begin, and those in flight end, if they do in time."""
         me, books = threading.get_ident(), self._books
         with books.lock:
-            while books.changed_by not in (None, me):
+            while books.changed_by is not None:
                 books.released.wait(PATIENCE_S)
-            before, books.changed_by = books.changed_by, me
-            books.reopen()  # closed, that is
+            books.changed_by = me
         try:
+            with books.lock:
+                books.reopen()  # closed, that is
             for _ in range(PATIENCE_ROUNDS):
-                if not {*self.in_flight, *self.announced, *self.native_entries} - {me}:
+                is_in_flight = {*self.in_flight, *self.announced, *self.native_entries} - {me}
+                if not is_in_flight and not core.running_elsewhere():
                     break
                 self.wait_a_little()
             yield
         finally:
             with books.lock:
-                books.changed_by = before
+                books.changed_by = None
                 books.reopen()
                 books.released.notify_all()
 
@@ -168,15 +177,17 @@ class Holds:
         """Whether no other thread runs an operator, or holds anything."""
         me = threading.get_ident()
         busy = {*self.pins_by_thread, *self.announced, *self.native_blocks}
-        return not busy - {me}
+        return not busy - {me} and not core.running_elsewhere()
 
     def several_threads_hold(self) -> bool:
         """Whether operators of more than one thread hold something now."""
-        return len({*self.pins_by_thread, *self.announced}) > 1
+        threads = {*self.pins_by_thread, *self.announced}
+        return len(threads) > 1 or core.running_elsewhere() > 0
 
     def is_alone_on_ready_path(self) -> bool:
         """Whether no other thread runs an operator on the ready path."""
-        return not self.announced or tuple(self.announced) == (threading.get_ident(),)
+        is_mine = not self.announced or tuple(self.announced) == (threading.get_ident(),)
+        return is_mine and not core.running_elsewhere()
 
     # -- who may be evicted ---------------------------------------------------------------------
 
@@ -188,7 +199,8 @@ class Holds:
         ready, block.ready = block.ready, None
         # The order matters: close first, look second. A thread on the ready path announces its
         # operands first and looks at `ready` second, so one of the two sees the other.
-        if block in self.announced_blocks() or is_exposed_on(block, replica.device):
+        is_used = block.users or block in self.announced_blocks()
+        if is_used or is_exposed_on(block, replica.device):
             block.ready = ready
             return False
         return True
@@ -211,7 +223,7 @@ class Holds:
             replica.nbytes
             for replica in self._books.ledgers[device].replicas()
             if (block := replica.block) is not None
-            and (replica.pins or block in announced or is_exposed_on(block, device))
+            and (replica.pins or block.users or block in announced or is_exposed_on(block, device))
         )
 
     # -- waiting --------------------------------------------------------------------------------
@@ -236,8 +248,9 @@ def is_exposed_on(block: Block, device: Device) -> bool:
 def is_free(replica: Replica, block: Block, announced: set[Block]) -> bool:
     """Whether a replica holds bytes, and nobody keeps them there."""
     return (
-        not replica.pins
+        not (replica.pins or block.is_kept)
         and replica.state in (CLEAN, DIRTY)
+        and not block.users
         and block not in announced
         and not is_exposed_on(block, replica.device)
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container
+from typing import Any
 
+from ..base.event_log import EventLog
 from ..devices.base import Device
 from .block import Block, Replica
 from .bookkeeping import Books
@@ -14,6 +16,22 @@ from .states import CLEAN, DIRTY, FILLING, INVALID
 READINGS = 50
 #: Between two readings, in seconds: a thread in the middle of letting one die must get on.
 READING_PAUSE_S = 0.001
+
+
+def violations(residency: Any, log: EventLog) -> list[str]:
+    """Say what is wrong with all that a residency keeps books of, with the blocks' stories."""
+    found: list[str] = []
+    with residency.books.lock:
+        residency.books.bury()
+        for device in residency.books.ledgers:
+            held_nbytes = residency.holds.held_nbytes(device)
+            found += ledger_violations(residency.books, device, held_nbytes)
+            for block in residency.books.blocks_on(device):
+                found += [
+                    f"{text}; story: {'; '.join(log.story(block.name)) or 'none'}"
+                    for text in block_violations(block, residency.holds.issuing)
+                ]
+    return found
 
 
 def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[str]:

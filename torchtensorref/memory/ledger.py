@@ -11,6 +11,7 @@ import torch
 
 from ..base.units import format_nbytes
 from ..devices.base import Device
+from . import core
 from .block import Block, Replica
 from .budget import Budget
 from .recency import Recency
@@ -19,11 +20,12 @@ from .states import DIRTY
 _weakly = weakref.ref
 
 
-class Ledger:
+class Ledger(core.LedgerBase):  # type: ignore[misc]
     """The replicas that hold bytes on one device, and their sum.
 
     Fresh results are counted by weak references to their blocks: most die within a few operators,
     and nobody ever asks for more about them. Those that live get a replica when somebody does.
+    What operators in C++ make is counted there, the same way (`newborn_nbytes`).
 
     Notes
     -----
@@ -37,7 +39,8 @@ class Ledger:
         self.budget = budget
         #: Of the budget that was asked for, left to what kernels allocate in passing.
         self.scratch_nbytes = 0
-        self.resident_nbytes = 0
+        #: The bytes that are counted here; C++ reads them.
+        self.counted_nbytes = 0
         self._lock = threading.RLock()  # again: making objects can collect garbage that comes here
         self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
         self._recency = Recency(self._last_use_of)
@@ -48,6 +51,24 @@ class Ledger:
         self._on_death = self.dead.append
         #: The device counts for itself, and has to be told.
         self._is_witnessed = device.is_witness
+        self.count_for(device)
+
+    @property
+    def budget(self) -> Budget:
+        """The most bytes that may be here, and where eviction starts."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._budget = budget
+        #: Resident bytes up to which nothing is evicted.
+        self.high_nbytes = budget.high_nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """The bytes here."""
+        nbytes: int = self.counted_nbytes + self.newborn_nbytes
+        return nbytes
 
     @property
     def limit_nbytes(self) -> int:
@@ -67,7 +88,7 @@ class Ledger:
         with self._lock:
             if self.dead:
                 self.bury()
-            if self.resident_nbytes + nbytes > self.budget.high_nbytes:
+            if self.counted_nbytes + self.newborn_nbytes + nbytes > self.high_nbytes:
                 return None
             if self._is_witnessed:
                 self.device.account(result)
@@ -75,7 +96,7 @@ class Ledger:
             # Last: whoever finds it here may ask it for its replica.
             self._newborn[_weakly(block, self._on_death)] = nbytes
             # Read again: making objects can collect garbage, whose finalizers may come here.
-            self.resident_nbytes += nbytes
+            self.counted_nbytes += nbytes
         return block
 
     def settle(self, block: Block) -> None:
@@ -90,24 +111,24 @@ class Ledger:
             block.replicas = {self.device: replica}
             block.result = block.births = None
             # Equal to the one it was counted by: while the block lives, references to it are.
-            self.resident_nbytes -= self._newborn.pop(_weakly(block))
+            self.counted_nbytes -= self._newborn.pop(_weakly(block), 0)
+            self.take_over(block)
 
     def bury(self) -> None:
         """Take fresh results that have died off the books."""
         with self._lock:
             dead, newborn = self.dead, self._newborn
             while dead:
-                self.resident_nbytes -= newborn.pop(dead.popleft(), 0)
+                self.counted_nbytes -= newborn.pop(dead.popleft(), 0)
 
     # -- replicas -------------------------------------------------------------------------------
 
     def add(self, replica: Replica) -> None:
         """Count a replica."""
         with self._lock:
-            block = replica.block
             self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
-            self._recency.add(replica.number, block.last_use if block else 0, replica.nbytes)
-            self.resident_nbytes += replica.nbytes
+            self._put_in_order(replica.number, replica.nbytes)
+            self.counted_nbytes += replica.nbytes
 
     def add_if_room(self, replica: Replica) -> bool:
         """Count a replica that is about to be filled; False where the budget has no room for it."""
@@ -127,7 +148,7 @@ class Ledger:
         with self._lock:
             nbytes, _ = self._replicas.pop(number, (0, None))
             self._recency.remove(number)
-            self.resident_nbytes -= nbytes
+            self.counted_nbytes -= nbytes
             return nbytes
 
     def __contains__(self, replica: Replica) -> bool:
@@ -151,6 +172,11 @@ class Ledger:
             block = newborn()
             if block is not None:
                 self.settle(block)
+        for block in self.newborns():
+            self.settle(block)
+
+    def _put_in_order(self, number: int, nbytes: int) -> None:
+        self._recency.add(number, self._last_use_of(number) or 0, nbytes)
 
     def _last_use_of(self, number: int) -> int | None:
         _, reference = self._replicas.get(number, (0, None))
@@ -162,7 +188,8 @@ class Ledger:
         """Return the running sum, and what is counted summed again: they are to be equal."""
         with self._lock:
             counted = [nbytes for nbytes, _ in self._replicas.values()]
-            return self.resident_nbytes, sum(counted) + sum(self._newborn.values())
+            mine_nbytes = sum(counted) + sum(self._newborn.values())
+            return self.resident_nbytes, mine_nbytes + self.recounted_nbytes()
 
     def recount(self) -> None:
         """Forget what has died, and sum again; see `repair.py`."""
@@ -179,8 +206,9 @@ class Ledger:
                 if replica() is None:
                     del self._replicas[number]
                 else:
-                    self._recency.add(number, self._last_use_of(number) or 0, nbytes)
-            _, self.resident_nbytes = self.both_sums()
+                    self._put_in_order(number, nbytes)
+            counted = sum(nbytes for nbytes, _ in self._replicas.values())
+            self.counted_nbytes = counted + sum(self._newborn.values())
 
     def __repr__(self) -> str:
         return (

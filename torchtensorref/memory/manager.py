@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +13,10 @@ from ..base import event_sinks as tracing
 from ..base.activation import when_open
 from ..base.errors import ConfigError, InvariantError, did_you_mean
 from ..base.event_log import EventLog
-from ..base.options import settings
+from ..base.listeners import Callback, listeners
+from ..base.middlewares import Middlewares
+from ..base.options import OPTIONS, settings
 from ..base.public_module import MANAGER_SETTINGS
-from ..base.units import format_nbytes
 from ..devices import registry
 from ..devices.base import Device
 from ..devices.host.readers import host_readers
@@ -30,11 +32,12 @@ from .budget import (
 )
 from .external_pressure import OthersWatch, cap_allocator
 from .guard import guards
-from .invariants import block_violations, ledger_violations
+from .invariants import violations
+from .names import names
 from .ownership import Ownership
-from .report import block_of, report_text, stats_of
+from .report import block_of, description_of, line_of, report_text
 from .residency import Residency
-from .states import CLEAN, DIRTY
+from .statistics import stats_of
 from .transfer import TransferCounts
 
 
@@ -56,7 +59,10 @@ class TensorsManager:
         self._budget_setting: BudgetSetting = None
         self._strategy_setting: Any = None
         self.log = EventLog()
+        self.names = names
         self.ownership = Ownership(self)
+        self._middlewares = Middlewares()
+        listeners.name_of = names.of_block
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         #: Bytes that the results of an operator on operands of such sizes took the last time.
@@ -64,8 +70,13 @@ class TensorsManager:
         self._others = OthersWatch()
         #: The native regions (`regions/`); `tensor/install.py` gives them.
         self.native: Any = None
+        #: Who runs operators on promises (`promises/`), once there are some.
+        self.promises: Any = None
+        #: Open a timeline, and a panel (`interception/onlookers`); given there, too.
+        self.open_timeline: Any = None
+        self.open_panel: Any = None
         #: The operators before the counts were started anew, and the clocks then.
-        self._first_tick = self._first_ns = self._first_stall_ns = 0
+        self._first_tick = self._first_ns = self._first_stall_ns = self._first_compute_ns = 0
         self._is_made = True
 
     # -- settings -------------------------------------------------------------------------------
@@ -176,10 +187,9 @@ class TensorsManager:
 
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
-        self._first_ns, self._first_stall_ns = (
-            self._reached_ns(),
-            self.residency.books.main.stall_ns,
-        )
+        main = self.residency.books.main
+        self._first_ns, self._first_stall_ns = self._reached_ns(), main.stall_ns
+        self._first_compute_ns = main.clocks().compute_ns
 
     def _reached_ns(self) -> int:
         main = self.residency.books.main
@@ -225,6 +235,15 @@ class TensorsManager:
             self._residency.feed.change(strategy)
 
     @property
+    def placement(self) -> str:
+        """Where operators run whose weights are at home: `"auto"`, `"hybrid"`, `"accelerator"`."""
+        return settings.placement
+
+    @placement.setter
+    def placement(self, wanted: str) -> None:
+        settings.placement = OPTIONS["placement"].parse(str(wanted), "placement")
+
+    @property
     def regions(self) -> bool:
         """Whether modules whose operators need no interception run natively."""
         return self.native is not None and self.native.enabled
@@ -236,6 +255,33 @@ class TensorsManager:
         if wanted and settings.regions == "off":
             raise ConfigError("TTR_REGIONS=off has turned regions off; take that back first.")
         self.native.enabled = bool(wanted)
+
+    # -- who looks on ---------------------------------------------------------------------------
+
+    @property
+    def middlewares(self) -> Middlewares:
+        """Those that see each operator and its result, and may change both: a list, in order."""
+        return self._middlewares
+
+    @middlewares.setter
+    def middlewares(self, wanted: Iterable[Any]) -> None:
+        self._middlewares[:] = wanted
+
+    def on(self, event: str, callback: Callback) -> None:
+        """Call a function with each `Happening` of a kind, such as "fetch": see `Listeners.on`."""
+        listeners.on(event, callback)
+
+    def off(self, event: str, callback: Callback) -> None:
+        """Call it no more; ConfigError if `on` was not given the same."""
+        listeners.off(event, callback)
+
+    def trace(self, path: str, **options: Any) -> Any:
+        """Return a scope of which a Chrome trace is written: at most `limit=` events."""
+        return self.open_timeline(self, path, **options)
+
+    def live(self) -> Any:
+        """Return a scope in which a panel on the terminal shows what happens; else nothing."""
+        return self.open_panel(self)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -309,21 +355,13 @@ class TensorsManager:
         """Return what happened to the block of a TensorRef, oldest first."""
         return self.log.story(block_of(ref, "story").name)
 
+    def name_of(self, ref: Any) -> str:
+        """Return what the program calls a TensorRef, by the modules it is in; else its block's."""
+        return self.names.of_block(block_of(ref, "name_of").block_id)
+
     def describe(self, ref: Any) -> str:
         """Return the side of a TensorRef that `print` does not show; moves nothing."""
-        block = block_of(ref, "describe")
-        shape = ", ".join(map(str, ref.size()))
-        kind = str(ref.dtype).removeprefix("torch.")
-        lines = [f"{kind}[{shape}] -> {block.name} {format_nbytes(block.nbytes)}  home cpu"]
-        for replica in block.replicas.values():
-            pins = f", pinned {replica.pins}" if replica.pins else ""
-            used = self.residency.books.tick - block.last_use
-            last = f", last used {used} operators ago" if replica.state in (CLEAN, DIRTY) else ""
-            lines.append(f"  {replica.device.name:8} {replica.state.value}{pins}{last}")
-        if block.exposure is not None and block.exposure.alive:
-            exposure = block.exposure
-            lines.append(f"  exposed on {exposure.device.name}: {exposure.why}")
-        return "\n".join(lines)
+        return description_of(self, ref)
 
     def report(self) -> str:
         """Return what is held and what it has cost, as text that fits a screen; moves nothing."""
@@ -348,29 +386,13 @@ class TensorsManager:
 
     def violations(self) -> list[str]:
         """Return every broken invariant in words."""
-        residency = self.residency
-        found: list[str] = []
-        with residency.books.lock:
-            residency.books.bury()
-            for device in residency.books.ledgers:
-                held_nbytes = residency.holds.held_nbytes(device)
-                found += ledger_violations(residency.books, device, held_nbytes)
-                for block in residency.books.blocks_on(device):
-                    found += [
-                        f"{text}; story: {'; '.join(self.log.story(block.name)) or 'none'}"
-                        for text in block_violations(block, residency.holds.issuing)
-                    ]
-        return found
+        return violations(self.residency, self.log)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.report() if self._residency else repr(self))}</pre>"
 
     def __repr__(self) -> str:
-        if self._residency is None:
-            return "<TensorsManager: nothing opened yet>"
-        where = ", ".join(
-            f"{device.name} {format_nbytes(ledger.resident_nbytes)} of "
-            f"{format_nbytes(ledger.budget.limit_nbytes)}"
-            for device, ledger in list(self._residency.books.ledgers.items())
-        )
-        return f"<TensorsManager {self._residency.feed.strategy.name}: {where or 'host only'}>"
+        return line_of(self._residency)
 
 
 #: The one of this process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from typing import Any, Protocol
@@ -11,14 +12,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.activation import when_plain
 from ..base.errors import ConfigError, nearest
+from ..base.listeners import listeners
+from ..base.progress import Bar
 from ..devices.base import Device
-from .adoption import block_for, is_adoptable, replace_in_place, try_replace_in_place
+from .adoption import (
+    block_for,
+    has_bytes_at_home,
+    is_adoptable,
+    replace_in_place,
+    try_replace_in_place,
+)
 from .block import Block
+from .budget import OutOfBudgetError
 from .guard import Guarded, guards
+from .names import names
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
 from .ref import TensorRef
 from .residency import Residency
 from .storage_index import Table
+from .telling import tell_no_room
 
 
 class Manager(Guarded, Protocol):
@@ -95,7 +107,7 @@ class Ownership:
         if isinstance(whole, torch.nn.Parameter):
             for call in when_plain:
                 call(whole)
-        return self._ref_over(tensor, sole=False) if is_adoptable(tensor) else None
+        return self._ref_over(tensor, sole=False) if has_bytes_at_home(tensor) else None
 
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
         residency = self._residency
@@ -143,11 +155,15 @@ class Ownership:
         self._manager.native.watch()
 
     def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        for part in module.modules():
-            for registry_ in (part._parameters, part._buffers):
-                for name, tensor in list(registry_.items()):
-                    if tensor is not None and type(tensor) is not TensorRef:
-                        registry_[name] = self.adopt_in_place(tensor)
+        names.note_module(module)
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        with Bar(f"adopting {type(module).__name__}", sum(map(_nbytes_of, tensors))) as bar:
+            for part in module.modules():
+                for registry_ in (part._parameters, part._buffers):
+                    for name, tensor in list(registry_.items()):
+                        if tensor is not None and type(tensor) is not TensorRef:
+                            registry_[name] = self.adopt_in_place(tensor)
+                        bar.advance(_nbytes_of(tensor))
         return module
 
     def release(self, x: Any) -> Any:
@@ -185,7 +201,12 @@ class Ownership:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
         residency = self._residency
         device = residency.books.main if name is None else self._accelerator_named(name)
-        residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
+        try:
+            residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
+        except OutOfBudgetError as error:
+            if listeners.any:
+                tell_no_room(ref._ttr_block, device, error)
+            raise
         with residency.books.lock:
             residency.set_ready(ref._ttr_block, device)
         exposure = ref._ttr_block.exposure
@@ -305,3 +326,10 @@ class Ownership:
         """Whether a block's bytes at home are in shared memory."""
         home = ref._ttr_block.replicas.get(self._residency.books.host)
         return home is not None and home.base.untyped_storage().is_shared()
+
+
+def _nbytes_of(tensor: torch.Tensor | None) -> int:
+    """Bytes of a tensor, for a bar; 0 where it has no shape yet (lazy modules)."""
+    if tensor is None or torch.nn.parameter.is_lazy(tensor):
+        return 0
+    return tensor.numel() * tensor.element_size()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..devices.base import Device
+from . import core
 from .block import Block
 from .ref import TensorRef, wiring
 
@@ -17,10 +18,13 @@ KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY_NAME))
 
 
 class Labelled:
-    """Whether a TensorRef has ever been labelled other than cpu (a default device, cuda)."""
+    """Whether a TensorRef has ever been labelled other than cpu (a default device, cuda).
+
+    Until then torch's own maker of wrappers makes them, with the fewest arguments. In C++ never.
+    """
 
     def __init__(self) -> None:
-        self.otherwise = False
+        self.otherwise = core.library is not None
 
 
 labelled = Labelled()
@@ -39,6 +43,8 @@ def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.dev
     """
     if not wiring.is_done:
         wiring.do()
+    if core.library is not None:
+        return _make_in_cpp(plain, block, device, label)
     ref: Any = _make_wrapper(
         TensorRef,
         plain.size(),
@@ -64,6 +70,43 @@ def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.dev
     return ref
 
 
+def bare_ref(
+    size: torch.Size,
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    label: torch.device,
+    block: Block | None,
+) -> Any:
+    """Make a TensorRef with such metadata over a block of which no plain tensor is at hand."""
+    assert block is not None
+    if core.library is not None:
+        like = _empty((0,), dtype=dtype)
+        return core.library.bare_ref(like, size, stride, offset, block, label)
+    ref: Any = _make_wrapper(
+        TensorRef,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=label,
+        _extra_dispatch_keys=KEYS,
+    )
+    ref._ttr_block = block
+    ref._ttr_plain = ref._ttr_device = None
+    return ref
+
+
+def _make_in_cpp(plain: torch.Tensor, block: Block, device: Device, label: torch.device) -> Any:
+    """Make it as a tensor of C++'s, which autograd takes for a plain one."""
+    ref = core.library.make_ref(plain, block, device, label)
+    if block.sharers is not None and block.owner is not block:
+        ref._ttr_plain = None
+    elif device.is_host:
+        ref._ttr_home = plain
+    return ref
+
+
 def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
     torch._C._set_conj(ref, like.is_conj())
     torch._C._set_neg(ref, like.is_neg())
@@ -73,6 +116,8 @@ def _set_lazy_bits(ref: Any, like: torch.Tensor) -> None:
 
 def alias_of(ref: Any, block: Block | None = None) -> Any:
     """Make another TensorRef with the same metadata, over the same or another block."""
+    if core.library is not None:
+        return core.library.alias_of(ref, block)
     twin = _make_wrapper(
         type(ref),
         ref.size(),
@@ -96,7 +141,8 @@ def replace_metadata(ref: Any, other: Any) -> None:
     """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
     with torch.no_grad():
         torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
-    _point_at_the_same(ref, other)
+    if core.library is None:
+        _point_at_the_same(ref, other)
 
 
 def _point_at_the_same(ref: Any, other: Any) -> None:

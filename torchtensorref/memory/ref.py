@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 
-class TensorRef(torch.Tensor):
+class RefType(type(torch.Tensor)):  # type: ignore[misc]
+    """The class of the class TensorRef: pickled as what it stands for (`tensor/install.py`)."""
+
+
+class TensorRef(torch.Tensor, metaclass=RefType):
     """A tensor that refers to a block instead of holding bytes.
 
     It is a `torch.Tensor`: whatever takes one takes this. Shape, dtype, strides and the device the
@@ -32,7 +36,10 @@ class TensorRef(torch.Tensor):
     _ttr_home: torch.Tensor | None = None
 
 
-TensorRef.__module__ = "torchTensorRef"
+# Libraries choose what they do with an array by these names; to them it is what it stands for.
+TensorRef.__module__ = torch.Tensor.__module__
+TensorRef.__name__ = torch.Tensor.__name__
+TensorRef.__qualname__ = torch.Tensor.__qualname__
 
 
 class Wiring:

@@ -13,7 +13,7 @@ nobody waits for. Sums and pins are counted again from what they are sums of.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..devices.base import Device, storage_nbytes
 from .block import Block, Replica
@@ -33,13 +33,13 @@ class Repair:
         self._copier = copier
         self._feed = feed
 
-    def run(self, keep: int = 0) -> None:
+    def run(self, keep: Collection[int] = ()) -> None:
         """Repair what interrupted threads have left; what others are doing stays as it is.
 
         Parameters
         ----------
-        keep : int
-            A thread that goes on with what it was doing before: it keeps what it holds, and is
+        keep : collection of int
+            Threads that go on with what they were doing before: they keep what they hold, and are
             repaired again later.
 
         Notes
@@ -47,17 +47,19 @@ class Repair:
         It may itself be interrupted, and then begins again with the next operator.
         """
         books = self._books
-        idents = {doubt.ident for doubt in books.doubts} | {threading.get_ident()}
-        idents.discard(keep)
+        me = {threading.get_ident()}.difference(keep)
+        noted = [doubt for doubt in books.doubts if doubt.ident not in keep]
         for device in list(books.ledgers):
-            if self._has_lost_copies(device, idents):
+            if self._has_lost_copies(device, me | {doubt.ident for doubt in noted}):
                 device.synchronize()  # nobody knows their events, so all there is
         with books.lock:
-            written = set(self._holds.forget_threads(idents))
+            # Another thread may have repaired meanwhile what it has left, and hold operands again.
+            found = [doubt for doubt in books.doubts if any(doubt is one for one in noted)]
+            written = set(self._holds.forget_threads(me | {doubt.ident for doubt in found}))
             for device in list(books.ledgers):
                 self._mend(device, written)
             self._feed.repair(books.doubts)
-            books.doubts[:] = [doubt for doubt in books.doubts if doubt.ident == keep]
+            books.doubts[:] = [d for d in books.doubts if not any(d is one for one in found)]
             books.log.note("-", "repair", "an error came halfway")
             books.released.notify_all()
 
@@ -87,7 +89,7 @@ class Repair:
             if replica.state is INVALID:
                 if storage_nbytes(replica.base):
                     device.empty(replica.base)
-                ledger.remove(replica)
+                books.remove(replica)
         ledger.recount()
 
     def _mend_states(self, block: Block, is_written: bool) -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from textwrap import wrap
 from typing import Any
 
 import torch
 
 from ..base.units import format_nbytes, format_ns
+from .advice import GIB, advice_of, bound_of
 from .block import Block
+from .costs import BlockCost
 from .ref import TensorRef
+from .states import CLEAN, DIRTY
 
 #: Rows of each list; what is left out is counted, so that a report fits a screen.
-BLOCK_ROWS = 5
+BLOCK_ROWS = 10
 HELD_ROWS = 5
 REASON_ROWS = 4
+CAUSES = 3
+#: Characters in a line.
+LINE = 100
+WORDS_OF_BOUNDS = {
+    "link": "the link",
+    "compute": "compute",
+    "host": "the host and interception",
+}
 
 
 def report_text(manager: Any) -> str:
@@ -28,7 +40,7 @@ def report_text(manager: Any) -> str:
     Returns
     -------
     str
-        At most about 30 lines of at most 100 characters.
+        At most about 40 lines of at most 100 characters.
 
     Notes
     -----
@@ -39,48 +51,22 @@ def report_text(manager: Any) -> str:
     with residency.books.lock:
         ours = {residency.books.host, *residency.books.accelerators}
         blocks = [block for block in living_blocks(manager) if ours.issuperset(block.replicas)]
-        lines = [*_totals(stats), *_fallbacks(stats), *_held(blocks)]
-        lines += _largest(blocks, residency.books.tick)
+        lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
+        lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
+        lines += _dearest(manager, blocks)
     return "\n".join(lines)
 
 
-def stats_of(manager: Any) -> dict[str, Any]:
-    """Count what has happened since the counts were last reset, as plain numbers."""
-    residency = manager.residency
-    with residency.books.lock:
-        residency.books.bury()
-        books = residency.books
-        main = books.main
-        ledger = books.ledgers.get(main)
-        counts, copies = books.counts, residency.copier.transfer.counts
-        op_count = max(books.tick - manager._first_tick, 0)
-        return {
-            "strategy": residency.feed.strategy.name,
-            "device": main.name,
-            "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
-            "resident_nbytes": main.resident_nbytes if ledger else 0,
-            "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
-            "page_locked_nbytes": main.page_locked_nbytes,
-            "fetched_nbytes": copies.fetched_nbytes,
-            "prefetched_nbytes": copies.prefetched_nbytes,
-            "written_back_nbytes": copies.written_back_nbytes,
-            "dropped_nbytes": counts.dropped_nbytes,
-            "fetch_count": copies.fetch_count + copies.prefetch_count,
-            "evict_count": counts.evict_count,
-            "slow_hit_count": counts.slow_hit_count,
-            "miss_count": counts.miss_count,
-            "op_count": op_count,
-            "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
-            "slow_op_count": counts.slow_op_count,
-            "host_op_count": counts.host_op_count,
-            "native_op_region_count": manager.native.native_count,
-            "native_op_count": counts.native_op_count,
-            "native_share": counts.native_op_count / max(op_count, 1),
-            "host_fallback_count": sum(counts.host_fallbacks.values()),
-            "host_fallback_reasons": dict(counts.host_fallbacks),
-            "stall_ns": main.stall_ns - manager._first_stall_ns,
-            "time_ns": manager._reached_ns() - manager._first_ns,
-        }
+def line_of(residency: Any) -> str:
+    """Describe what each accelerator holds, in one line; None before the first use."""
+    if residency is None:
+        return "<TensorsManager: nothing opened yet>"
+    where = ", ".join(
+        f"{device.name} {format_nbytes(ledger.resident_nbytes)} of "
+        f"{format_nbytes(ledger.budget.limit_nbytes)}"
+        for device, ledger in list(residency.books.ledgers.items())
+    )
+    return f"<TensorsManager {residency.feed.strategy.name}: {where or 'host only'}>"
 
 
 def block_of(value: Any, asked: str) -> Block:
@@ -107,6 +93,25 @@ def block_of(value: Any, asked: str) -> Block:
     raise TypeError(f"tensorsManager.{asked}() tells of one TensorRef; this is a {kind}. {advice}.")
 
 
+def description_of(manager: Any, ref: Any) -> str:
+    """Describe a TensorRef's block and its replicas."""
+    block = block_of(ref, "describe")
+    shape = ", ".join(map(str, ref.size()))
+    kind = str(ref.dtype).removeprefix("torch.")
+    called = manager.names.of_block(block.block_id)
+    name = block.name if called == block.name else f"{block.name} {called}"
+    lines = [f"{kind}[{shape}] -> {name} {format_nbytes(block.nbytes)}  home cpu"]
+    for replica in block.replicas.values():
+        pins = f", pinned {replica.pins}" if replica.pins else ""
+        used = manager.residency.books.tick - block.last_use
+        last = f", last used {used} operators ago" if replica.state in (CLEAN, DIRTY) else ""
+        lines.append(f"  {replica.device.name:8} {replica.state.value}{pins}{last}")
+    if block.exposure is not None and block.exposure.alive:
+        exposure = block.exposure
+        lines.append(f"  exposed on {exposure.device.name}: {exposure.why}")
+    return "\n".join(lines)
+
+
 def living_blocks(manager: Any) -> list[Block]:
     """Find the blocks that operators have used, that were adopted, or that are on an accelerator.
 
@@ -126,6 +131,7 @@ def living_blocks(manager: Any) -> list[Block]:
 def _totals(stats: dict[str, Any]) -> list[str]:
     size = {name: format_nbytes(n) for name, n in stats.items() if name.endswith("_nbytes")}
     on_host_count = stats["host_op_count"] + stats["host_fallback_count"]
+    thrash = f"; {stats['thrash_count']} thrashed, {size['thrash_nbytes']}"
     return [
         f"torchTensorRef: {stats['strategy']} on {stats['device']}",
         f"  resident   {size['resident_nbytes']} of {size['budget_nbytes']}, "
@@ -134,14 +140,81 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"{stats['slow_op_count']} slow, {stats['native_op_count']} in "
         f"{stats['native_op_region_count']} native calls",
         f"  on host    {on_host_count} of the slow ones",
+        *_at_home(stats),
         f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "
         "path (on the ready path each is one)",
         f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
-        f"in {stats['fetch_count']} copies",
+        f"in {stats['fetch_count']} copies{thrash if stats['thrash_count'] else ''}",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
         f"{size['written_back_nbytes']} written back",
-        f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}",
+        *_causes(stats["evicted_nbytes_by_cause"]),
     ]
+
+
+def _at_home(stats: dict[str, Any]) -> list[str]:
+    """What the strategy had computed at home, in one sentence; nothing where it had nothing."""
+    if not stats["at_home_count"]:
+        return []
+    return [
+        f"             {stats['at_home_count']} because their weights were there "
+        f"({format_nbytes(stats['at_home_nbytes'])} not fetched): saved "
+        f"{format_ns(stats['at_home_saved_ns'])}"
+    ]
+
+
+def _causes(by_cause: dict[str, int]) -> list[str]:
+    rows = sorted(by_cause.items(), key=lambda row: -row[1])[:CAUSES]
+    told = "; ".join(f"{format_nbytes(n)} for {why.partition(': ')[2] or why}" for why, n in rows)
+    return [f"             {told}"[:LINE]] if rows else []
+
+
+def _devices(books: Any, stats: dict[str, Any]) -> list[str]:
+    """The other accelerators, a line each; the first is in the totals."""
+    return [
+        f"  {device.name:10} {format_nbytes(books.ledgers[device].resident_nbytes)} of "
+        f"{format_nbytes(books.ledgers[device].limit_nbytes)}, peak "
+        f"{format_nbytes(device.peak_nbytes)}"
+        for device in books.accelerators[1:]
+    ]
+
+
+def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
+    share = stats["stall_ns"] / max(stats["time_ns"], 1)
+    lines = [
+        f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}, {share:.0%}"
+    ]
+    clocks = manager.residency.books.main.clocks()
+    bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    if bound.by:
+        lines.append(
+            f"  bound by   {WORDS_OF_BOUNDS[bound.by]}: operators {format_ns(bound.compute_ns)}, "
+            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"
+        )
+    return lines
+
+
+def weights_nbytes(blocks: Iterable[Block]) -> int:
+    """Bytes of what the program keeps: parameters, buffers, what has outlived many operators."""
+    return sum(block.nbytes for block in blocks if block.is_persistent)
+
+
+def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str]:
+    """How much budget the program would need, and for what; and one sentence of advice."""
+    weights, budget = weights_nbytes(blocks), stats["budget_nbytes"]
+    largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
+    fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"
+    lines = [f"  needs      {format_nbytes(weights)} of weights, {fits}"]
+    if largest:
+        lines[0] += f"; at least {format_nbytes(largest)}, for {stats['largest_op']}"
+    fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    more = min(GIB, weights - budget)
+    if stats["evict_count"] and fetched and more > 0:
+        share = costs.saved_by(more) / fetched
+        lines.append(
+            f"             budget +{format_nbytes(more)} would save {share:.0%} of what is fetched"
+        )
+    advice = f"  advice     {advice_of(stats, costs, weights)}"
+    return [*lines, *wrap(advice, LINE, subsequent_indent=" " * 13)]
 
 
 def _fallbacks(stats: dict[str, Any]) -> list[str]:
@@ -176,19 +249,43 @@ def _holder(block: Block) -> str:
     return "; ".join(reasons)
 
 
-def _largest(blocks: Iterable[Block], tick: int) -> list[str]:
-    ordered = sorted(blocks, key=lambda block: -block.nbytes)
+def _dearest(manager: Any, blocks: list[Block]) -> list[str]:
+    """The blocks for which most was copied; where nothing was, the largest."""
+    costs = manager.residency.books.counts.costs.by_block
+    none = BlockCost(0, 0)
+
+    def order(block: Block) -> tuple[int, int]:
+        return -costs.get(block.block_id, none).fetched_nbytes, -block.nbytes
+
+    ordered = sorted(blocks, key=order)
     total = format_nbytes(sum(block.nbytes for block in ordered))
-    lines = [f"blocks: {len(ordered)}, {total}; the largest:" if ordered else "blocks: none"]
-    return lines + _rows(ordered, BLOCK_ROWS, lambda block: _block_row(block, tick))
+    head = (
+        f"blocks: {len(ordered)}, {total}; those that cost most, and how often they were fetched:"
+        if ordered
+        else "blocks: none"
+    )
+    named = manager.names.of_operand
+    return [head, *_rows(ordered, BLOCK_ROWS, lambda block: _block_row(block, costs, named))]
 
 
-def _block_row(block: Block, tick: int) -> str:
+def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[Block], str]) -> str:
     where = ", ".join(
         f"{replica.device.name} {replica.state.value}" for replica in block.readable_replicas()
     )
-    used = f"last used by operator {block.last_use} of {tick}" if block.last_use else "not used yet"
-    return f"  {block.name:>6} {format_nbytes(block.nbytes):>12}  {where:26} {used}"
+    row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {shortened(named(block), 42):42} "
+    cost = costs.get(block.block_id)
+    if cost is None or not cost.fetch_count:
+        return f"{row}{where}"[:LINE]
+    why = cost.why.partition(": ")[2] or cost.why
+    return f"{row}{cost.fetch_count}x{', evicted for ' + why if why else ''}"[:LINE]
+
+
+def shortened(name: str, most: int) -> str:
+    """Shorten a name in its middle: which layer it is of stands before that."""
+    if len(name) <= most:
+        return name
+    end = most * 2 // 5
+    return f"{name[: most - end - 2]}..{name[-end:]}"
 
 
 def _rows(items: list[Any], count: int, row: Callable[[Any], str]) -> list[str]:

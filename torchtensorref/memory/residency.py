@@ -13,16 +13,18 @@ from ..base.event_log import EventLog
 from ..base.interrupts import is_within_another
 from ..devices.base import Device
 from ..strategy import Strategy
-from .block import Block, Replica, graveyard
+from .block import Block, Replica
 from .bookkeeping import Books
 from .budget import OutOfBudgetError
 from .copies import Copier, RoomTakenError
+from .costs import GIVEN_BACK
 from .eviction import Evictor, HeldByOthersError
 from .holds import PATIENCE_ROUNDS, Holds
+from .op_times import OpTimes
 from .prefetch import Prefetcher
 from .repair import Repair
 from .sharing import Sharing
-from .states import CLEAN, DIRTY, INVALID
+from .states import CLEAN, DIRTY, FILLING, INVALID
 from .strategy_feed import StrategyFeed
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.
@@ -57,6 +59,8 @@ class Residency:
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
         self._repair = Repair(self.books, self.holds, self.copier, self.feed)
+        #: How long operators took, where a strategy says where they run.
+        self.times = OpTimes()
         self.recorder: Any = None
         self.recording_ident = 0
 
@@ -64,12 +68,16 @@ class Residency:
         """Repair what an error has left halfway, before anything is used (no lock held)."""
         if not self.books.is_in_doubt:
             return
-        # Operators and regions around this one go on, and hold what they hold.
-        is_inside = is_within_another(sys._getframe(1))
-        self._repair.run(keep=threading.get_ident() if is_inside else 0)
-        if self.recorder is not None and self.recording_ident == threading.get_ident():
+        # Operators and regions around this one go on, and hold what they hold; so do those around
+        # an error that another thread has caught.
+        me = threading.get_ident()
+        keep = self.holds.threads_inside({doubt.ident for doubt in self.books.doubts} - {me})
+        if is_within_another(sys._getframe(1)):
+            keep.add(me)
+        self._repair.run(keep)
+        if self.recorder is not None and self.recording_ident == me:
             self.recorder.mistrust("it was interrupted")
-            if not is_inside:
+            if me not in keep:
                 self.recorder, self.books.sees_all = None, False
         self.books.reopen()
 
@@ -197,7 +205,13 @@ class Residency:
         raise HeldByOthersError
 
     def note_operator(
-        self, device: Device, blocks: Sequence[Block], written: Sequence[Block], kind: int
+        self,
+        device: Device,
+        blocks: Sequence[Block],
+        written: Sequence[Block],
+        kind: int,
+        *,
+        is_at_home: bool = False,
     ) -> None:
         """Count an operator that is about to run, and tell the strategy what it uses.
 
@@ -205,31 +219,73 @@ class Residency:
         ----------
         kind : int
             Number of the operator's kind: uses by the same one look alike to a strategy.
+        is_at_home : bool, optional
+            It runs on the host because the strategy wants that.
         """
         self.books.tick += 1
         self.books.counts.slow_op_count += 1
-        self.feed.tell_uses(device, blocks, written, kind)
+        self.feed.tell_uses(device, blocks, written, kind, is_at_home=is_at_home)
 
     # -- readiness ------------------------------------------------------------------------------
 
     def set_ready(self, block: Block, device: Device) -> None:
         """Open the ready path to a block where nothing has to be decided about it (lock held)."""
+        if (block.is_persistent and self.feed.wants_every_use) or not self._open(block, device):
+            block.ready = None
+
+    def _open(self, block: Block, device: Device) -> bool:
         replica = block.replicas.get(device)
         if (
             replica is None
             or replica.state not in (CLEAN, DIRTY)
             or block.exposure is not None
             or block.sharers is not None
-            or (block.is_persistent and self.feed.wants_every_use)
             or self.books.is_left(device)
         ):
-            block.ready = None
-            return
+            return False
         home = block.replicas.get(self.books.host)
         block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
         if device.notes_uses:
             device.forget_use(replica.base)
         block.ready = device
+        return True
+
+    def open_watched(self, blocks: Sequence[Block], device: Device) -> bool:
+        """Open the ready path to blocks for one operator; False if one of them is not there.
+
+        Whatever it says, `close_watched` closes them again.
+        """
+        books = self.books
+        with books.lock:
+            ledger = books.ledgers[device]
+            if ledger.resident_nbytes > ledger.budget.limit_nbytes:
+                return False
+            for block in blocks:
+                replica = block.replicas.get(device)
+                if replica is None or (replica.state is FILLING and self._is_late(replica)):
+                    return False
+                self.copier.arrive(replica)
+                if not self._open(block, device):
+                    return False
+            books.counts.slow_hit_count += len(blocks)
+        return True
+
+    def _is_late(self, replica: Replica) -> bool:
+        """Whether something is to be decided about a replica that is on its way."""
+        arrival = replica.arrival
+        return arrival is None or (self.feed.places and not arrival.is_done())
+
+    def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
+        """Close the ready path to those of the blocks whose uses the strategy wants to hear."""
+        with self.books.lock:
+            for block in blocks:
+                if block.ready is not device or not (
+                    block.is_persistent and self.feed.wants_every_use
+                ):
+                    continue
+                block.ready = None
+                if device.notes_uses:
+                    self._note_use(block.replicas[device])
 
     def settle_at_home(self, block: Block) -> None:
         """Open the ready path at home to a small block that is nowhere else.
@@ -269,7 +325,7 @@ class Residency:
         ledger = books.ledgers[device]
         has_been_refused = False
         while True:
-            if graveyard or ledger.dead:
+            if device.graveyard or ledger.dead:
                 with books.lock:
                     books.bury()
             try:
@@ -319,13 +375,14 @@ class Residency:
                 used = [
                     replica
                     for block in blocks
-                    if (replica := block.readable_on(device)) is not None and not replica.pins
+                    if (replica := block.readable_on(device)) is not None
+                    and not (replica.pins or block.is_kept)
                 ]
             given_back = self.feed.given_back(device, used)
             for replica in used:
                 block = replica.block
                 if block is not None and block.block_id in given_back:
-                    self.evictor.try_evict(replica, f"{self.feed.strategy.name}: given back")
+                    self.evictor.try_evict(replica, f"{self.feed.strategy.name}: {GIVEN_BACK}")
         if self.books.is_pressed and self.feed.looks_ahead:
             self.prefetcher.issue_wishes(device)
         if self.books.is_left(device):

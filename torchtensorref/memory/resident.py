@@ -26,6 +26,8 @@ class _Described(Sequence[BlockSnapshot]):
     def __init__(self, books: Books, device: Device) -> None:
         self._books = books
         self._device = device
+        #: Number of the last operator.
+        self.newest = books.tick
         self._all: list[BlockSnapshot] | None = None
 
     @abstractmethod
@@ -66,11 +68,6 @@ class _Described(Sequence[BlockSnapshot]):
 
 class Resident(_Described):
     """All that a device holds."""
-
-    def __init__(self, books: Books, device: Device) -> None:
-        super().__init__(books, device)
-        #: Number of the last operator.
-        self.newest = books.tick
 
     def get(self, block_id: int) -> BlockSnapshot | None:
         """Describe one block; None if the device does not hold it."""

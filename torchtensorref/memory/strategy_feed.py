@@ -12,8 +12,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
+from ..base.options import settings
 from ..devices.base import Device
 from ..strategy import (
     PERSISTENT_AFTER,
@@ -47,6 +50,7 @@ class StrategyFeed:
         self._books = books
         self._copier = copier
         self._checked = CheckedStrategy(strategy)
+        books.notes_departures = self._checked.hears_evictions
         self._at_first = _mind_of(strategy)
         self.lock = threading.RLock()
         #: Results that the strategy has not been told of, oldest first; and (operator, block) from
@@ -55,6 +59,8 @@ class StrategyFeed:
         self._young: list[tuple[int, int, weakref.ref[Block]]] = []  # a heap, soonest first
         #: Number of the operator whose access to a persistent block was told last.
         self._told_tick = 0
+        #: Who told last of an operator ahead of its being counted: thread, kind, number.
+        self._told: tuple[int, int, int] | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -67,6 +73,8 @@ class StrategyFeed:
         # In this order: what a strategy is told can need the lock (a result's first look).
         with self.lock, self._books.lock:
             self._checked = checked
+            self._books.departures.clear()
+            self._books.notes_departures = checked.hears_evictions
             self._at_first = _mind_of(strategy)
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
@@ -127,6 +135,12 @@ class StrategyFeed:
             if self.wants_every_use:
                 block.ready = None
 
+    def _tell_departures(self) -> None:
+        """Tell what has left the main accelerator (the feed's lock held)."""
+        departures = self._books.departures
+        while departures:
+            self._checked.on_evict(departures.popleft())
+
     def tell_deaths(self) -> None:
         """Tell which blocks are gone (no lock held)."""
         deaths = self._books.take_deaths()
@@ -136,7 +150,13 @@ class StrategyFeed:
                     self._checked.on_death(block_id)
 
     def tell_uses(
-        self, device: Device, blocks: Iterable[Block], written: Iterable[Block], kind: int
+        self,
+        device: Device,
+        blocks: Iterable[Block],
+        written: Iterable[Block],
+        kind: int,
+        ahead: int = 0,
+        is_at_home: bool = False,
     ) -> None:
         """Tell that an operator on a device is about to use blocks (no lock held).
 
@@ -144,27 +164,45 @@ class StrategyFeed:
         ----------
         kind : int
             Number of the operator's kind: with a block's size, what the strategy knows its uses by.
+        ahead : int, optional
+            How many operators from now it is: 1 for one that has not been counted yet.
+        is_at_home : bool, optional
+            The host runs it because the strategy wanted that, where the accelerator might have.
         """
-        books, tick = self._books, self._books.tick
+        books, tick = self._books, self._books.tick + ahead
+        told, self._told = self._told, (get_ident(), kind, tick) if ahead else None
+        if told is not None and told == (get_ident(), kind, tick):
+            return  # this very operator, which has taken the slow path after all
         self.tell_births()
         with self.lock:
-            for block in blocks:
+            self._tell_departures()
+            # In this order, whether an operator runs as one or in its parts.
+            for block in sorted(blocks, key=attrgetter("block_id")):
                 is_first = note_use(books, block, tick)
                 if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
-                if not device.is_host:  # else the accelerator does not need it for this
-                    struct = hash((kind, block.nbytes))
-                    self.tell_access(block, struct, tick, writes=block in written)
+                if is_at_home or not device.is_host:  # else the accelerator has no need of it
+                    struct = struct_of(kind, block)
+                    self.tell_access(
+                        block, struct, tick, writes=block in written, is_at_home=is_at_home
+                    )
 
-    def tell_access(self, block: Block, struct: int, tick: int, *, writes: bool) -> None:
-        """Tell of one use of a block by the main accelerator (the feed's lock held)."""
+    def tell_access(
+        self, block: Block, struct: int, tick: int, *, writes: bool, is_at_home: bool = False
+    ) -> None:
+        """Tell of one use by the main accelerator, or in its stead (the feed's lock held)."""
         if block.is_persistent:
             self._told_tick = tick
         replica = block.replicas.get(self._books.main)
         there = replica is not None and replica.state is not INVALID
+        persists = block.is_persistent
         self._checked.on_access(
-            Access(block.block_id, block.nbytes, struct, block.is_persistent, writes, there)
+            Access(block.block_id, block.nbytes, struct, persists, writes, there, is_at_home)
         )
+
+    def tell_foretold(self, accesses: Sequence[Access]) -> None:
+        """Tell what the program is about to use (the feed's lock held)."""
+        self._checked.on_foretold(accesses)
 
     def tell_prefetch(self, block: Block) -> None:
         """Tell that a copy which the strategy asked for has been issued (no lock held)."""
@@ -175,8 +213,12 @@ class StrategyFeed:
 
     @property
     def places(self) -> bool:
-        """Whether the strategy says where operators run."""
-        return self._checked.places
+        """Whether the strategy says where operators run that lack an operand."""
+        checked = self._checked
+        if not checked.places or settings.placement == "accelerator":
+            return False
+        is_wanted = settings.placement == "hybrid" or self._books.main.knows_host
+        return is_wanted or not checked.mixes_devices
 
     def place(self, snapshot: OpSnapshot, default: Device) -> Device:
         """Ask where an operator runs, unless on the default device (no lock held)."""
@@ -198,6 +240,7 @@ class StrategyFeed:
         with self._books.lock:
             seen = self.device_snapshot(device)
         with self.lock:
+            self._tell_departures()
             return self._checked.victims(
                 seen,
                 candidates,
@@ -233,6 +276,7 @@ class StrategyFeed:
             self._copier.note_arrivals()
             seen = self.device_snapshot(device)
         with self.lock:
+            self._tell_departures()
             checked, count = self._checked, len(self._books.known)
             leaving = checked.write_back(seen, resident, count)
             return leaving, checked.prefetch(seen, resident, count)
@@ -245,7 +289,7 @@ class StrategyFeed:
         clocks = device.clocks()
         now_ns = device.now_ns()
         # What compute gets to before it is through with what it has been given is no longer ahead.
-        filling = self._copier.coming_to(device, max(now_ns, clocks.compute_free_ns))
+        filling = self._copier.in_flight.later_than(device, max(now_ns, clocks.compute_free_ns))
         return DeviceSnapshot(
             name=device.name,
             limit_nbytes=ledger.budget.limit_nbytes,
@@ -259,6 +303,7 @@ class StrategyFeed:
             compute_ns=clocks.compute_ns,
             compute_free_ns=clocks.compute_free_ns,
             d2h_free_ns=clocks.d2h_free_ns,
+            stall_ns=device.stall_ns,
         )
 
 
@@ -268,6 +313,11 @@ def _mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
         return copy.deepcopy(vars(strategy) if mind is None else mind, {id(strategy): strategy})
     except Exception:
         return None  # it holds what cannot be copied: it has to cope
+
+
+def struct_of(kind: int, block: Block) -> int:
+    """Return what uses of equally large blocks by one kind of operator have in common."""
+    return hash((kind, block.nbytes))
 
 
 def note_use(books: Books, block: Block, tick: int) -> bool:

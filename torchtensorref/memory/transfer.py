@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,10 @@ from ..base.errors import TransferError
 from ..base.options import settings
 from ..devices.base import Device, Event, bytes_of, empty_bytes
 from .block import Replica
+from .names import names
+
+_is_profiled = torch._C._autograd._profiler_enabled
+_NO_RANGE = nullcontext()
 
 #: A copy that fails is tried again so often; links hiccup, and the source is untouched.
 ATTEMPTS = 3
@@ -45,9 +50,10 @@ class Transfer:
         """
         device = replica.device
         source = bytes_of(home.base)
-        event = self._retry(
-            lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
-        )
+        with in_profile("prefetch" if ahead else "fetch", replica):
+            event = self._retry(
+                lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
+            )
         if device.prefers_page_locked:
             self._mind_source(home, device, event)
         if settings.sync:
@@ -80,9 +86,10 @@ class Transfer:
         """
         device = replica.device
         destination = bytes_of(home.base)
-        event = self._retry(
-            lambda: device.copy_out(replica.base, destination, after=device.record())
-        )
+        with in_profile("write_back", replica):
+            event = self._retry(
+                lambda: device.copy_out(replica.base, destination, after=device.record())
+            )
         if settings.sync:
             event.synchronize()
         self.counts.written_back_nbytes += replica.nbytes
@@ -107,6 +114,14 @@ class Transfer:
                     raise
                 self.counts.retry_count += 1
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def in_profile(kind: str, replica: Replica) -> AbstractContextManager[object]:
+    """A range in the traces of `torch.profiler`, where one is at work in this thread."""
+    if not _is_profiled():
+        return _NO_RANGE
+    name = names.of_block(replica.block_id)
+    return torch.autograd.profiler.record_function(f"ttr::{kind} {name}")
 
 
 def copy_of(base: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ _COLLECTIVES = {
         "broadcast_",
         "check_for_nan",
         "gather_",
+        "gather_into_tensor_",
         "monitored_barrier_",
         "recv_",
         "recv_any_source_",
@@ -53,6 +54,7 @@ _COLLECTIVES = {
         "reduce_scatter_tensor_coalesced",
         "reduce_scatter_tensor_out",
         "wait_tensor",
+        "wait_tensors",
     ),
 }
 

@@ -18,7 +18,9 @@ import torch
 def linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
     # The plain tensor has the same sizes and strides, and tells them in less time.
-    plain: torch.Tensor = x if x._ttr_plain is None else x._ttr_plain
+    # A promise has none, and what stands for one while it is recorded is plain itself.
+    plain: Any = getattr(x, "_ttr_plain", None)
+    plain = x if plain is None else plain
     if plain.is_contiguous():
         if bias is not None:
             return 0
@@ -34,7 +36,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     if (x.dim() > 2 and (x.requires_grad or weight.requires_grad)) or not x.size(-1):
         return None
     rows: int = x.nbytes // x.size(-1)
-    return plain.nbytes + rows * int(weight.size(0))
+    return int(plain.nbytes) + rows * int(weight.size(0))
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:

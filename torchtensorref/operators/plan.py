@@ -43,6 +43,8 @@ class OpPlan:
     #: What is called: the overload, or what is it in everything but the call.
     op: OpOverload | ByDevice
     number: int
+    #: What strategies know its uses by: its number, or that of the operator which it is seen as.
+    kind: int
     name: str
 
     # -- arguments --
@@ -171,9 +173,11 @@ def compiled(row: Row) -> OpPlan:
     run: Any = op
     if row.elsewhere is not None or row.at_home is not None:
         run = ByDevice(op, row.elsewhere, row.at_home)
+    number = next(_numbers)
     plan = OpPlan(
         op=run,
-        number=next(_numbers),
+        number=number,
+        kind=number if row.seen_as is None else plan_of(row.seen_as).kind,
         name=str(op),
         argument_names=names,
         defaults=tuple(argument.default_value for argument in schema.arguments),

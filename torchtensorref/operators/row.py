@@ -80,6 +80,12 @@ class Row:
     #: A composite operator with this runs as one where what it takes fits the budget.
     peak_nbytes: PeakRule | None = None
 
+    # -- what strategies know it by --
+
+    #: Its uses look like those of this operator: the one that a composite operator is made of, so
+    #: that they look alike however it runs.
+    seen_as: OpOverload | None = None
+
     # -- what runs it --
 
     #: Python's own binding: it parses arguments in C; the overload goes through a boxed stack (0.9

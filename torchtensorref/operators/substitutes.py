@@ -54,6 +54,11 @@ class ByDevice:
         self._elsewhere = elsewhere or op
         self._at_home = at_home or op
 
+    @property
+    def is_itself_at_home(self) -> bool:
+        """Whether the host has it."""
+        return self._at_home is self.op
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the device has."""
         run = self._at_home if args[0].device.type == "cpu" else self._elsewhere

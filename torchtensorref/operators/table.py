@@ -65,13 +65,26 @@ ARITHMETIC = (
 
 PRODUCTS = (
     Row(aten.mm.default, binding=_functions.mm, is_exact=True, flops=flops.contract),
-    Row(aten.bmm.default, binding=_functions.bmm, is_exact=True, flops=flops.contract),
-    Row(aten.addmm.default, binding=_functions.addmm, is_exact=True, flops=flops.add_contraction),
+    Row(
+        aten.bmm.default,
+        binding=_functions.bmm,
+        is_exact=True,
+        flops=flops.contract,
+        seen_as=aten.mm.default,
+    ),
+    Row(
+        aten.addmm.default,
+        binding=_functions.addmm,
+        is_exact=True,
+        flops=flops.add_contraction,
+        seen_as=aten.mm.default,
+    ),
     Row(
         aten.baddbmm.default,
         binding=_functions.baddbmm,
         is_exact=True,
         flops=flops.add_contraction,
+        seen_as=aten.mm.default,
     ),
     Row(
         aten.linear.default,
@@ -79,13 +92,16 @@ PRODUCTS = (
         is_exact=True,
         flops=flops.contract,
         peak_nbytes=peaks.linear,
+        seen_as=aten.mm.default,
     ),
     Row(
         aten.matmul.default,
         binding=_functions.matmul,
         flops=flops.contract,
         peak_nbytes=peaks.matmul,
+        seen_as=aten.mm.default,
     ),
+    Row(aten._grouped_mm.default, flops=flops.contract),
     Row(aten.convolution.default, binding=_functions.convolution),
     Row(aten.conv1d.default, flops=flops.convolve),
     Row(aten.conv2d.default, flops=flops.convolve),
@@ -112,6 +128,7 @@ ATTENTION = (
         random_only_with="dropout_p",
         flops=flops.attend,
         elsewhere=substitutes.attention_for_cpu,
+        seen_as=aten.scaled_dot_product_attention.default,
     ),
     Row(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -124,6 +141,7 @@ ATTENTION = (
         reason=_ACCELERATORS_OWN,
         random_only_with="dropout_p",
         at_home=substitutes.flash_attention_at_home,
+        seen_as=aten.scaled_dot_product_attention.default,
     ),
     Row(
         aten._scaled_dot_product_flash_attention_backward.default,
@@ -137,6 +155,7 @@ ATTENTION = (
         random_only_with="dropout_p",
         makes_on_host=True,
         at_home=substitutes.efficient_attention_at_home,
+        seen_as=aten.scaled_dot_product_attention.default,
     ),
     Row(
         aten._scaled_dot_product_efficient_attention_backward.default,
@@ -148,9 +167,18 @@ ATTENTION = (
 )
 
 NORMALISATION = (
-    Row(aten.layer_norm.default, binding=_functions.layer_norm, peak_nbytes=peaks.norm),
+    Row(
+        aten.layer_norm.default,
+        binding=_functions.layer_norm,
+        peak_nbytes=peaks.norm,
+        seen_as=aten.native_layer_norm.default,
+    ),
     Row(aten.native_layer_norm.default, binding=_functions.native_layer_norm),
-    Row(aten.group_norm.default, peak_nbytes=peaks.norm),
+    Row(
+        aten.group_norm.default,
+        peak_nbytes=peaks.norm,
+        seen_as=aten.native_group_norm.default,
+    ),
     Row(aten._softmax.default, binding=_functions._softmax),
     *(
         Row(op, reason=_TRAINING, writes=("running_mean", "running_var"))

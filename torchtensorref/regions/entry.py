@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -37,10 +38,13 @@ class Entry(Hold):
         structure: Structure,
         exchange: Exchange,
         inputs: list[Any],
+        call: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(manager, region, structure, inputs)
         self.unwatched = unwatched
         self.module = module
+        #: What runs on plain tensors: the module itself, or what it was compiled to.
+        self.call = call or module._call_impl
         self.exchange = exchange
         #: What hangs in the place of parameters and buffers, with its slot, its TensorRef, and its
         #: version before the call.
@@ -83,7 +87,7 @@ class Entry(Hold):
             args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
             self._exchange_parameters()
             with disabled(), self.unwatched:
-                return self.module._call_impl(*args, **kwargs), args, kwargs
+                return self.call(*args, **kwargs), args, kwargs
         except BaseException:
             self.exchange.restore()
             raise

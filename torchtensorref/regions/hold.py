@@ -121,7 +121,10 @@ class Hold:
             note_use(books, block, tick + 1)
         if feed.wants_every_use:
             with feed.lock:
-                for use in self._uses():
+                # In the order in which operators tell of theirs.
+                for use in sorted(
+                    self._uses(), key=lambda u: (u.number, self.blocks[u.place].block_id)
+                ):
                     block = self.blocks[use.place]
                     feed.tell_access(block, use.kind, tick + use.number, writes=use.writes)
         op_count = max(self.structure.op_count, 1)

@@ -25,12 +25,17 @@ def learn(
     inputs: list[Any],
     args: Any,
     kwargs: Any,
+    call: Any = None,
 ) -> Any:
-    """Run a module intercepted, and write down what the call uses, makes and leaves behind."""
+    """Run a module intercepted, and write down what the call uses, makes and leaves behind.
+
+    `call` runs it, if not its own: a function that was compiled, with the modules it can reach.
+    """
+    call = call or module._call_impl
     residency = manager.residency
     refs = [ref for _, _, ref in tensors_of(module)]
     if any(type(ref) is not TensorRef for ref in refs):
-        return module._call_impl(*args, **kwargs)  # another thread's region has a part of it
+        return call(*args, **kwargs)  # another thread's region has a part of it
     in_order = dict.fromkeys(ref._ttr_block for ref in refs)
     own = set(in_order)
     given = [block for block in dict.fromkeys(ref._ttr_block for ref in inputs) if block not in own]
@@ -43,12 +48,12 @@ def learn(
             residency.books.sees_all = True
             residency.books.reopen()
     if recorder is None:
-        return module._call_impl(*args, **kwargs)
+        return call(*args, **kwargs)
     before_ns = residency.books.main.clocks().compute_ns
     before_ops = residency.books.counts.slow_op_count
     had_gradients = [ref.requires_grad for ref in inputs]
     try:
-        out = module._call_impl(*args, **kwargs)
+        out = call(*args, **kwargs)
     finally:
         with residency.books.lock:
             residency.recorder = None

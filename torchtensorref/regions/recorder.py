@@ -57,7 +57,7 @@ class Recorder:
         for block in call.blocks:
             place = self._places.get(block)
             if place is not None and device is call.accelerator:
-                kind = hash((call.plan.number, block.nbytes))
+                kind = hash((call.plan.kind, block.nbytes))
                 self.uses.append(Use(self.op_count, place, kind, block in call.written))
             if block in self._expected or id(block) in self._made:
                 continue

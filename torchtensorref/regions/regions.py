@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from ..base.activation import watch
 from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
+from ..memory import core
 from ..memory.budget import SHORTAGES
 from ..memory.holds import PATIENCE_ROUNDS, PATIENCE_S
 from ..memory.manager import TensorsManager
@@ -84,8 +86,8 @@ class Regions:
 
     @property
     def enabled(self) -> bool:
-        """Whether modules may run natively."""
-        return self._enabled and settings.regions != "off"
+        """Whether modules may run natively: operators in C++ need no such thing."""
+        return self._enabled and settings.regions != "off" and core.library is None
 
     @enabled.setter
     def enabled(self, wanted: bool) -> None:
@@ -290,7 +292,7 @@ class Regions:
         """Whether something outside the module wants to see its operators, or its tensors."""
         if not self.manager.residency.feed.strategy.allows_regions:
             return True
-        if not self.enabled or settings.check >= 2 or settings.trace or settings.shadow:
+        if not self.enabled or watch.on or settings.trace:
             return True
         if torch.is_grad_enabled() or not may_bypass(autocast=False, observers=False):
             return True

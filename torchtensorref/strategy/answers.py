@@ -40,6 +40,8 @@ EXPECTED = {
     "prefetch": ("`Prefetch(block_id, victims)`s", "nothing is fetched ahead"),
     "write_back": ("block numbers", "nothing is written back early"),
     "on_birth": ("a number of operators", f"it is taken for {PERSISTENT_AFTER}"),
+    "on_evict": ("nothing", "the program goes on"),
+    "on_foretold": ("nothing", "it learns as the program runs"),
     "on_death": ("nothing", "the program goes on"),
     "on_prefetch": ("nothing", "the program goes on"),
 }
@@ -67,12 +69,16 @@ class CheckedStrategy:
         self.watches_accesses = bool(strategy.watches_accesses)
         #: Whether it says where operators run.
         self.places = kind.place is not Strategy.place
+        #: Whether it does so only where operators may be computed at home for their time's sake.
+        self.mixes_devices = bool(strategy.mixes_devices)
         #: Whether it evicts what an operator has used as soon as it has ended.
         self.gives_back = kind.after_operator is not Strategy.after_operator
         #: Whether it asks for copies before they are needed.
         self.looks_ahead = (
             kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
         )
+        #: Whether it follows what leaves the device.
+        self.hears_evictions = kind.on_evict is not Strategy.on_evict
         self._warned: set[str] = set()
 
     # -- asked ----------------------------------------------------------------------------------
@@ -175,6 +181,10 @@ class CheckedStrategy:
         except Exception as error:
             self._fail("on_access", error)
 
+    def on_foretold(self, accesses: Sequence[Access]) -> None:
+        """Tell what the program is about to use."""
+        self._ask("on_foretold", (accesses,), _anything, None)
+
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Tell of a result before the next operator; return after how many it is persistent.
 
@@ -185,6 +195,10 @@ class CheckedStrategy:
         """
         arguments = (block_id, nbytes, place)
         return self._ask("on_birth", arguments, block_number, PERSISTENT_AFTER, may_fail=True)
+
+    def on_evict(self, block_id: int) -> None:
+        """Tell that a block has left the device."""
+        self._ask("on_evict", (block_id,), _anything, None)
 
     def on_death(self, block_id: int) -> None:
         """Tell that a block is gone."""

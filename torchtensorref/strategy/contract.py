@@ -40,6 +40,8 @@ class Access(NamedTuple):
     is_write: bool
     #: Whether the accelerator held it, or it was on its way, when the operator came.
     was_resident: bool
+    #: The host runs the operator because the strategy wanted that: it was not fetched for this.
+    is_at_home: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class DeviceSnapshot:
     compute_free_ns: int = 0
     #: When the copy engine from it is free again.
     d2h_free_ns: int = 0
+    #: How long compute has stood idle only because it waited for a copy.
+    stall_ns: int = 0
 
     @property
     def free_nbytes(self) -> int:
@@ -71,9 +75,42 @@ class DeviceSnapshot:
         return self.limit_nbytes - self.resident_nbytes
 
 
+class MissingBlock(NamedTuple):
+    """An operand that the accelerator does not hold, or that is on its way there."""
+
+    block_id: int
+    nbytes: int
+    #: As in `Access`: equal numbers mean the same operator on operands of the same sizes.
+    struct: int
+    is_persistent: bool
+    #: How long its copy to the accelerator takes, once it is its turn.
+    copy_ns: int = 0
+
+
+class Offer(NamedTuple):
+    """What it would take to run an operator on one device. Times are those of the device's clock.
+
+    A host operator begins when the program has come to it and its operands are at home.
+    """
+
+    device: str
+    #: When its operands could be there and the operator begin.
+    there_ns: int
+    #: How long it takes: as learned, else as expected of such a host; 0 if nothing is known.
+    run_ns: int
+    #: How long its result takes on its way to where the program goes on.
+    back_ns: int
+    is_learned: bool
+
+    @property
+    def end_ns(self) -> int:
+        """When its result could be there."""
+        return self.there_ns + self.run_ns + self.back_ns
+
+
 @dataclass(frozen=True, slots=True)
 class OpSnapshot:
-    """One operator before it runs."""
+    """One operator that lacks an operand, before it runs."""
 
     name: str
     #: Operands: total of distinct blocks, and the part that the accelerator does not hold.
@@ -82,6 +119,18 @@ class OpSnapshot:
     flops: int
     #: Where the manager would run it: the name of a device.
     default_device: str
+    #: It writes no operand and draws no random numbers: where it runs changes its time, no more.
+    is_movable: bool = False
+    #: Whether anything had to be evicted so far.
+    is_pressed: bool = False
+    missing: tuple[MissingBlock, ...] = ()
+    #: Of the default device, and of the host.
+    offers: tuple[Offer, ...] = ()
+
+    def offer(self, device: str) -> Offer:
+        """Return what a device offers; one that is free at once and takes no time if none is."""
+        found = (offer for offer in self.offers if offer.device == device)
+        return next(found, Offer(device, 0, 0, 0, is_learned=False))
 
 
 class Prefetch(NamedTuple):
@@ -104,11 +153,18 @@ class Strategy:
     #: True if every use of a persistent block must be told to `on_access`, also of resident ones.
     watches_accesses: bool = False
 
+    #: True if it computes at home what the accelerator computes as well: then `place` is asked only
+    #: where `tensorsManager.placement` says so, or the machine says how fast its host is.
+    mixes_devices: bool = False
+
     #: False if it is there to hold as little as one operator needs: a native region holds more.
     allows_regions: bool = True
 
     def place(self, op: OpSnapshot) -> str:
-        """Return the name of the device on which an operator shall run."""
+        """Return the name of the device on which an operator shall run.
+
+        Asked of operators that lack an operand on the accelerator; all others run there.
+        """
         return op.default_device
 
     def victims(
@@ -133,6 +189,9 @@ class Strategy:
     def on_access(self, access: Access) -> None:
         """Note that the program uses a block."""
 
+    def on_foretold(self, accesses: Sequence[Access]) -> None:
+        """Learn what the program is about to use, in that order, before it begins."""
+
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Note that an operator has made a block, which was there still when the next was told.
 
@@ -152,6 +211,13 @@ class Strategy:
         Told while memory is short, before the next access: most results die before then.
         """
         return PERSISTENT_AFTER
+
+    def on_evict(self, block_id: int) -> None:
+        """Note that the accelerator does not hold a block any more, which lives on elsewhere.
+
+        What comes is told too: by `on_access` (the operator fetches what is missing), `on_birth`
+        and `on_prefetch`.
+        """
 
     def on_death(self, block_id: int) -> None:
         """Note that the program has let go of a block."""

@@ -6,17 +6,27 @@ that live need all of it: `uninstall()` takes it back when none is alive.
 
 from __future__ import annotations
 
+import copyreg
 import gc
+import pkgutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
 
 from ..autograd import overrides
-from ..interception import higher_order
+from ..base.activation import when_open
+from ..interception import cpp_path, higher_order
+from ..interception.onlookers import first_pass
+from ..interception.onlookers.live import Panel
+from ..interception.onlookers.timeline import Timeline
+from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.plain_views import KEY_NAME
-from ..memory.ref import TensorRef, wiring
+from ..memory.ref import RefType, TensorRef, wiring
 from ..regions.regions import Regions
 from . import tensor_ref as tensor_ref
 from .protocols import reduce_for_process
@@ -45,6 +55,27 @@ def _register_pickling() -> Undo:
     return undo
 
 
+def _register_class() -> Undo:
+    copyreg.pickle(RefType, lambda kind: (pkgutil.resolve_name, ("torch:Tensor",)))
+
+    def undo() -> None:
+        del copyreg.dispatch_table[RefType]
+
+    return undo
+
+
+def _follow_backward() -> Undo:
+    variable: Any = torch.autograd.Variable
+    original = variable._execution_engine
+    if core.library is not None:
+        variable._execution_engine = cpp_path.Engine()
+
+    def undo() -> None:
+        variable._execution_engine = original
+
+    return undo
+
+
 def _offer_regions() -> Undo:
     regions: Regions = tensorsManager.native
     return regions.forget
@@ -54,25 +85,39 @@ TABLE: tuple[Row, ...] = (
     Row("kernels", overrides.install, "autograd takes other formulas for a subclass"),
     Row(
         "control flow",
-        lambda: higher_order.install(KEY_NAME),
+        lambda: higher_order.install(*core.KEY_NAMES),
         "operators that take functions ask a class of tensors for a rule",
         after=("kernels",),
     ),
+    Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
+    Row("backward", _follow_backward, "formulas in C++ fill for TensorRefs what factories make"),
     Row("regions", _offer_regions, "a hook on module calls finds those that may run natively"),
 )
 
 _undo: list[Undo] = []
+#: Another thread's first TensorRef waits; a row may make TensorRefs itself.
+_lock = threading.RLock()
 
 
 def install() -> None:
     """Tell torch of TensorRefs, row by row in the order of `after`. Twice is as good as once."""
-    if wiring.is_done:
-        return
-    rows = {row.name: row for row in TABLE}
-    wiring.is_done = True  # a row may make TensorRefs itself
-    for name in TopologicalSorter({row.name: row.after for row in TABLE}).static_order():
-        _undo.append(rows[name].do())
+    with _lock:
+        if wiring.is_done or _undo:
+            return
+        rows = {row.name: row for row in TABLE}
+        _undo.append(_nothing)  # from here on this thread is at it
+        try:
+            for name in TopologicalSorter({row.name: row.after for row in TABLE}).static_order():
+                _undo.append(rows[name].do())
+        except BaseException:
+            _take_back()
+            raise
+        wiring.is_done = True
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def uninstall() -> None:
@@ -81,9 +126,15 @@ def uninstall() -> None:
     if any(type(thing) is TensorRef for thing in gc.get_objects()):
         return
     wiring.is_done = False
+    _take_back()
+
+
+def _take_back() -> None:
     while _undo:
         _undo.pop()()
 
 
 tensorsManager.native = Regions(tensorsManager)
+tensorsManager.open_timeline, tensorsManager.open_panel = Timeline, Panel
+when_open.append(first_pass.begin)
 wiring.do = install

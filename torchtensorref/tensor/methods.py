@@ -63,7 +63,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
             first._ttr_device is not device and not can_look(first, device)
         ):
             return SLOW
-        tick = residency.books.tick
+        tick = residency.books.tick + 1
         block.last_use = tick
         value = second
         if type(second) is TensorRef:
@@ -74,7 +74,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
                 return SLOW
             other.last_use = tick
             value = second._ttr_plain
-        residency.books.tick = tick + 1
+        residency.books.tick = tick
         out = plan.binding(first._ttr_plain, value)
         if device.has_virtual_clock:
             charge(plan, operands, [first._ttr_plain, value], {}, out, device)

@@ -6,6 +6,7 @@ What torch gives a tensor in Python or C++, and what a wrapper has to give itsel
 from __future__ import annotations
 
 import copy
+import html
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..base.units import format_nbytes
 from ..interception.guards import may_bypass
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
@@ -43,11 +45,12 @@ class Protocols:
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Print as a torch.Tensor prints."""
         with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            if tensor_contents is None and self.device.type == "meta":
-                plain = torch.empty_strided(self.size(), self.stride(), device="meta")
+            if self._ttr_block.promise is not None:
+                text = f"tensor(promised, size={tuple(self.size())}, dtype={self.dtype})"
             else:
-                plain = self._peek()
-            text: str = _str_intern(plain, tensor_contents=tensor_contents)
+                text = str(
+                    _str_intern(self._to_print(tensor_contents), tensor_contents=tensor_contents)
+                )
         node = self.grad_fn
         if node is not None:
             name = node.name().rsplit("::", 1)[-1] if type(node).__name__ == "CppFunction" else ""
@@ -61,6 +64,20 @@ class Protocols:
         if getattr(self, "_is_param", False):
             return "Parameter containing:\n" + text
         return str(text)
+
+    def _repr_html_(self: Any) -> str:
+        """Show the values in a notebook, and below them where they are."""
+        block = self._ttr_block
+        name, place = tensorsManager.names.of_operand(block), tensorsManager.ownership.where(block)
+        where = f"{block.name} {name}".rstrip() + f", {format_nbytes(block.nbytes)} on {place.name}"
+        return f"<pre>{html.escape(repr(self))}</pre><small>{html.escape(where)}</small>"
+
+    def _to_print(self: Any, tensor_contents: Any) -> Tensor:
+        """A plain tensor that prints as this one."""
+        if tensor_contents is None and self.device.type == "meta":
+            return torch.empty_strided(self.size(), self.stride(), device="meta")
+        plain: Tensor = self._peek()
+        return plain
 
     def __format__(self: Any, spec: str) -> str:
         """Format as a tensor: a number where it has no dimension."""
@@ -83,6 +100,12 @@ class Protocols:
         if recorder is not None:
             recorder.mistrust("it hooks a gradient")
         return Tensor.register_hook(self, hook)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, metadata: Any, expected_type: type | None = None
+    ) -> Any:
+        """Be the gradient that a compiled graph was given when it was a plain tensor's."""
+        return self if expected_type in (None, Tensor) else None
 
     # -- giving bytes away ----------------------------------------------------------------------
 
@@ -176,11 +199,11 @@ class Protocols:
 
     def new_tensor(self: Any, data: Any, **options: Any) -> Any:
         """Return a tensor of these values, with this one's dtype and label unless told others."""
-        return _adopted(empty_like(self).new_tensor(_readable(data), **options))
+        return _adopted(empty_like(self).new_tensor(readable(data), **options))
 
     def new(self: Any, *args: Any, **options: Any) -> Any:
         """Return a tensor of a size or of values, with this one's dtype and label."""
-        return _adopted(empty_like(self).new(*map(_readable, args), **options))
+        return _adopted(empty_like(self).new(*map(readable, args), **options))
 
     # -- serialising ----------------------------------------------------------------------------
 
@@ -210,16 +233,16 @@ class Protocols:
         if id(self) in memo:
             return memo[id(self)]
         if getattr(self, "_is_param", False):
-            # A parameter is cloned: of all that shares its memory only itself comes along.
+            # A parameter is cloned: of all that shares its memory only itself comes along, and as
+            # with torch neither its gradient nor what is noted on it.
             twin = self.detach().clone(memory_format=torch.preserve_format)
-        else:
-            # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
-            twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
-            memo[id(self._ttr_block)] = twin._ttr_block
+            memo[id(self)] = twin = torch.nn.Parameter(twin, self.requires_grad)
+            return twin
+        # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
+        twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
+        memo[id(self._ttr_block)] = twin._ttr_block
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            twin._is_param = True
         for name, value in _of_the_program(self.__dict__).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
@@ -291,13 +314,13 @@ def empty_like(ref: Any) -> Tensor:
     return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
 
 
-def _readable(values: Any) -> Any:
+def readable(values: Any) -> Any:
     """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
     if type(values) is TensorRef:
         return tensorsManager.ownership.peek(values).clone()
     if type(values) not in (list, tuple):
         return values
-    return type(values)(map(_readable, values))
+    return type(values)(map(readable, values))
 
 
 def _adopted(plain: Tensor) -> Any:

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..interception import cpp_path
 from ..interception.entry import dispatch
+from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
 from . import methods
 from .device_names import names_any_accelerator
-from .protocols import Protocols
+from .protocols import Protocols, readable
 
 
 class ProxyInfo(NamedTuple):
@@ -29,31 +31,47 @@ class ProxyInfo(NamedTuple):
     uses: int
     #: Number of the last operator that used it; 0 for none.
     last_use: int
+    #: Whether it has no bytes yet: made inside `torchTensorRef.promising()`.
+    promised: bool = False
 
     def __str__(self) -> str:
         return f"{self.block} {self.nbytes} bytes on {self.device}, used {self.uses} times"
 
 
-class Surface(Protocols, TensorRef):  # type: ignore[misc]
+class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
     """What a program sees of a TensorRef: attached to the class itself, never made.
 
     For type checkers it is what `torchTensorRef.TensorRef` names.
     """
 
-    def __new__(cls, data: Any, requires_grad: bool | None = None, **noted: Any) -> Any:
-        """Return the TensorRef that shares the memory of `data`, a tensor.
+    def __new__(cls, *values: Any, requires_grad: bool | None = None, **options: Any) -> Any:
+        """Do what the class of a plain tensor, or of a parameter, does when it is called.
 
-        Libraries make a parameter anew as `type(p)(data, requires_grad, **p.__dict__)`, on the meta
-        device too (accelerate's `init_empty_weights`): what a parameter notes makes another one.
+        Returns
+        -------
+        TensorRef or torch.nn.Parameter
+            `type(p)(data, requires_grad=...)`, by which libraries make a parameter anew, gives a
+            parameter, on whatever device; `type(x)(data)` the TensorRef that shares the memory of a
+            tensor; `type(x)(2, 3)` and `type(x)([1.0, 2.0])` what `torch.Tensor` makes of that.
+
+        Raises
+        ------
+        TypeError, RuntimeError
+            As torch raises them for what it cannot make a tensor of.
         """
-        if not isinstance(data, Tensor):
-            raise TypeError(f"TensorRef refers to a tensor; got {type(data).__name__}")
-        made = tensorsManager.adopt(data)
-        if noted.get("_is_param"):
-            return torch.nn.Parameter(made, requires_grad=requires_grad is not False)
-        return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
+        options = {name: value for name, value in options.items() if not _is_ours(name)}
+        is_tensor = bool(values) and isinstance(values[0], Tensor)
+        if requires_grad is not None or (is_tensor and (len(values) > 1 or options)):
+            parameter: Any = torch.nn.Parameter  # it says what else it takes, and refuses the rest
+            if requires_grad is not None:
+                options["requires_grad"] = requires_grad
+            data = (tensorsManager.adopt(values[0]), *values[1:]) if is_tensor else values
+            return parameter(*data, **options)
+        if is_tensor:
+            return tensorsManager.adopt(values[0])
+        return tensorsManager.adopt(Tensor(*map(readable, values), **options))
 
-    def __init__(self, data: Any, requires_grad: bool | None = None, **noted: Any) -> None:
+    def __init__(self, *values: Any, **options: Any) -> None:
         """Nothing more: `__new__` has made it."""
 
     @property
@@ -61,7 +79,14 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
         """Where the bytes are and how they have been used; looking moves nothing."""
         block = self._ttr_block
         device = tensorsManager.ownership.where(block)
-        return ProxyInfo(device.name, block.nbytes, block.name, block.use_count, block.last_use)
+        return ProxyInfo(
+            device.name,
+            block.nbytes,
+            block.name,
+            block.use_count,
+            block.last_use,
+            block.promise is not None,
+        )
 
     @property
     def target(self) -> Tensor:
@@ -89,6 +114,19 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
         tensorsManager.ownership.to_accelerator(self, device)
         return self
 
+    def fulfil(self) -> Surface:
+        """Compute what was only promised, and all it depends on, in order; return the same object.
+
+        Raises
+        ------
+        PromisedError
+            It depends on what has no values: a forecast's tensors. What was computed on the way
+            stays computed.
+        """
+        if self._ttr_block.promise is not None:
+            tensorsManager.promises.fulfil(self._ttr_block)
+        return self
+
     def toCPU(self) -> Surface:
         """Bring the bytes home now and give the accelerator's back; return the same object."""
         tensorsManager.ownership.to_host(self)
@@ -102,11 +140,24 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc]
 
     @data.setter
     def data(self, other: Any) -> None:
-        if type(other) is not TensorRef:
-            other = tensorsManager.adopt(other)
-        if type(other) is not TensorRef:
-            raise TypeError(f"data must be a tensor that can be managed, not {type(other)}")
-        replace_metadata(self, other)
+        if not isinstance(other, Tensor):
+            raise TypeError(f"Variable data has to be a tensor, but got {type(other).__name__}")
+        ref = other if type(other) is TensorRef else tensorsManager.adopt(other.as_subclass(Tensor))
+        if type(ref) is not TensorRef:
+            raise RuntimeError(_OTHER_KIND)
+        replace_metadata(self, ref)
+
+
+#: What torch says of data of another kind: on the meta device, sparse.
+_OTHER_KIND = (
+    "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible "
+    "tensor type."
+)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a parameter's own notes, which libraries hand on, have it from us or from torch."""
+    return name.startswith("_ttr_") or name == "_is_param"
 
 
 def _attach(source: type) -> None:
@@ -122,7 +173,10 @@ _OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {
     "__static_attributes__",
 }
 
-TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
 _attach(Protocols)
 _attach(Surface)
-methods.attach()
+if core.library is None:
+    TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
+    methods.attach()
+else:
+    cpp_path.set_up()

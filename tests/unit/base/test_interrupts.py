@@ -193,6 +193,7 @@ def test_our_code_that_is_stuck_is_left_by_a_second_signal(monkeypatch):
     with pytest.raises(Told):
         section()
     assert not interrupts._noted.waiting
+    assert interrupts._noted.within is None  # a frame holds the program's tensors and files
 
 
 def test_what_a_handler_raises_in_a_finalizer_is_not_lost(recwarn):
@@ -274,7 +275,8 @@ def test_the_program_sees_the_handlers_that_it_has_set():
     assert signal.getsignal(ALARM) is handler
     assert signal.signal(ALARM, signal.SIG_IGN) is handler
     assert signal.signal(ALARM, handler=signal.SIG_DFL) is signal.SIG_IGN
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A shell starts what it runs in the background with this one ignored.
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
 def test_within_is_said_of_frames_of_ours_only():

@@ -70,23 +70,29 @@ def test_a_bad_value_names_its_variable_and_the_way_out(variable, text, hint):
     assert hint in str(caught.value)
 
 
-def test_an_unknown_variable_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="Did you mean 'TTR_BUDGET'") as caught:
-        read({"TTR_BUGDET": "6GiB"})
-    assert caught.value.nearest == "TTR_BUDGET"
-    assert "TTR_TRACE" in caught.value.known
+def test_an_unknown_variable_is_named_with_the_nearest(caplog):
+    assert read({"TTR_BUGDET": "6GiB", "TTR_TRACE": "2"}) == Settings(trace=2)
+    (record,) = caplog.records
+    assert "TTR_BUGDET is none of ours" in record.getMessage()
+    assert "Did you mean 'TTR_BUDGET'" in record.getMessage()
 
 
-def test_an_unknown_variable_is_refused_when_we_are_imported(tmp_path):
+def test_an_unknown_variable_of_somebody_else_stops_no_program(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", "import torchTensorRef.base.options"],
-        env={"TTR_POISSON": "1"},
+        [sys.executable, "-W", "error", "-c", "import torchTensorRef; print('here')"],
+        env={"TTR_POISSON": "1", "TTR_SYNC": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert "Did you mean 'TTR_POISON'" in done.stderr
+    assert done.stdout == "here\n"
+    assert done.stderr.count("Did you mean 'TTR_POISON'") == 1
+
+
+def test_where_all_is_off_nothing_is_said_of_unknown_variables(caplog):
+    assert read({"TTR_POISSON": "1", "TTR_DISABLE": "1"}) == Settings(disable=True)
+    assert not caplog.records
 
 
 def test_faults_are_taken_apart():

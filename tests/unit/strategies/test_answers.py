@@ -252,7 +252,7 @@ def test_a_name_that_nearly_is_one_of_the_contract_is_warned_of(slip, meant):
         make_strategy(kind_with(**{slip: lambda self: None}))
 
 
-@pytest.mark.parametrize("name", ["_on_acces", "history", "forecast", "on_evict", "places_of"])
+@pytest.mark.parametrize("name", ["_on_acces", "history", "forecast", "on_return", "places_of"])
 def test_a_name_of_its_own_is_its_own_business(name):
     make_strategy(kind_with(**{name: lambda self: None}))
 

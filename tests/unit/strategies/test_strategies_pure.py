@@ -162,7 +162,7 @@ def test_flow_evicts_what_it_does_not_foresee_first():
 
 
 def test_flow_without_a_forecast_is_lru():
-    blocks = [block(1, 10, 30), block(2, 10, 10, lasts=False), block(3, 20, 10)]
+    blocks = [block(3, 20, 10), block(2, 10, 10, lasts=False), block(1, 10, 30)]
     assert list(Flow().victims(device(), blocks, 31)) == [3, 2, 1]
 
 

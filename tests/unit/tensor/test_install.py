@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
+
+from ...support import processes
 
 PROGRAM = """
 import gc
@@ -52,3 +55,20 @@ def test_told_before_the_first_and_taken_back_after_the_last() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr[-2000:]) == ("right\n", "")
+
+
+def test_another_threads_first_tensor_waits_until_all_is_told():
+    """Twelve threads make the first TensorRefs of a process at once, and run operators on them."""
+    program = """
+        import threading, torchTensorRef, torch
+        barrier, found = threading.Barrier(12), []
+        def work():
+            barrier.wait()
+            found.append(torch.ones(4).add_(1).tolist())
+        threads = [threading.Thread(target=work) for _ in range(12)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert found == [[2, 2, 2, 2]] * 12, found
+    """
+    done = processes.python("-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
-from ..base import DONE, Device, Event, bytes_of, empty_bytes
+from ..base import DONE, Device, Event, bytes_of, empty_bytes, storage_nbytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
-from .events import AcceleratorEvent, AllOf, events_of
+from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .freed_room import FreedRoom, UseMarks
 from .vendor import Vendor
 
@@ -306,11 +306,11 @@ class AcceleratorDevice(Device):
     # copies -------------------------------------------------------------------------------
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(source, bytes_of(base), "cpu", self.name)
+        _check_sizes(_nbytes(source), storage_nbytes(base), "cpu", self.name)
         return self._copier.copy_in(source, base, after)
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(bytes_of(base), destination, self.name, "cpu")
+        _check_sizes(storage_nbytes(base), _nbytes(destination), self.name, "cpu")
         return self._copier.copy_out(base, destination, after)
 
     def home_memory(self, nbytes: int) -> Tensor | None:
@@ -342,6 +342,15 @@ class AcceleratorDevice(Device):
     def synchronize(self) -> None:  # noqa: D102
         self.vendor.synchronize()
 
+    def stopwatch(self) -> EventStopwatch | None:  # noqa: D102
+        vendor = self.vendor
+        if not vendor.has_streams:
+            return None
+        began, ended = vendor.timed_event(), vendor.timed_event()
+        if began is None or ended is None:
+            return None
+        return EventStopwatch(began, ended, vendor.current_stream())
+
     def random_state(self) -> Tensor | None:
         """The state of the device's generator, to be set again before a second try."""
         return self.vendor.random_state()
@@ -363,9 +372,11 @@ def _locker_of(vendor: Vendor) -> Locker | None:
     return TorchLocker() if runtime is None else RegisteringLocker(runtime)
 
 
-def _check_sizes(source: Tensor, destination: Tensor, here: str, there: str) -> None:
-    nbytes = source.numel() * source.element_size()
-    wanted = destination.numel() * destination.element_size()
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _check_sizes(nbytes: int, wanted: int, here: str, there: str) -> None:
     if nbytes != wanted:
         raise TransferError(
             f"A copy from {here} to {there} has {nbytes:,} bytes to give and room for "

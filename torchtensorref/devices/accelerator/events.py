@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..base import Event
     from .staging import StagedCopy
 
-__all__ = ["AcceleratorEvent", "AllOf", "StagedEvent", "Waits", "events_of"]
+__all__ = ["AcceleratorEvent", "AllOf", "EventStopwatch", "StagedEvent", "Waits", "events_of"]
 
 
 class Waits(Protocol):
@@ -46,7 +46,7 @@ class AcceleratorEvent:
     `record_stream`, which would delay every reuse. The device keeps the event as long.
     """
 
-    end_ns = 0
+    start_ns = end_ns = 0
 
     def __init__(self, event: Any, device: Waits, held: tuple[Tensor, ...] = ()) -> None:
         self.event = event
@@ -81,6 +81,32 @@ class AcceleratorEvent:
     finish_reading = synchronize
 
 
+class EventStopwatch:
+    """A pair of events on compute's stream, between which the time is known once both have fired.
+
+    Parameters
+    ----------
+    began, ended : Any
+        Events of the device module that keep the time.
+    stream : Any
+        The stream that operators of this thread go to.
+    """
+
+    def __init__(self, began: Any, ended: Any, stream: Any) -> None:
+        self._began, self._ended, self._stream = began, ended, stream
+        began.record(stream)
+
+    def stop(self) -> None:
+        """Record the second event; nobody waits for it."""
+        self._ended.record(self._stream)
+
+    def took_ns(self) -> int | None:
+        """How long it took; None while the second event has not fired."""
+        if not self._ended.query():
+            return None
+        return int(self._began.elapsed_time(self._ended) * 1e6)
+
+
 class StagedEvent:
     """The event of a copy through the staging buffers, which a thread issues slice by slice.
 
@@ -91,7 +117,7 @@ class StagedEvent:
     to read the source for one that was not.
     """
 
-    end_ns = 0
+    start_ns = end_ns = 0
 
     def __init__(self, copy: StagedCopy, device: Waits) -> None:
         self._copy: StagedCopy | None = copy
@@ -160,7 +186,7 @@ class StagedEvent:
 class AllOf:
     """Several events of the device module as one."""
 
-    end_ns = 0
+    start_ns = end_ns = 0
 
     def __init__(self, events: Sequence[Any], device: Waits) -> None:
         self.events = tuple(events)

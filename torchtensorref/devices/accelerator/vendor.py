@@ -67,6 +67,13 @@ class Vendor:
         """Make an event at the end of what operators of this thread have given so far."""
         return self.record(self.current_stream())
 
+    def timed_event(self) -> Any:
+        """An event that keeps the time; None where the module has none."""
+        try:
+            return self._module.Event(enable_timing=True)
+        except (TypeError, RuntimeError):
+            return None
+
     def synchronize(self) -> None:
         """Make the host wait for everything."""
         if self._kind == "mps":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ class HostDevice(Device):
     def __init__(self, capacity_nbytes: int | None = None) -> None:
         self.capacity_nbytes = _installed_nbytes() if capacity_nbytes is None else capacity_nbytes
         self.machines: list[Machine] = []
+        #: Those of devices that a user has made: they are forgotten with them.
+        self._guests: weakref.WeakSet[Machine] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._residents = Residents()
         self._alloc_count = 0
@@ -144,7 +147,7 @@ class HostDevice(Device):
         if host_readers.are_watched:
             for base in writes:
                 host_readers.about_to_change(base)
-        for machine in self.machines:
+        for machine in self._all_machines():
             if machine.landing:
                 machine.check_landed(reads, "reads")
                 machine.check_landed(writes, "writes")
@@ -172,8 +175,16 @@ class HostDevice(Device):
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:
         """Advance the clocks of the virtual hosts, where there are any."""
-        for machine in self.machines:
+        for machine in self._all_machines():
             machine.compute(flops, nbytes)
+
+    def plug_in(self, machine: Machine) -> None:
+        """Charge what runs here to one more virtual host, as long as its devices are there."""
+        if machine not in self.machines:
+            self._guests.add(machine)
+
+    def _all_machines(self) -> list[Machine]:
+        return [*self.machines, *self._guests] if self._guests else self.machines
 
     def record(self) -> Event:  # noqa: D102
         return DONE

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...base.progress import Lines
 from ..background import Background
 from .readers import host_readers
 
@@ -167,6 +168,9 @@ class PageLocks:
         self._own: dict[int, int] = {}
         self._background = Background("torchTensorRef-page-lock")
         self._has_complained = False
+        #: What waits to be page-locked since there was last nothing that did, and what of it is.
+        self._wished_nbytes = self._granted_nbytes = 0
+        self._lines = Lines("page-locking host memory")
         host_readers.watchers.add(self)
 
     # looking ------------------------------------------------------------------------------
@@ -213,7 +217,10 @@ class PageLocks:
             self._counts[key] = reference, count + 1
             if count + 1 != WORTH_IT_AFTER:
                 return
-        self.later(functools.partial(self._grant, reference, may_mirror))
+            if not self._wished_nbytes:
+                self._lines.begin()
+            self._wished_nbytes += nbytes
+        self.later(functools.partial(self._grant_and_tell, reference, may_mirror, nbytes))
 
     def later(self, task: Callable[[], None]) -> None:
         """Queue a task for the background thread, for calls of the driver that take long.
@@ -228,6 +235,18 @@ class PageLocks:
         settled = threading.Event()
         self._background.submit(settled.set)
         return settled.wait(timeout_s)
+
+    def _grant_and_tell(self, reference: weakref.ref[Any], may_mirror: bool, nbytes: int) -> None:
+        try:
+            self._grant(reference, may_mirror)
+        finally:
+            with self._lock:
+                self._granted_nbytes += nbytes
+                granted, wished = self._granted_nbytes, self._wished_nbytes
+                if granted >= wished:
+                    self._granted_nbytes = self._wished_nbytes = 0
+            if granted < wished and self._lines.is_due():
+                self._lines.tell(granted, wished)
 
     def _grant(self, reference: weakref.ref[Any], may_mirror: bool) -> None:
         base = reference()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .machine import Machine
 from .spec import DeviceSpec
 
-__all__ = ["ComputeEngine"]
+__all__ = ["ComputeEngine", "SimStopwatch"]
 
 
 class ComputeEngine:
@@ -87,3 +87,20 @@ class ComputeEngine:
             self.stall_ns += self.awaited_ns - start_ns
             start_ns = self.awaited_ns
         return start_ns
+
+
+class SimStopwatch:
+    """What a simulated device's operators take, by its clock: known at once."""
+
+    def __init__(self, engine: ComputeEngine) -> None:
+        self._engine = engine
+        self._began_ns = engine.worked_ns
+        self._took_ns: int | None = None
+
+    def stop(self) -> None:
+        """End what is measured."""
+        self._took_ns = self._engine.worked_ns - self._began_ns
+
+    def took_ns(self) -> int | None:
+        """How long it took; None before it was stopped."""
+        return self._took_ns

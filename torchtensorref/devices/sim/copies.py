@@ -12,7 +12,7 @@ from ..residents import Resident
 from .compute import ComputeEngine
 from .events import Copy, Engine, Landing, SimEvent
 from .faults import FaultPlan
-from .machine import Machine
+from .machine import Machine, address_of
 from .memory import SimMemory
 from .spec import DeviceSpec
 
@@ -32,6 +32,17 @@ class _CopyEngine:
         self.pending: deque[Copy] = deque()
         #: copies that were not waited for, by the id of their base; shared with the memory
         self.not_awaited = not_awaited
+
+    def put_in_order(self) -> None:
+        """Put the copies in the order of their ends again: one has passed others."""
+        self.pending = deque(sorted(self.pending, key=_end_of))
+        by_end = sorted(self.not_awaited.items(), key=lambda item: item[1].end_ns)
+        self.not_awaited.clear()
+        self.not_awaited.update(by_end)
+
+
+def _end_of(copy: Copy) -> int:
+    return copy.end_ns
 
 
 class CopyEngines:
@@ -110,12 +121,12 @@ class CopyEngines:
         memory = self._memory
         resident = self._check_ends("copy_in", base, source)
         self._check_order("copy_in", base, memory.available_ns(resident), after, "its users")
-        landing, _ = self._machine.landing.get(source.data_ptr(), (None, None))
+        landing, _ = self._machine.landing.get(address_of(source), (None, None))
         if landing is not None:
             self._check_order("copy_in", base, landing.end_ns, after, f"its source's {landing}")
         copy = self._issue(Engine.H2D, resident, after)
         copy.source = source
-        memory.poison(bytes_of(base))
+        memory.poison_base(base)
         return copy
 
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
@@ -164,7 +175,9 @@ class CopyEngines:
         """Give one copy to its engine."""
         self._count_copy(direction, resident.nbytes)
         machine, spec, engine = self._machine, self._spec, self._engines[direction]
-        start_ns = max(engine.free_ns, machine.now_ns, after.end_ns if after else 0)
+        is_urgent = direction is Engine.H2D and 0 < resident.nbytes <= spec.urgent_nbytes
+        queued_ns = 0 if is_urgent else engine.free_ns
+        start_ns = max(queued_ns, machine.now_ns, after.end_ns if after else 0)
         machine.memory.forget_before(machine.now_ns)
         end_ns = math.ceil(
             machine.memory.finish(
@@ -172,15 +185,28 @@ class CopyEngines:
                 resident.nbytes,
                 rate=engine.bytes_per_ns,
                 total_rate=spec.host_memory_bytes_per_s / 1e9,
-                lane=(self._name, id(self), direction),
+                lane=(self._name, id(self), direction, is_urgent),
             )
         )
+        free_ns = end_ns
+        if is_urgent:  # what is queued behind it has so much less of the link
+            free_ns = max(end_ns, engine.free_ns + int(resident.nbytes / engine.bytes_per_ns))
         for busy in (engine,) if spec.duplex else self._engines.values():
-            busy.free_ns = end_ns
-        copy = Copy(self, direction, end_ns, number=self.copy_count, resident=resident, after=after)
+            busy.free_ns = free_ns
+        copy = Copy(
+            self,
+            direction,
+            end_ns,
+            start_ns=start_ns,
+            number=self.copy_count,
+            resident=resident,
+            after=after,
+        )
         engine.pending.append(copy)
         engine.not_awaited.pop(resident.key, None)
         engine.not_awaited[resident.key] = copy
+        if is_urgent:
+            engine.put_in_order()
         if not self._page_locked:
             machine.wait_until(end_ns)
         return copy

@@ -11,6 +11,11 @@ devices of one `Machine`. The rules of time:
 * A copy starts when its engine is free, the host has issued it and `after` has fired. It takes
   ``copy_latency_ns + nbytes / bandwidth``, the bandwidth being what the link takes of the host
   memory's that other copies leave over (`SharedMemory`).
+* A copy to the device of at most `urgent_nbytes` passes those that are queued, which end when they
+  would have ended; what is issued after it begins that much later.
+* An operator on the host holds up the host's clock for ``max(flops / F, nbytes / bandwidth)``, the
+  bandwidth being what a kernel takes of the host memory's that copies leave over. It begins where
+  the program has come to: what it reads has been waited for, copies issued before go on.
 * A copy from or to pageable memory is slower, and the host's clock waits until it ends.
 * Its bytes arrive when its event fires (`wait`, `synchronize`, or `is_done` once the host's clock
   has passed its end), never before. Events of one engine fire in their order, so that waiting for
@@ -25,8 +30,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...base.options import Settings, listeners, parse_faults, settings
-from ..base import Clocks, Device, Event
-from .compute import ComputeEngine
+from ..base import Clocks, Device, Event, empty_bytes
+from .compute import ComputeEngine, SimStopwatch
 from .copies import CopyEngines
 from .events import Engine
 from .faults import FaultPlan
@@ -61,6 +66,9 @@ class SimDevice(Device):
     page_locked : bool, optional
         Whether the host's memory is page-locked, as ours is. Otherwise copies take as long as from
         pageable memory (`DeviceSpec.pageable_bytes_per_s`), and the host waits for each.
+    keeps_bytes : bool, optional
+        Whether there are bytes. Without, it counts and times what is asked of it, of any size, and
+        its bases are on torch's device "meta", like those at home then.
 
     Attributes
     ----------
@@ -94,16 +102,17 @@ class SimDevice(Device):
         faults: FaultPlan | None = None,
         name: str | None = None,
         page_locked: bool = True,
+        keeps_bytes: bool = True,
     ) -> None:
         self.spec = spec
         self.index = index
         self.name = f"sim:{index}" if name is None else name
         self.capacity_nbytes = spec.capacity_nbytes
-        self.machine = machine or Machine(
-            memory_bytes_per_s=spec.host_memory_bytes_per_s, flops_per_s=spec.host_flops_per_s
-        )
+        self.machine = machine or Machine.of(spec)
+        self.knows_host = spec.host_kernel_bytes_per_s is not None
         self.poison = poison
         self.page_locked = page_locked
+        self._bytes_on = "cpu" if keeps_bytes else "meta"
         self._lock = self.machine.lock
         self._faults = faults or FaultPlan()
         self._compute = ComputeEngine(spec, self.machine)
@@ -114,6 +123,7 @@ class SimDevice(Device):
             compute=self._compute,
             faults=self._faults,
             poison=poison,
+            bytes_on=self._bytes_on,
         )
         self._copies = CopyEngines(
             self.name,
@@ -150,6 +160,9 @@ class SimDevice(Device):
     def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:  # noqa: D102
         with self._lock:
             self._memory.recover(bases)
+
+    def home_memory(self, nbytes: int) -> Tensor | None:  # noqa: D102
+        return None if self._bytes_on == "cpu" else empty_bytes(nbytes, self._bytes_on)
 
     def free_nbytes(self) -> int:  # noqa: D102
         return self.capacity_nbytes - self.resident_nbytes
@@ -276,7 +289,12 @@ class SimDevice(Device):
                 d2h_free_ns=copies.free_ns(Engine.D2H),
                 h2d_bytes_per_s=copies.bytes_per_s(Engine.H2D),
                 d2h_bytes_per_s=copies.bytes_per_s(Engine.D2H),
+                host_bytes_per_s=self.machine.kernel_bytes_per_ns * 1e9,
+                host_flops_per_s=self.machine.flops_per_ns * 1e9,
             )
+
+    def stopwatch(self) -> SimStopwatch:  # noqa: D102
+        return SimStopwatch(self._compute)
 
     def now_ns(self) -> int:  # noqa: D102
         return self.machine.now_ns

@@ -50,11 +50,12 @@ class Observer(Protocol):
 class SimEvent:
     """A moment in virtual time at which one engine has finished something."""
 
-    __slots__ = ("end_ns", "engine", "observer")
+    __slots__ = ("end_ns", "engine", "observer", "start_ns")
 
-    def __init__(self, observer: Observer, engine: Engine, end_ns: int) -> None:
+    def __init__(self, observer: Observer, engine: Engine, end_ns: int, start_ns: int = 0) -> None:
         self.observer = observer
         self.engine = engine
+        self.start_ns = start_ns
         self.end_ns = end_ns
 
     def is_done(self) -> bool:
@@ -90,11 +91,12 @@ class Copy(SimEvent):
         engine: Engine,
         end_ns: int,
         *,
+        start_ns: int = 0,
         number: int,
         resident: Resident,
         after: Event | None,
     ) -> None:
-        super().__init__(observer, engine, end_ns)
+        super().__init__(observer, engine, end_ns, start_ns)
         self.number = number
         self.resident = resident
         self.after = after

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .events import Copy, Landing
+    from .spec import DeviceSpec
 
-__all__ = ["Machine", "SharedMemory"]
+__all__ = ["Machine", "SharedMemory", "address_of"]
 
 
 class SharedMemory:
@@ -26,7 +27,8 @@ class SharedMemory:
     The model is deterministic and simple: *first come, first served*. A copy reserves, from its
     start, what its link can take of the bandwidth that earlier copies left over, and keeps it
     until it ends. An operator on the host takes what all copies issued before it leave over:
-    ``min(b_host, b_dram - b_link)`` of THEORY.md, 3.2. As the host issues nothing while it
+    ``min(b_host, b_dram - b_link)`` of THEORY.md, 3.2, where `b_host` is what a kernel can take
+    (`DeviceSpec.host_kernel_bytes_per_s`). As the host issues nothing while it
     computes, no copy issued later can overlap it, and the model is exact for one thread.
     """
 
@@ -93,6 +95,13 @@ class SharedMemory:
 class Machine:
     """One virtual host: a clock, memory, and the lock of all devices plugged into it.
 
+    Parameters
+    ----------
+    memory_bytes_per_s, flops_per_s : float
+        What its memory gives to all together, and what its cores compute.
+    kernel_bytes_per_s : float, optional
+        The most that one of its kernels takes of the memory; by default all that there is.
+
     Attributes
     ----------
     now_ns : int
@@ -100,14 +109,22 @@ class Machine:
         only waiting for an event or computing by itself holds it up.
     """
 
-    def __init__(self, *, memory_bytes_per_s: float, flops_per_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        memory_bytes_per_s: float,
+        flops_per_s: float,
+        kernel_bytes_per_s: float | None = None,
+    ) -> None:
         self.lock = threading.RLock()
         self.now_ns = 0
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
         self.flops_per_ns = flops_per_s / 1e9
-        #: copies to the host that it has not waited for, by the address they write. The tensor
-        #: is kept so that nothing else can get this address and look as if it were on its way
+        kernel_bytes_per_s = kernel_bytes_per_s or memory_bytes_per_s
+        self.kernel_bytes_per_ns = min(kernel_bytes_per_s, memory_bytes_per_s) / 1e9
+        #: copies to the host that it has not waited for, by the storage they write. The tensor
+        #: is kept so that nothing else can get this number and look as if it were on its way
         self.landing: dict[int, tuple[Copy, Tensor]] = {}
 
     def expect(self, copy: Copy, destination: Tensor) -> None:
@@ -115,7 +132,7 @@ class Machine:
         landing = copy.observer.landing
         while landing and landing[0][0].is_past(self.now_ns):
             self._forget_first(landing)
-        address = destination.data_ptr()
+        address = address_of(destination)
         landing.append((copy, address))
         self.landing[address] = (copy, destination)
 
@@ -132,7 +149,7 @@ class Machine:
     def check_landed(self, bases: Iterable[Tensor], verb: str) -> None:
         """Refuse host tensors whose bytes are still on their way."""
         for base in bases:
-            copy, _ = self.landing.get(base.data_ptr(), (None, None))
+            copy, _ = self.landing.get(address_of(base), (None, None))
             if copy is not None and not copy.is_past(self.now_ns):
                 raise InvariantError(
                     f"cpu: an operator that {verb} a host replica is illegal at {self.now_ns:,} "
@@ -145,12 +162,31 @@ class Machine:
         with self.lock:
             now = self.now_ns
             self.memory.forget_before(now)
-            rate = self.memory_bytes_per_ns
-            moved_at = self.memory.finish(now, nbytes, rate=rate, total_rate=rate)
+            moved_at = self.memory.finish(
+                now,
+                nbytes,
+                rate=self.kernel_bytes_per_ns,
+                total_rate=self.memory_bytes_per_ns,
+            )
             self.now_ns = math.ceil(max(moved_at, now + flops / self.flops_per_ns))
+
+    @classmethod
+    def of(cls, spec: DeviceSpec) -> Machine:
+        """Return a machine like the one that a device of that kind is plugged into."""
+        return cls(
+            memory_bytes_per_s=spec.host_memory_bytes_per_s,
+            flops_per_s=spec.host_flops_per_s,
+            kernel_bytes_per_s=spec.host_kernel_bytes_per_s,
+        )
 
     def wait_until(self, end_ns: int) -> None:
         """Let the host stand still until a moment."""
         with self.lock:
             if end_ns > self.now_ns:
                 self.now_ns = end_ns
+
+
+def address_of(base: Tensor) -> int:
+    """Which memory: that of its storage, also where there are no bytes."""
+    address: int = base.untyped_storage()._cdata
+    return address

@@ -101,6 +101,8 @@ class SimMemory:
         Which allocations fail.
     poison : bool
         Whether freed, stale and not yet arrived bytes are overwritten.
+    bytes_on : str
+        Where torch keeps the bytes; "meta": nowhere.
 
     Attributes
     ----------
@@ -126,6 +128,7 @@ class SimMemory:
         compute: ComputeEngine,
         faults: FaultPlan,
         poison: bool,
+        bytes_on: str,
     ) -> None:
         self._name = name
         self._capacity_nbytes = capacity_nbytes
@@ -133,6 +136,7 @@ class SimMemory:
         self._compute = compute
         self._faults = faults
         self._poison = poison
+        self._bytes_on = bytes_on
         self._busy = BusyRoom()
         self.alloc_count = 0
         self.residents = Residents()
@@ -145,7 +149,7 @@ class SimMemory:
         """Make a base, as `Device.allocate` does."""
         self._count_allocation()
         room_ns = self._take_room(nbytes)
-        base = empty_bytes(nbytes)
+        base = empty_bytes(nbytes, self._bytes_on)
         # Another thread's base may have died since, and this one have got its id.
         self.settle()
         resident = self.residents.enter(base, nbytes, self.alloc_count)
@@ -168,7 +172,7 @@ class SimMemory:
         resident.room_ns = room_ns
         resident.used_ns = resident.written_ns = 0
         resident.entered_ns = self._compute.unnoted_ns
-        self.poison(bytes_of(base))
+        self.poison_base(base)
 
     def empty(self, base: Tensor) -> None:
         """Free the bytes of a base; a copy that still reads them keeps them."""
@@ -177,7 +181,7 @@ class SimMemory:
         leaving = self.leaving.get(resident.key)
         if leaving is not None:
             leaving.keep_source()
-        self.poison(bytes_of(base))
+        self.poison_base(base)
         base.untyped_storage().resize_(0)
         self.residents.leave(resident)
         self._give_room(resident)
@@ -212,6 +216,11 @@ class SimMemory:
         """Overwrite bytes that must not be read, where that was asked for."""
         if self._poison or settings.poison:
             fill_bytes(tensor, POISON)
+
+    def poison_base(self, base: Tensor) -> None:
+        """Overwrite all the bytes of a base, where that was asked for."""
+        if self._poison or settings.poison:
+            fill_bytes(bytes_of(base), POISON)
 
     def _count_allocation(self) -> None:
         if self.residents.dead:

@@ -112,6 +112,21 @@ def device(module):
     return FakeAccelerator("cuda", 0, module=module)
 
 
+def test_a_stopwatch_waits_for_nothing(device, module):
+    class TimedEvent(FakeEvent):
+        def elapsed_time(self, other):
+            return 0.25  # milliseconds
+
+    assert device.stopwatch() is None  # its events keep no time
+    module.Event = lambda enable_timing=False: TimedEvent(module.calls)
+    watch = device.stopwatch()
+    watch.stop()
+    assert module.calls == [("record", "compute")] * 2
+    assert watch.took_ns() is None
+    watch._ended.fired = True
+    assert watch.took_ns() == 250_000
+
+
 def test_a_copy_in_runs_aside_and_after(device, module):
     base = device.allocate(4)
     arrival = device.copy_in(torch.ones(4, dtype=torch.uint8), base, after=device.available(base))

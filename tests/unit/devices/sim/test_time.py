@@ -7,8 +7,8 @@ import torch
 
 from torchTensorRef.base.errors import ConfigError
 from torchTensorRef.devices import DeviceSpec, HostDevice, SimDevice
+from torchTensorRef.devices.sim.cards import SPECS
 from torchTensorRef.devices.sim.machine import Machine, SharedMemory
-from torchTensorRef.devices.sim.spec import SPECS
 
 #: One byte per ns everywhere, so that one can follow by eye. Host memory is no limit.
 PLAIN = DeviceSpec(

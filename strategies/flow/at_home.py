@@ -1,0 +1,102 @@
+"""Which operators are computed where their weights lie, so that host and link both work.
+
+While the link brings weights, the host computes with others. What is missing is gone through in the
+order of use, on two clocks: that of the program, which moves on by what the accelerator computes
+and by what is computed at home, and that of the link. What the link brings in time is fetched;
+what it cannot is computed at home, and gives it the time to bring what comes after. So the share
+of each follows from their speeds, and it is spread over the whole period: the error of one block is
+carried on to the next (THEORY.md, 3.2 and R5: whole operators suffice). Where the accelerator's own
+work gives the link time enough, nothing is computed at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...strategy import Access, DeviceSnapshot, Offer, OpSnapshot
+from .latest_start import LatestStart
+
+#: What takes longer at home than so many copies is never computed there.
+MOST_COPIES = 4.0
+
+
+class AtHome:
+    """What is known of computing at home: by which operators, and what a byte takes."""
+
+    def __init__(self) -> None:
+        #: By struct, in ns: running there, and handing over what goes in and what comes out.
+        self._ns_per_byte: dict[int, float] = {}
+        self._struct_of: dict[int, int] = {}
+
+    def use(self, access: Access) -> None:
+        """Note which operator uses a block that lasts: the last one says whether it may."""
+        if not self._ns_per_byte:
+            return
+        if access.struct in self._ns_per_byte and not access.is_write:
+            self._struct_of[access.block_id] = access.struct
+        else:
+            self._struct_of.pop(access.block_id, None)
+
+    def death(self, block_id: int) -> None:
+        """Forget a block."""
+        self._struct_of.pop(block_id, None)
+
+    def wants(self, op: OpSnapshot) -> Offer | None:
+        """Return the host's offer if an operator that lacks a weight ends sooner there.
+
+        What only lacks what operators have made follows its weights: it runs on the accelerator.
+        """
+        if not (op.is_movable and op.is_pressed):
+            return None
+        lasting = [block for block in op.missing if block.is_persistent]
+        home = next((one for one in op.offers if one.device != op.default_device), None)
+        if home is None or not lasting:
+            return None
+        largest = max(lasting, key=lambda block: block.nbytes)
+        cost_ns = home.run_ns + 2 * home.back_ns
+        self._ns_per_byte[largest.struct] = cost_ns / max(largest.nbytes, 1)
+        if cost_ns > MOST_COPIES * sum(block.copy_ns for block in lasting):
+            return None  # however long the link is busy: what crosses outweighs what does not
+        return home if home.end_ns < op.offer(op.default_device).end_ns else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything was ever asked about that could be computed at home."""
+        return bool(self._ns_per_byte)
+
+    def in_time(
+        self,
+        device: DeviceSnapshot,
+        gate: LatestStart,
+        cursor: int,
+        missing: Iterable[tuple[int, int, int]],
+    ) -> Iterator[tuple[int, int, int]]:
+        """Leave out what the link would bring too late, and what is computed at home meanwhile.
+
+        Parameters
+        ----------
+        missing : iterable of (distance, block, bytes)
+            In the order of use.
+        """
+        ns_per_link_byte = 1e9 / device.h2d_bytes_per_s
+        reached_ns = max(device.now_ns, device.compute_free_ns)
+        link_ns = float(max(0, device.link_free_ns - reached_ns))
+        at_home_ns = waited_ns = 0.0
+        for wanted in missing:
+            distance, block_id, nbytes = wanted
+            copy_ns = nbytes * ns_per_link_byte
+            cost_ns = self._cost_ns(block_id, nbytes)
+            begins_ns = gate.compute_ns(cursor, distance) + at_home_ns + waited_ns
+            if cost_ns < MOST_COPIES * copy_ns and begins_ns < link_ns + copy_ns:
+                at_home_ns += cost_ns
+                continue
+            link_ns += copy_ns
+            waited_ns += max(0.0, link_ns - begins_ns)
+            yield wanted
+
+    def _cost_ns(self, block_id: int, nbytes: int) -> float:
+        """Return what an operator on a block takes at home; infinity where it may not run there."""
+        struct = self._struct_of.get(block_id)
+        if struct is None:
+            return float("inf")
+        return self._ns_per_byte.get(struct, float("inf")) * nbytes

@@ -1,0 +1,345 @@
+"""Compiled modules and functions called with TensorRefs: natively, by blocks, or intercepted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import flex_attention as flex
+
+from torchTensorRef import TensorRef, options, tensorsManager
+
+from ..support.differential import differences
+from ..support.injection import injected, one_thread, plain_result, seed
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.out = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        hidden = x * scale
+        for layer in self.layers[:]:  # a list that is made anew
+            hidden = layer(hidden)
+        return {"out": self.out(hidden), "hidden": hidden}
+
+
+class Backend:
+    """Compiles nothing, counts the graphs, and has them see plain tensors only."""
+
+    def __init__(self) -> None:
+        self.graph_count = 0
+        self.call_count = 0
+
+    def __call__(self, graph: Any, examples: list[Any]) -> Any:
+        self.graph_count += 1
+
+        def run(*args: Any) -> Any:
+            self.call_count += 1
+            kinds = {type(arg) for arg in args if isinstance(arg, torch.Tensor)}
+            assert kinds <= {torch.Tensor, nn.Parameter}
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+@pytest.fixture
+def ours(manage) -> Callable[..., Any]:
+    """Give `ours(program, nbytes)`: its results, which are plain torch's to the bit."""
+
+    def run(program: Callable[[], Any], nbytes: int = 1 << 20, strategy: str = "lru") -> Any:
+        plain = plain_result(program)
+        torch._dynamo.reset()
+        manager = manage(strategy, nbytes)
+        seed()
+        with injected(), one_thread():
+            found = program()
+        manager.check()
+        assert differences(plain, found) == []
+        return manager
+
+    return run
+
+
+def batches(count: int = 4) -> list[torch.Tensor]:
+    return [torch.rand(5, WIDTH) for _ in range(count)]
+
+
+WAYS = {
+    "module": lambda model, backend: torch.compile(model, fullgraph=True, backend=backend),
+    "in place": lambda model, backend: model.compile(fullgraph=True, backend=backend) or model,
+    "method": lambda model, backend: torch.compile(model.forward, fullgraph=True, backend=backend),
+    "function": lambda model, backend: torch.compile(
+        lambda x, **options: model(x, **options), fullgraph=True, backend=backend
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_runs_natively(ours, way):
+    backend = Backend()
+
+    def program() -> Any:
+        model = Model().eval()
+        compiled = WAYS[way](model, backend)
+        with torch.no_grad():
+            return [compiled(x, scale=2.0) for x in batches()]
+
+    manager = ours(program)
+    assert manager.native.native_count >= 3  # the first call is learned
+    assert backend.graph_count == 2  # once for plain torch, once for us
+    assert backend.call_count == 4 + 3
+
+
+def test_nothing_stays_exchanged(ours):
+    def program() -> Any:
+        model = Model()
+        compiled = torch.compile(model, fullgraph=True, backend=Backend())
+        kinds = [type(p) for p in model.parameters()]
+        with torch.no_grad():
+            results = [compiled(x) for x in batches()]
+        assert [type(p) for p in model.parameters()] == kinds
+        assert {type(r) for result in results for r in result.values()} <= {TensorRef, torch.Tensor}
+        return [results, [p.detach() for p in model.parameters()]]
+
+    ours(program)
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_a_model_that_does_not_fit_runs_by_blocks(ours, strategy):
+    backend = Backend()
+    nbytes = sum(p.nbytes for p in Model().parameters())
+
+    def program() -> Any:
+        model = Model()
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        with torch.no_grad():
+            return [compiled(x) for x in batches(5)]
+
+    manager = ours(program, nbytes // 2, strategy)
+    assert manager.native.native_count >= 4 * 3
+    assert manager.stats()["peak_resident_nbytes"] <= nbytes // 2
+    assert backend.graph_count == 2  # plain torch's whole, and one for all layers
+
+
+def test_by_blocks_takes_no_longer_than_not_compiling(manage):
+    took = {}
+    nbytes = sum(p.nbytes for p in Model(8).parameters())
+    for is_compiled in (False, True):
+        manager = manage("flow", nbytes // 2)
+        seed()
+        with injected(), one_thread(), torch.no_grad():
+            model = Model(8)
+            run = torch.compile(model, backend=Backend()) if is_compiled else model
+            xs = batches(9)
+            for x in xs[:5]:
+                run(x)
+            before_ns = manager.residency.books.main.now_ns()
+            for x in xs[5:]:
+                run(x)
+            took[is_compiled] = manager.residency.books.main.now_ns() - before_ns
+    assert took[True] <= 1.02 * took[False]
+
+
+def test_training_is_intercepted(ours):
+    backend = Backend()
+
+    def program() -> Any:
+        model = Model(2)
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for x in batches(3):
+            optimizer.zero_grad()
+            loss = compiled(x)["out"].square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return [
+            losses,
+            [p.detach() for p in model.parameters()],
+            [p.grad for p in model.parameters()],
+        ]
+
+    manager = ours(program)
+    assert manager.native.native_count == 0
+
+
+def test_what_is_written_is_seen(ours):
+    """A cache that is written in place, an attribute, a weight that the program writes between."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, cache: torch.Tensor, row: int) -> torch.Tensor:
+            cache[row] = self.linear(x)[0]
+            return cache.sum(0) + x
+
+    def program() -> Any:
+        model = Writing()
+        compiled = torch.compile(model, fullgraph=True, backend=Backend(), dynamic=True)
+        cache, results = torch.zeros(6, WIDTH), []
+        with torch.no_grad():
+            for row, x in enumerate(batches(6)):
+                results.append(compiled(x, cache, row))
+                model.linear.weight.mul_(1.5)
+                results.append(cache.clone())
+        return [results, cache]
+
+    ours(program)
+
+
+def test_a_graph_break_of_the_programs_own_is_raised_as_by_torch(ours):
+    def program() -> Any:
+        def broken(x: torch.Tensor) -> Any:
+            torch._dynamo.graph_break()
+            return x + 1
+
+        compiled = torch.compile(broken, fullgraph=True, backend=Backend())
+        raised = []
+        for x in batches(2):
+            try:
+                with torch.no_grad():
+                    compiled(x)
+            except torch._dynamo.exc.Unsupported as error:
+                raised.append(str(error).splitlines()[0])
+        return raised[-1:]
+
+    ours(program)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor(manage, mode):
+    manager = manage("lru")
+    with injected(), one_thread(), torch.no_grad():
+        model = Model(2)
+        xs = batches(3)
+        expected = [model(x)["out"] for x in xs]
+        compiled = torch.compile(model, fullgraph=True, mode=mode)
+        for x, wanted in zip(xs, expected, strict=True):
+            torch.testing.assert_close(compiled(x)["out"], wanted)
+    assert manager.native.native_count >= 2
+
+
+def test_what_a_region_was_made_of_can_be_compiled(ours):
+    def program() -> Any:
+        model = Model(2)
+        with torch.no_grad():
+            before = [model(x) for x in batches(4)]
+            compiled = torch.compile(model, fullgraph=True, backend=Backend())
+            return [before, [compiled(x) for x in batches()], [model(x) for x in batches()]]
+
+    ours(program)
+
+
+def test_copies_and_pickles_of_what_is_compiled(ours):
+    def program() -> Any:
+        model = Model(2)
+        model.compile(backend=Backend())
+        x = torch.rand(5, WIDTH)
+        with torch.no_grad():
+            results = [model(x) for _ in range(3)]
+            return [results, copy.deepcopy(model)(x)]
+
+    ours(program)
+
+
+def test_several_threads_call_it(manage):
+    manager = manage("lru")
+    with injected(), one_thread(), torch.no_grad():
+        model = Model(2)
+        xs = batches(6)
+        expected = [model(x)["out"].clone() for x in xs]
+        compiled = torch.compile(model, backend=Backend())
+        for x in xs[:3]:
+            compiled(x)
+    wrong: list[Any] = []
+
+    def work() -> None:
+        torch.set_num_threads(1)  # each thread has a number of its own; other bits with another
+        with injected(), torch.no_grad():
+            for x, wanted in zip(xs, expected, strict=True):
+                if not torch.equal(compiled(x)["out"], wanted):
+                    wrong.append(x)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    with one_thread():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert {type(p) for p in model.parameters()} == {TensorRef}
+    assert manager is tensorsManager
+
+
+def test_it_can_be_switched_off(ours):
+    backend = Backend()
+
+    def program() -> Any:
+        compiled = torch.compile(Model(2), fullgraph=True, backend=backend)
+        with torch.no_grad(), options(regions="off"):
+            return [compiled(x) for x in batches()]
+
+    manager = ours(program)
+    assert manager.native.native_count == 0
+    assert backend.call_count == 4  # plain torch's
+
+
+def flex_program() -> Any:
+    """Attention by a function, which sees tensors that it has closed over."""
+    query, bias = torch.rand(1, 2, 16, 8), torch.rand(16)
+    ends = torch.tensor([16])
+
+    def score(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return score + bias[k]
+
+    def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (k < ends[batch])
+
+    blocks = flex.create_block_mask(mask, 1, 1, 16, 16, device="cpu")
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="aot_eager")
+    results = []
+    with torch.no_grad():
+        for _ in range(3):
+            results.append(flex.flex_attention(query, query, query, score, blocks))
+            results.append(compiled(query, query, query, score, blocks))
+            bias.mul_(2)
+    return results
+
+
+def test_attention_by_a_function(ours):
+    ours(flex_program)

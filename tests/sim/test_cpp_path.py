@@ -1,0 +1,342 @@
+"""Ready operators in C++, on a device that runs them at once: the host behind a real one's adapter.
+
+These run where that path is on. Without it one test here starts a process in which it is, provided
+that the library is built (`torchtensorref build`; `make test` does so first).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import TensorRef, tensorsManager
+from torchTensorRef.base import core_build
+from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+from torchTensorRef.interception import cpp_path
+from torchTensorRef.memory import core
+from torchTensorRef.operators import peaks
+
+ROOM_NBYTES = 1 << 26
+needs_cpp = pytest.mark.skipif(core.library is None, reason=f"the path is {core.path_in_words()}")
+
+
+@pytest.mark.skipif(core.library is not None, reason="it is on in this process")
+def test_the_path_in_cpp_passes_what_is_here():
+    wanted = core_build.of_this_process()
+    if not wanted.library.exists():
+        pytest.skip(wanted.state)  # `torchtensorref build` has not been run on this machine
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TTR_CORE": "c++"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def adapter() -> Iterator[Any]:
+    """Give `adapter(nbytes)`: the manager on a device that is told of no operator."""
+
+    def make(nbytes: int = ROOM_NBYTES) -> Any:
+        device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
+        device.name, device.capacity_nbytes = "adapter:0", ROOM_NBYTES
+        device.torch_device = torch.device("cpu")
+        tensorsManager.device = device
+        tensorsManager.budget = nbytes
+        tensorsManager.strategy = "lru"
+        tensorsManager.reset_stats()
+        return tensorsManager
+
+    with torchTensorRef.disabled():
+        yield make
+    gc.collect()
+    tensorsManager.check()
+    ledger = tensorsManager.residency.books.ledgers[tensorsManager.residency.books.main]
+    assert all(not replica.pins for replica in ledger.replicas())
+    assert all(not replica.block.users for replica in ledger.replicas() if replica.block)
+    tensorsManager.bring_all_home()
+    tensorsManager.check()
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the operators that came to Python."""
+    names: list[str] = []
+
+    def dispatch(op: Any, *rest: Any) -> Any:
+        names.append(op.name())
+        return original(op, *rest)
+
+    original = cpp_path.dispatch
+    monkeypatch.setattr(cpp_path, "dispatch", dispatch)
+    cpp_path.give_functions()
+    yield names
+    monkeypatch.undo()
+    cpp_path.give_functions()
+
+
+def ready(manager: Any, *tensors: torch.Tensor) -> list[Any]:
+    """TensorRefs of copies, on the accelerator and looked at there once: Python does that."""
+    refs = []
+    for tensor in tensors:
+        ref = manager.adopt(tensor.detach().clone(), sole=True).toGPU()
+        _ = ref.clone() if ref.nbytes < 1 << 16 else ref * 1
+        refs.append(ref.requires_grad_(tensor.requires_grad))
+    return refs
+
+
+def r(*sizes: int) -> torch.Tensor:
+    return torch.rand(sizes) - 0.5
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "add": (torch.add, (r(3, 4), r(4))),
+    "add a number": (lambda x: x + 2, (r(3),)),
+    "matmul": (torch.matmul, (r(2, 3, 4), r(2, 4, 5))),
+    "linear": (F.linear, (r(2, 4), r(3, 4), r(3))),
+    "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w), (r(3, 4), r(4))),
+    "attention": (F.scaled_dot_product_attention, (r(1, 2, 3, 4), r(1, 2, 5, 4), r(1, 2, 5, 4))),
+    "cat": (lambda *x: torch.cat(x, -1), (r(2, 3), r(2, 2))),
+    "stack": (lambda *x: torch.stack(x), (r(2), r(2), r(2))),
+    "embedding": (lambda w, i: F.embedding(i, w), (r(7, 3), torch.tensor([1, 6, 0]))),
+    "index": (lambda x, i: x[i], (r(7, 3), torch.tensor([1, 6, 0]))),
+    "view": (lambda x: x.view(12), (r(3, 4),)),
+    "view of a view": (lambda x: x[1:].t()[0], (r(3, 4),)),
+    "reshape": (lambda x: x.t().reshape(-1), (r(3, 4),)),
+    "several views": (lambda x: x.split(2), (r(5, 2),)),
+    "several results": (lambda x: x.topk(2), (r(5),)),
+    "sum": (lambda x: x.sum(-1), (r(3, 4),)),
+    "softmax": (lambda x: x.softmax(-1), (r(3, 4),)),
+    "complex": (lambda x: torch.view_as_complex(x).conj() * 2, (r(3, 2),)),
+    "dtype": (lambda x: x.to(torch.float64), (r(3),)),
+    "one hot": (F.one_hot, (torch.tensor([2, 0, 1]),)),
+    "gather": (lambda x, i: x.gather(0, i), (r(7, 3), torch.tensor([[1, 6, 0]]))),
+    "max": (lambda x: x.max(-1), (r(7, 3),)),
+    "cumprod": (lambda x: x.cumprod(0), (r(4),)),
+    "compare": (lambda x, y: torch.where(x > y, x, y), (r(3), r(3))),
+}
+
+
+@needs_cpp
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_bits_are_those_of_plain_torch(adapter, name, mode):
+    function, operands = CALLS[name]
+    manager = adapter()
+    if mode == "grad":
+        operands = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in operands)
+    ours = ready(manager, *operands)
+    with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
+        expected, got = function(*operands), function(*ours)
+        several = [list(x) if isinstance(x, (tuple, list)) else [x] for x in (expected, got)]
+    for plain, ref in zip(*several, strict=True):
+        assert type(ref) is TensorRef
+        assert ref.target.equal(plain)
+        assert (ref.stride(), ref.requires_grad) == (plain.stride(), plain.requires_grad)
+        assert type(ref.grad_fn) is type(plain.grad_fn), "autograd sees no subclass"
+    if mode == "grad" and several[0][0].dtype.is_floating_point:
+        for x in several:
+            sum((part * part).sum() for part in x if part.requires_grad).backward()
+        for plain, ref in zip(operands, ours, strict=True):
+            assert (plain.grad is None) == (ref.grad is None)
+            assert plain.grad is None or ref.grad.target.equal(plain.grad)
+
+
+@needs_cpp
+def test_python_sees_no_ready_operator(adapter, handed_over):
+    manager = adapter()
+    a, b, w = ready(manager, r(4, 4), r(4, 4), r(4, 4))
+    handed_over.clear()
+    manager.reset_stats()
+    w.requires_grad_()
+    _ = (a @ w + b)[1:].relu().sum()
+    with torch.no_grad():
+        F.linear(a, w).add_(b)
+    assert handed_over == []
+    stats = manager.stats()
+    assert stats["slow_op_count"] == 0 < stats["ready_op_count"]
+
+
+@needs_cpp
+def test_what_is_not_ready_is_handed_over(adapter, handed_over):
+    manager = adapter()
+    a, b = ready(manager, r(4), r(4))
+    handed_over.clear()
+    a.toCPU()
+    assert (a + b).target.equal(a.target + b.target)
+    assert handed_over == ["aten::add.Tensor"]
+
+
+@needs_cpp
+def test_writes_and_views_are_counted_and_linked_as_plain_ones(adapter):
+    manager = adapter()
+
+    def told(x: Any) -> Any:
+        y = x * 1
+        view = y[1:]
+        view.add_(1)
+        y.mul_(2)
+        return y, (y._version, view._version, view._base is y, view._is_view())
+
+    plain = r(4).requires_grad_()
+    (ref,) = ready(manager, plain)
+    (y, facts), (y_ref, facts_ref) = told(plain), told(ref)
+    assert (facts_ref, y_ref.target.tolist()) == (facts, y.tolist())
+    y.sum().backward()
+    y_ref.sum().backward()
+    assert ref.grad.target.equal(plain.grad)
+
+
+@needs_cpp
+def test_results_are_counted_until_they_die(adapter):
+    manager = adapter()
+    (x,) = ready(manager, r(8))
+    ledger = manager.residency.books.ledgers[manager.residency.books.main]
+    manager.check()
+    before = ledger.resident_nbytes
+    made = [x + i for i in range(5)]
+    assert ledger.newborn_nbytes == 5 * x.nbytes == ledger.recounted_nbytes()
+    view = made[0][2:]
+    assert ledger.resident_nbytes == before + 5 * x.nbytes
+    assert manager.describe(made[1])  # settles it: Python counts it from here on
+    assert ledger.newborn_nbytes == 4 * x.nbytes
+    assert len(ledger.replicas()) == 6
+    assert ledger.newborn_nbytes == 0
+    assert ledger.resident_nbytes == before + 5 * x.nbytes
+    del made
+    manager.check()
+    assert ledger.resident_nbytes == before + x.nbytes, "a view keeps what it looks at"
+    del view
+    manager.check()
+    assert ledger.resident_nbytes == before
+
+
+@needs_cpp
+def test_a_budget_is_kept_and_what_is_evicted_comes_back(adapter):
+    x = r(256)
+    manager = adapter(8 * x.nbytes)
+    (ref,) = ready(manager, x)
+    kept = [ref + i for i in range(20)]
+    assert manager.stats()["resident_nbytes"] <= manager.budget
+    assert manager.stats()["evict_count"] > 0
+    for i, one in enumerate(kept):
+        assert one.target.equal(x + i)
+    manager.check()
+
+
+@needs_cpp
+@pytest.mark.filterwarnings("ignore:torchTensorRef. .* fetched again")  # the budget is that small
+def test_a_strategy_under_pressure_hears_of_births(adapter):
+    x = r(256)
+    manager = adapter(8 * x.nbytes)
+    manager.strategy = "flow"
+    ours = manager.adopt(nn.Sequential(*(nn.Linear(16, 16) for _ in range(12))))
+    y = manager.adopt(r(4, 16))
+    for _ in range(4):
+        ours(y).sum().backward()
+    assert manager.stats()["resident_nbytes"] <= manager.budget
+
+
+@needs_cpp
+def test_a_parameter_shared_by_data_is_one_block(adapter):
+    manager = adapter()
+    a, b = ready(manager, r(4), r(2, 2))
+    a.data = b
+    assert (tuple(a.shape), a._ttr_block is b._ttr_block) == ((2, 2), True)
+    assert (a + 1).target.equal(b.target + 1)
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["linear", "matmul", "attention", "norm"])
+def test_the_rules_of_peaks_are_those_of_python(adapter, kind):
+    manager = adapter()
+    cases = {
+        "linear": [
+            (r(2, 4), r(3, 4), r(3)),
+            (r(2, 4), r(3, 4)),
+            (r(4, 2).t(), r(3, 4)),
+            (r(2, 1, 4)[:, :, ::2], r(3, 2), r(3)),
+            (r(2, 3, 8)[:, :, ::2], r(3, 4).requires_grad_()),
+        ],
+        "matmul": [
+            (r(2, 3), r(3, 4)),
+            (r(2, 2, 3), r(2, 3, 4)),
+            (r(2, 2, 3), r(3, 4)),
+            (r(2, 2, 3), r(1, 3, 4)),
+        ],
+        "attention": [
+            (r(1, 2, 3, 4),) * 3,
+            (r(2, 3, 4),) * 3,
+            (*(r(1, 2, 3, 4),) * 3, r(3, 3).requires_grad_()),
+        ],
+        "norm": [(r(2, 3),)],
+    }
+    rule: Any = getattr(peaks, kind)
+    number = int(cpp_path.RULES[rule])
+    length = {"linear": 3, "matmul": 2, "attention": 4, "norm": 1}[kind]
+    for case in cases[kind]:
+        refs = [manager.adopt(x.detach()).requires_grad_(x.requires_grad) for x in case]
+        expected = rule(*refs)
+        padded = [*refs, *[None] * (length - len(refs))]
+        found = core.library.peak_nbytes(number, *padded)
+        assert found == (-1 if expected is None else expected), case
+
+
+@needs_cpp
+def test_threads_and_an_evictor_agree(adapter):
+    """Eight threads compute while one gives everything back again and again: the bits hold."""
+    manager = adapter()
+    plain = [r(32, 32) for _ in range(6)]
+    refs = ready(manager, *plain)
+    is_over, wrong = threading.Event(), []
+
+    def compute(number: int) -> None:
+        with torch.no_grad():
+            for i in range(60):
+                j, k = (i + number) % 6, (i * number) % 6
+                got = (refs[j] @ refs[k]).relu_()[1:].sum(0)
+                expected = (plain[j] @ plain[k]).relu()[1:].sum(0)
+                if got.tolist() != expected.tolist():
+                    wrong.append((number, i))
+
+    def evict() -> None:
+        while not is_over.is_set():
+            manager.bring_all_home()
+
+    evictor = threading.Thread(target=evict)
+    evictor.start()
+    threads = [threading.Thread(target=compute, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    evictor.join()
+    assert wrong == []
+    assert manager.stats()["evict_count"] > 0
+
+
+@needs_cpp
+def test_whoever_wants_to_see_every_operator_does(adapter, handed_over):
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+    handed_over.clear()
+    with torchTensorRef.options(shadow=True):
+        _ = x + x
+    assert handed_over == ["aten::add.Tensor"]
+    _ = x + x
+    assert handed_over == ["aten::add.Tensor"]

@@ -1,0 +1,280 @@
+"""Forecasts: what is foretold is what happens, and nothing is changed by asking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import tensorsManager
+from torchTensorRef.devices import registry
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.inject import hooks
+
+SPEC = DeviceSpec(name="foretold", capacity_nbytes=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def injected(manage):
+    manage()
+    token = hooks.is_disabled.set(False)
+    yield
+    hooks.is_disabled.reset(token)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(0).chunk(3, dim=-1)
+        if cache:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        cache[:] = [k, v]
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v)[0]
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, token: torch.Tensor, caches: list[list[torch.Tensor]]) -> torch.Tensor:
+        x = self.table(token)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, cache)
+        return (x[-1:] @ self.table.weight.t()).argmax(-1)
+
+
+def decoding(model: Decoder, token: torch.Tensor, count: int) -> Any:
+    caches: list[list[torch.Tensor]] = [[] for _ in model.blocks]
+    with torch.no_grad():
+        for number in range(count):
+            token = model(token, caches)
+            yield f"token {number}"
+
+
+def run_for_real(program: Any, budget: int, strategy: str) -> list[tuple[int, ...]]:
+    """Run a program as if it were the first on a device; return what each part cost."""
+    device, host = SimDevice(SPEC, name="sim:foretold"), registry.resolve("cpu")
+    others, host.machines = host.machines, [device.machine]
+    try:
+        tensorsManager.device = device
+        tensorsManager.budget, tensorsManager.strategy = budget, strategy
+        tensorsManager.regions = False
+        tensorsManager.expected_results.clear()
+        tensorsManager.reset_stats()
+        found, before = [], (0, 0, 0)
+        for _ in program():
+            stats = tensorsManager.stats()
+            after = (
+                max(device.now_ns(), device.record().end_ns),
+                stats["fetched_nbytes"] + stats["prefetched_nbytes"],
+                stats["written_back_nbytes"],
+            )
+            moved = tuple(b - a for a, b in zip(before, after, strict=True))
+            found.append((*moved, device.peak_nbytes))
+            before = after
+            device.reset_peak()
+        return found
+    finally:
+        tensorsManager.regions = True
+        host.machines = others
+
+
+@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.5])
+def test_a_decode_is_foretold_to_the_byte_and_nanosecond(strategy, share):
+    torch.manual_seed(0)
+    model = Decoder()
+    token = torch.tensor([3, 1, 4])
+    budget = int(sum(p.nbytes for p in model.parameters()) * share)
+    seen = torchTensorRef.forecast(
+        decoding, model, token, 6, device=SPEC, budget=budget, strategy=strategy
+    )
+    real = run_for_real(lambda: decoding(model, token, 6), budget, strategy)
+    assert [step.name for step in seen.steps] == [f"token {n}" for n in range(6)]
+    costs = [costs_of(step) for step in seen.steps]
+    assert [cost[1:] for cost in costs] == [cost[1:] for cost in real]
+    # A process that has run much else can be off by some nanoseconds, in its first step.
+    assert [cost[0] for cost in costs] == pytest.approx([cost[0] for cost in real], rel=1e-4)
+
+
+def costs_of(step: Any) -> tuple[int, ...]:
+    return step.time_ns, step.fetched_nbytes, step.written_back_nbytes, step.peak_nbytes
+
+
+def attending(width: int = 32) -> Any:
+    """Composite operators, which run as one or in their parts, with views on the way to them."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+    tables = [torch.rand(6, width) for _ in range(6)]
+
+    def program() -> Any:
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.rand(3, 5, width, generator=torch.Generator().manual_seed(1))
+                for layer, table in zip(layers, tables, strict=True):
+                    q = layer(x).view(3, 5, 4, -1).transpose(1, 2)
+                    seen = nn.functional.scaled_dot_product_attention(q, q, q)
+                    x = seen.transpose(1, 2).reshape(3, 5, width) @ layer.weight
+                    x = nn.functional.layer_norm(x + table[:5], (width,)) + torch.zeros_like(x)
+                yield
+
+    return program, sum(p.nbytes for p in layers.parameters())
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 4.0])
+def test_composite_operators_are_foretold_as_one_and_in_their_parts(share):
+    program, nbytes = attending()
+    budget = int(nbytes * share)
+    seen = torchTensorRef.forecast(program, device=SPEC, budget=budget, strategy="flow")
+    real = run_for_real(program, budget, "flow")
+    assert [costs_of(step) for step in seen.steps] == real
+    whole = [op for op in seen.record.ops if op.part_count]
+    assert {op.name for op in whole} >= {"aten.layer_norm.default"}
+    assert all(op.peak_nbytes for op in whole)
+    zeros = [op for op in seen.record.each() if op.name == "aten.zeros_like.default"]
+    assert len(zeros) == 24  # each once
+
+
+def test_the_kernels_of_the_host_give_their_shapes():
+    """Torch's shape functions refuse what its kernels take, or have another layout."""
+    a, b = torch.rand(8, 16), torch.rand(2, 16, 4)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    q = torch.rand(2, 5, 3, 8).transpose(1, 2)
+
+    def program() -> Any:
+        with torch.no_grad():
+            product = torch._grouped_mm(a, b, offs=ends)
+            seen = nn.functional.scaled_dot_product_attention(q, q, q)
+        return product.shape, product.stride(), seen.stride()
+
+    found = []
+    torchTensorRef.forecast(lambda: found.append(program()), device=SPEC)
+    assert found == [program()]
+
+
+def test_asking_changes_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    x = torch.rand(4, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train() -> Any:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            yield
+
+    seen = torchTensorRef.forecast(train, device=SPEC)
+    assert len(seen.steps) == 3
+    for name, value in model.state_dict().items():
+        assert not value.proxyInfo.promised
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+    assert not x.proxyInfo.promised
+
+
+def test_a_model_without_bytes_of_any_size():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(40_000, 40_000, bias=False) for _ in range(10)))
+    seen = torchTensorRef.forecast(model, torch.empty(1, 40_000), device="h200", steps=2)
+    weights = 10 * 4 * 40_000**2
+    assert seen.at_most_alive["weights"] == weights
+    assert seen.steps[0].fetched_nbytes >= weights
+    assert model[0].weight.device.type == "meta"
+    assert seen.least_nbytes == 4 * 40_000**2 + 2 * 4 * 40_000
+    floor_ns, bound = seen.floor_ns(seen.steady)
+    assert (bound, floor_ns > 0.9 * seen.steady.compute_ns) == ("compute", True)
+
+
+def test_the_least_budget_needs_no_host_and_a_little_less_does():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 100))
+    seen = torchTensorRef.forecast(model, torch.empty(7, 300), device=SPEC)
+    assert sum(s.fallback_count for s in seen.on(budget=seen.least_nbytes).steps) == 0
+    assert sum(s.fallback_count for s in seen.on(budget=seen.least_nbytes - 8).steps) > 0
+    enough, more = seen.on(budget=seen.enough_nbytes), seen.on(budget=2 * seen.enough_nbytes)
+    assert enough.time_ns == more.time_ns
+
+
+def test_kept_and_read_again(tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    seen = torchTensorRef.forecast(model, torch.empty(2, 64), device=SPEC, budget=20_000)
+    seen.save(tmp_path / "seen.json")
+    again = torchTensorRef.Forecast.load(tmp_path / "seen.json", device=SPEC, budget=20_000)
+    assert again.to_json() == seen.to_json()
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json is no forecast"):
+        torchTensorRef.Forecast.load(tmp_path / "wrong.json")
+
+
+def test_an_unknown_device_names_the_nearest():
+    with pytest.raises(torchTensorRef.ConfigError, match="rtx4060"):
+        torchTensorRef.forecast(nn.Linear(2, 2), torch.rand(1, 2), device="rtx460")
+
+
+def test_a_report_fits_a_screen_and_says_what_bounds():
+    with torch.device("meta"):
+        model = Decoder(64, 6)
+    seen = torchTensorRef.forecast(
+        decoding, model, torch.zeros(3, dtype=torch.int64), 12, device=SPEC, budget=150_000
+    )
+    lines = seen.report().splitlines()
+    assert len(lines) < 25
+    assert max(map(len, lines)) <= 160
+    assert "floor" in seen.report()
+    assert {block.is_persistent for _, block in seen.accesses()} == {True, False}
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    seen = torchTensorRef.forecast(model, torch.empty(2, 64), device=SPEC)
+    seen.plot(tmp_path / "curve.png", count=3)
+    assert (tmp_path / "curve.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_what_was_foretold_is_fetched_ahead_in_the_first_pass():
+    """The strategy is taught by a forecast of a model on the meta device, of the same structure."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        unreal = Decoder(64, 6)
+    model = Decoder(64, 6)
+    token = torch.tensor([3])
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    seen = torchTensorRef.forecast(decoding, unreal, token, 4, device=SPEC, budget=budget)
+
+    def fetched_ahead(*, taught: bool) -> tuple[int, Any]:
+        device = SimDevice(SPEC, name="sim:taught")
+        tensorsManager.device = device
+        tensorsManager.budget, tensorsManager.strategy = budget, "flow"
+        if taught:
+            seen.teach(model)
+        tensorsManager.reset_stats()
+        with torch.no_grad():
+            found = model(token, [[] for _ in model.blocks])
+        return tensorsManager.stats()["prefetched_nbytes"], found.tolist()
+
+    cold_nbytes, expected = fetched_ahead(taught=False)
+    warm_nbytes, found = fetched_ahead(taught=True)
+    assert found == expected
+    assert cold_nbytes == 0
+    assert warm_nbytes > budget / 2
+    with pytest.raises(torchTensorRef.ConfigError, match="give the real model"):
+        seen.teach(nn.Linear(3, 3))

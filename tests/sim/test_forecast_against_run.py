@@ -1,0 +1,59 @@
+"""The benchmark that holds forecasts against runs: it measures, and finds what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import forecast_against_run as benchmark
+from benchmarks.model_shapes import Shape
+from torchTensorRef.inject import hooks
+from torchTensorRef.promises.replayer import Replayer
+
+
+@pytest.fixture(autouse=True)
+def injected(manage):
+    manage()
+    token = hooks.is_disabled.set(False)
+    yield
+    hooks.is_disabled.reset(token)
+
+
+def run(model: Any) -> Iterator[str]:
+    with torch.no_grad():
+        for number in range(3):
+            model(torch.ones(8, 32))
+            yield f"pass {number}"
+
+
+SHAPE = Shape(
+    "tower", lambda: nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8))), run
+)
+
+
+def test_a_forecast_is_what_a_run_does():
+    said: list[str] = []
+    figures = dict(benchmark.agreement(SHAPE, said.append))
+    assert {name for name in figures if name.endswith("/time")} == {
+        f"tower/{budget}/time" for budget in benchmark.BUDGETS
+    }
+    assert all(figure.value == 0 for figure in figures.values()), said
+    assert benchmark.result_of(figures) == {"worst_bytes": 0, "worst_time": 0}
+
+
+def test_a_wrong_forecast_is_found(monkeypatch):
+    monkeypatch.setattr(Replayer, "_run_watched", lambda *_: False)
+    monkeypatch.setattr(Replayer, "_run_ready", lambda *_: False)
+    right = Replayer._charge
+
+    def charge_twice(self: Any, *args: Any) -> None:
+        right(self, *args)
+        right(self, *args)
+
+    monkeypatch.setattr(Replayer, "_charge", charge_twice)
+    figures = dict(benchmark.agreement(SHAPE, print))
+    assert benchmark.result_of(figures)["worst_time"] > benchmark.TIME_BOUND

@@ -1,0 +1,68 @@
+"""`torchtensorref forecast`: a table for cards that are not there."""
+
+import json
+
+import pytest
+
+from ..support import processes
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def forecast(*arguments, **options):
+    return processes.python("-m", "torchTensorRef", "forecast", *arguments, **options)
+
+
+def test_a_model_over_several_cards(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = forecast(
+        "--model", tmp_path, "--device", "rtx4060,h200", "--prompt", "9", "--new-tokens", "20",
+        "--budget", "200KB", "--plot", tmp_path / "curve.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows[1:3]] == ["rtx4060", "h200"]
+    assert "20 tokens in" in rows[1]
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_a_script(script):
+    path = script(
+        """
+        import sys, torch
+        model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 10))
+        loss = model(torch.randn(5, 100)).square().mean()
+        loss.backward()
+        print(sys.argv[1:], float(loss))
+        """
+    )
+    done = forecast("--device", "rtx3060", path, "--flag", "x")
+    assert done.returncode == 0, done.stderr
+    assert "['--flag', 'x'] 0." in done.stdout
+    assert "rtx3060" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "either --model, or a script"),
+        (("nothing.py",), "There is no program"),
+        (("--model", "nowhere"), "There is no nowhere"),
+        (("--device", "rtx9060", "x.py"), "rtx"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, said):
+    done = forecast(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

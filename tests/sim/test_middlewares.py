@@ -1,0 +1,334 @@
+"""Middlewares: they see each operator, place, replace, answer and veto; without them nothing is."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import torchTensorRef
+from torchTensorRef import middlewares
+from torchTensorRef.base.activation import watch
+from torchTensorRef.base.errors import ConfigError
+
+from ..support.differential import same_values as same_bits
+from ..support.programs import linears, sweep
+
+
+class Noting(middlewares.Middleware):
+    """Writes down what it sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before(self, op):
+        self.seen.append((op.name, op.module, op.operands))
+
+    @property
+    def names(self):
+        return [name for name, _, _ in self.seen]
+
+
+@pytest.fixture(autouse=True)
+def none_left(manage):
+    yield
+    from torchTensorRef import tensorsManager
+
+    assert list(tensorsManager.middlewares) == []
+    assert not watch.on
+
+
+def model_of(manager, seed=0):
+    """Return a small model under management, and the same one plain."""
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Sequential(nn.Linear(64, 64)))
+    torch.manual_seed(seed)
+    managed = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Sequential(nn.Linear(64, 64)))
+    return manager.adopt(managed), plain
+
+
+def test_they_are_imported_by_their_public_name(tmp_path):
+    """Also where nothing else was asked for before; torch is loaded by the first part."""
+    program = (
+        "import sys, torchTensorRef.middlewares\n"
+        "assert 'torch' not in sys.modules\n"
+        "from torchTensorRef.middlewares import Pin\n"
+        "from torchTensorRef import middlewares, tensorsManager\n"
+        "assert middlewares.Pin is Pin\n"
+        "assert 'NanGuard' in dir(middlewares)\n"
+        "assert not hasattr(middlewares, 'Pni')\n"
+        "with tensorsManager.middlewares.scoped(Pin('layers.0')): pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=tmp_path, timeout=200, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_sees_overload_operands_and_module(manager):
+    model, _ = model_of(manager)
+    noting = Noting()
+    with manager.middlewares.scoped(noting), torch.no_grad():
+        model(torch.rand(2, 64))
+    name, _module, _operands = next(row for row in noting.seen if row[1] == "2.0")
+    assert name.startswith("aten.")
+    by_name = {o.name: o for _, _, operands in noting.seen for o in operands}
+    weight = by_name["2.0.weight"]
+    assert (weight.shape, weight.dtype, weight.nbytes) == ((64, 64), torch.float32, 64 * 64 * 4)
+    assert not weight.is_written
+    assert {module for _, module, _ in noting.seen} == {"0", "1", "2.0"}
+
+
+def test_what_an_operator_writes_is_said(manager):
+    x = manager.adopt(torch.rand(8))
+    noting = Noting()
+    with manager.middlewares.scoped(noting):
+        x.add_(x)
+    assert noting.names == ["aten.add_.Tensor"]
+    assert [operand.is_written for operand in noting.seen[0][2]] == [True, True]
+
+
+@pytest.mark.parametrize("strategy", ["lru", "genoa", "flow"])
+def test_a_module_placed_on_the_host_runs_there_with_the_same_bits(manage, strategy):
+    manager = manage(strategy)
+    model, plain = model_of(manager)
+    x = torch.rand(2, 64)
+    with torch.no_grad():
+        expected = plain(x)
+        first = model[0](manager.adopt(x))
+        assert first.proxyInfo.device == ("sim:test" if strategy != "genoa" else "cpu")
+        with manager.middlewares.scoped(middlewares.Place("2", "cpu")):
+            result = model(manager.adopt(x))
+    assert result.proxyInfo.device == "cpu"
+    assert model[2][0].weight.proxyInfo.device == "cpu"
+    assert same_bits(result, expected)
+    assert manager.stats()["host_op_count"] > 0
+
+
+def test_a_placed_module_has_its_gradients_there_too(manager):
+    model, plain = model_of(manager)
+    x = torch.rand(2, 64)
+    plain(x).sum().backward()
+    with manager.middlewares.scoped(middlewares.Place("2.0", "cpu")):
+        model(manager.adopt(x)).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(ours.grad, theirs.grad)
+
+
+def test_operators_are_placed_by_their_name(manager):
+    x = manager.adopt(torch.rand(8, 8))
+    with manager.middlewares.scoped(middlewares.Place("aten.mm", "cpu")):
+        product, total = x @ x, x + x
+    assert (product.proxyInfo.device, total.proxyInfo.device) == ("cpu", "sim:test")
+
+
+def test_an_unknown_device_is_refused_with_those_in_use(manager):
+    x = manager.adopt(torch.rand(8))
+    with (
+        manager.middlewares.scoped(middlewares.Place("aten", "cuda:7")),
+        pytest.raises(ConfigError, match=r"in use are cpu, sim:test") as caught,
+    ):
+        x + x
+    assert any("Place.before, of aten.add.Tensor, which has not run" in note
+               for note in caught.value.__notes__)  # fmt: skip
+
+
+class Doubling(middlewares.Middleware):
+    def before(self, op):
+        if op.name == "aten.exp.default":
+            op.args = (op.args[0] * 2,)  # an operator of its own: it passes no middleware
+
+    def after(self, op, result):
+        if op.name == "aten.sin.default":
+            return result + 1
+        return None
+
+
+def test_arguments_and_results_are_replaced(manager):
+    x = torch.rand(8)
+    ref = manager.adopt(x)
+    with manager.middlewares.scoped(Doubling()):
+        assert same_bits(torch.exp(ref), torch.exp(x * 2))
+        assert same_bits(torch.sin(ref), torch.sin(x) + 1)
+
+
+def test_it_answers_itself(manager):
+    class Answering(middlewares.Middleware):
+        def before(self, op):
+            op.answer(torch.full((8,), 3.0))
+
+    x = manager.adopt(torch.rand(8))
+    with manager.middlewares.scoped(Answering()):
+        result = x + x
+        assert type(result) is torchTensorRef.TensorRef
+        with pytest.raises(ConfigError, match="returns its own operands, or views"):
+            x.add_(1)
+        with pytest.raises(ConfigError, match="returns its own operands, or views"):
+            x.view(2, 4)
+    assert result.tolist() == [3.0] * 8
+
+
+def test_what_is_written_is_not_exchanged(manager):
+    class Exchanging(middlewares.Middleware):
+        def before(self, op):
+            op.args = (op.args[0].clone(), *op.args[1:])
+
+    x = manager.adopt(torch.zeros(8))
+    with (
+        manager.middlewares.scoped(Exchanging()),
+        pytest.raises(ConfigError, match="writes an argument that a middleware has exchanged"),
+    ):
+        x.add_(1)
+    assert x.tolist() == [0.0] * 8
+
+
+def test_a_veto_is_an_error_and_the_operator_has_not_run(manager):
+    class Refusing(middlewares.Middleware):
+        def before(self, op):
+            if any(operand.is_written for operand in op.operands):
+                raise PermissionError(f"{op.name} writes")
+
+    x = manager.adopt(torch.zeros(8))
+    with manager.middlewares.scoped(Refusing()):
+        with pytest.raises(PermissionError, match=r"aten.add_.Tensor writes"):
+            x.add_(1)
+        assert (x + 1).tolist() == [1.0] * 8
+    assert x.tolist() == [0.0] * 8
+
+
+def test_an_error_after_a_write_lets_no_gradient_come_from_what_was_overwritten(manager):
+    class Failing(middlewares.Middleware):
+        def after(self, op, result):
+            if op.name == "aten.add_.Tensor":
+                raise ValueError("after all")
+
+    leaf = manager.adopt(torch.rand(8)).requires_grad_()
+    x = leaf * 1
+    squared = x * x  # saves x
+    with (
+        manager.middlewares.scoped(Failing()),
+        pytest.raises(ValueError, match="after all"),
+        torch.no_grad(),
+    ):
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+def test_they_are_called_in_their_order_and_back(manager):
+    calls = []
+
+    class Named(middlewares.Middleware):
+        def __init__(self, name):
+            self.name = name
+
+        def before(self, op):
+            calls.append(f"before {self.name}")
+
+        def after(self, op, result):
+            calls.append(f"after {self.name}")
+
+        def leave(self):
+            calls.append(f"left {self.name}")
+
+    x = manager.adopt(torch.rand(4))
+    manager.middlewares = [Named("a")]
+    with manager.middlewares.scoped(Named("b")):
+        x + x
+    manager.middlewares.clear()
+    assert calls == ["before a", "before b", "after b", "after a", "left b", "left a"]
+
+
+def test_a_scope_is_of_its_thread_or_of_all(manager):
+    x = manager.adopt(torch.rand(4))
+    mine, everybodys = Noting(), Noting()
+    with manager.middlewares.scoped(mine), manager.middlewares.scoped(everybodys, all_threads=True):
+        thread = threading.Thread(target=lambda: x + x)
+        thread.start()
+        thread.join()
+    assert (len(mine.seen), len(everybodys.seen)) == (0, 1)
+
+
+@pytest.mark.parametrize("wrong", [3, object(), middlewares.NanGuard])
+def test_what_is_none_is_refused(manager, wrong):
+    with pytest.raises(ConfigError, match="A middleware is an object with a method before"):
+        manager.middlewares.append(wrong)
+
+
+# -- Pin ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["lru", "genoa", "flow"])
+def test_pinned_layers_stay_under_pressure(manage, strategy):
+    manager = manage(strategy, nbytes=5 * 64 * 64 * 4)
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    expected = sweep(model, x, 6).tolist()
+    fetched = []
+    manager.on("fetch", note := lambda told: fetched.append(told.name))
+    with manager.middlewares.scoped(middlewares.Pin("layers.0-1")):
+        assert sweep(model, x, 6).tolist() == expected
+        assert model.layers[0].weight.proxyInfo.device == "sim:test"
+        assert model.layers[1].weight.proxyInfo.device == "sim:test"
+    manager.off("fetch", note)
+    pinned = [name for name in fetched if name in ("layers.0.weight", "layers.1.weight")]
+    assert len(pinned) <= 2  # once each at most, however often they were used
+    assert len([name for name in fetched if name == "layers.5.weight"]) >= 3
+    assert not any(layer.weight._ttr_block.is_kept for layer in model.layers)
+
+
+def test_a_pin_that_the_budget_cannot_hold_says_so(manage):
+    manager = manage("lru", nbytes=3 * 64 * 64 * 4)
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    for passes in (2, 1):  # in one pass nothing that went is asked for again: it is said at the end
+        expected = sweep(model, x, passes).tolist()
+        with (
+            pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"),
+            manager.middlewares.scoped(middlewares.Pin("layers.0-6")),
+        ):
+            assert sweep(model, x, passes).tolist() == expected
+    assert manager.stats()["host_fallback_count"] == 0
+
+
+# -- NanGuard -------------------------------------------------------------------------------------
+
+
+class Divides(nn.Module):
+    def forward(self, x):
+        return x / x
+
+
+def test_the_guard_names_the_first_operator_that_makes_a_nan(manager):
+    model = nn.Sequential(nn.Identity(), Divides(), nn.ReLU())
+    x = manager.adopt(torch.tensor([1.0, 0.0]))
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard()),
+        pytest.raises(middlewares.NanError, match=r"aten.div.Tensor in 1 has made 1 NaN"),
+    ):
+        model(x)
+
+
+def test_the_guard_lets_a_given_nan_pass(manager):
+    x = manager.adopt(torch.tensor([float("nan"), 0.0]))
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        assert torch.isnan((x + 1)[0])
+        with pytest.raises(middlewares.NanError, match=r"aten.log.default"):
+            torch.log(x[1:] - 1)
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
+        pytest.raises(middlewares.NanError, match=r"aten.reciprocal"),
+    ):
+        torch.reciprocal(x[1:])
+
+
+def test_the_shipped_ones_are_short():
+    from pathlib import Path
+
+    from torchTensorRef.interception.onlookers import nan_guard, pin, place
+
+    for module in (nan_guard, pin, place):
+        text = Path(module.__file__).read_text()
+        body = text[text.index("\nclass ") :]
+        assert len(body.splitlines()) <= 60, module.__name__

@@ -1,0 +1,162 @@
+"""The watched path: operators that lack nothing but that the strategy hears of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef.interception.ready_path import SLOW
+from torchTensorRef.interception.watched_path import _run_opened
+from torchTensorRef.operators.plan import plan_of
+from torchTensorRef.strategies.lru import LeastRecentlyUsed
+from torchTensorRef.strategy import Access
+
+from ..support.differential import differences
+
+F = nn.functional
+aten = torch.ops.aten
+ROOM = 64 << 10
+
+
+class Listener(LeastRecentlyUsed):
+    """LRU that writes down what it is told."""
+
+    name = "listener"
+    watches_accesses = True
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, Any]] = []
+
+    def on_access(self, access: Access) -> None:
+        self.heard.append(("use", access))
+
+    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+        self.heard.append(("birth", block_id))
+        return 1000
+
+    def uses(self) -> list[Access]:
+        return [what for kind, what in self.heard if kind == "use"]
+
+
+@pytest.fixture
+def listener(manage: Callable[..., Any]) -> Any:
+    """A manager under pressure, regions off, and the strategy that listens."""
+    strategy = Listener()
+    manager = manage(strategy, ROOM)
+    manager.regions = False
+    # More than there is room for: from now on memory is short.
+    filler = [manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
+    assert manager.residency.books.is_pressed
+    yield manager, strategy
+    del filler
+    manager.regions = True
+
+
+def weight_on(manager: Any, *shape: int) -> Any:
+    """A parameter on the accelerator."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.rand(*shape), requires_grad=False)
+    weight = manager.adopt(module).weight.toGPU()
+    assert weight._ttr_block.is_persistent
+    return weight
+
+
+def ran(manager: Any, function: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Run something; return its result, and how many operators were ready and slow."""
+    before = manager.stats()
+    result = function()
+    after = manager.stats()
+    ready, slow = (after[f"{k}_op_count"] - before[f"{k}_op_count"] for k in ("ready", "slow"))
+    return result, ready, slow
+
+
+def test_what_is_there_takes_no_phases_and_is_told_of_once(listener):
+    manager, strategy = listener
+    weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU()
+    x = x + 0  # a result, of which nothing has to be decided
+    for _ in range(3):
+        strategy.heard.clear()
+        _, ready, slow = ran(manager, lambda: torch.mm(x, weight))
+        assert (ready, slow) == (1, 0)
+        told = [access.block_id for access in strategy.uses()]
+        assert sorted(told) == sorted({x._ttr_block.block_id, weight._ttr_block.block_id})
+        assert all(access.was_resident for access in strategy.uses())
+        assert weight._ttr_block.ready is None  # the next use is heard of as well
+
+
+def test_uses_are_told_before_results_are_there(listener):
+    manager, strategy = listener
+    weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    strategy.heard.clear()
+    kept = [torch.mm(x, weight) for _ in range(3)]
+    kinds = [kind for kind, _ in strategy.heard]
+    # Each operator tells of its two operands, and before that of the result of the one before.
+    assert kinds[-8:] == ["use", "use", "birth", "use", "use", "birth", "use", "use"]
+    assert kept[0]._ttr_block.block_id in [what for kind, what in strategy.heard if kind == "birth"]
+
+
+def test_operands_and_result_count_as_used_by_the_same_operator(listener):
+    manager, _ = listener
+    weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    y = torch.mm(x, weight)
+    assert x._ttr_block.last_use == weight._ttr_block.last_use == y._ttr_block.last_use
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [
+        (aten.linear.default, aten.addmm.default),
+        (aten.linear.default, aten.mm.default),
+        (aten.matmul.default, aten.bmm.default),
+        (aten.layer_norm.default, aten.native_layer_norm.default),
+        (aten.group_norm.default, aten.native_group_norm.default),
+        (
+            aten.scaled_dot_product_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ),
+    ],
+    ids=str,
+)
+def test_a_composite_operator_looks_like_what_it_is_made_of(whole, parts):
+    assert plan_of(whole).kind == plan_of(parts).kind
+    assert plan_of(whole).number != plan_of(parts).number
+
+
+def test_a_layer_looks_the_same_whole_and_in_parts(listener):
+    manager, strategy = listener
+    weight, bias = weight_on(manager, 16, 16), weight_on(manager, 16)
+    x = manager.adopt(torch.rand(4, 16)).toGPU() + 0
+
+    def told() -> list[tuple[int, int, int]]:
+        strategy.heard.clear()
+        with torch.no_grad():
+            F.linear(x, weight, bias)
+        return [(a.block_id, a.nbytes, a.struct) for a in strategy.uses()]
+
+    whole = told()
+    assert len(whole) == 3
+    weight.toCPU()  # it has to be fetched: the operator takes the slow path, in its parts
+    assert told() == whole
+
+
+def test_a_plain_tensor_that_is_written_is_left_to_the_slow_path(listener):
+    manager, _ = listener
+    weight, plain = weight_on(manager, 8, 8), torch.zeros(8, 8)
+    expected = plain.clone().addcmul_(weight.detach().cpu().clone(), torch.ones(8, 8), value=0.5)
+    ours = plain.addcmul_(weight, manager.adopt(torch.ones(8, 8)), value=0.5)
+    assert not differences(expected, ours)
+
+
+def test_a_device_that_was_exchanged_meanwhile_is_left_to_the_slow_path(listener, monkeypatch):
+    manager, _ = listener
+    weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    residency = manager.residency
+    monkeypatch.setattr(residency, "open_watched", pytest.fail)
+    blocks = [x._ttr_block, weight._ttr_block]
+    gone = residency.books.host  # any device that is not the main one by now
+    plan = plan_of(aten.mm.default)
+    assert _run_opened(plan, (x, weight), {}, residency, gone, blocks, blocks[1:]) is SLOW

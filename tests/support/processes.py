@@ -1,0 +1,36 @@
+"""Programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+#: As a user starts a program that has never heard of us.
+RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
+
+
+def python(
+    *arguments: Any, cwd: Any = None, options: Mapping[str, Any] | None = None, **environ: str
+) -> Any:
+    """Run Python to its end.
+
+    Parameters
+    ----------
+    *arguments : Any
+        What stands behind `python`, as text or what is turned into it.
+    options : mapping, optional
+        Of `subprocess.run`; what they say nothing of is as here: streams are caught, as text.
+    **environ : str
+        What is added to the environment.
+    """
+    pipe = subprocess.PIPE
+    usual = {"cwd": cwd, "stdout": pipe, "stderr": pipe, "text": True, "timeout": 240}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, **environ},
+        check=False,
+        **{**usual, **(options or {})},
+    )

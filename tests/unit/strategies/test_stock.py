@@ -1,0 +1,166 @@
+"""The orders that Flow keeps, event by event, against what sorting everything would say."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchTensorRef.strategies.flow.by_next_use import ByKey
+from torchTensorRef.strategies.flow.eviction_order import EvictionOrder
+from torchTensorRef.strategies.flow.history import History
+from torchTensorRef.strategies.flow.scores import cost_per_byte
+from torchTensorRef.strategies.flow.stock import Stock, horizon_of
+from torchTensorRef.strategy import Access, BlockSnapshot
+
+numbers = st.integers(0, 12)
+keys = st.integers(-20, 20).map(float)
+LIMIT = 10_000
+
+
+def snapshot(block_id: int, nbytes: int, *, is_dirty: bool = False) -> BlockSnapshot:
+    return BlockSnapshot(block_id, nbytes, last_use=0, is_dirty=is_dirty, is_persistent=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("note"), numbers, keys),
+            st.tuples(st.just("forget"), numbers, keys),
+            st.tuples(st.just("below"), numbers, keys),
+            st.tuples(st.just("look"), numbers, keys),
+        ),
+        max_size=200,
+    )
+)
+def test_by_key_is_a_sorted_dict(events):
+    heap, model = ByKey(), dict[int, float]()
+    for event, number, key in events:
+        if event == "note":
+            heap.note(number, key)
+            model[number] = key
+        elif event == "forget":
+            heap.forget(number)
+            model.pop(number, None)
+        elif event == "below":
+            taken = heap.take_below(key)
+            assert sorted(taken) == sorted(n for n, known in model.items() if known < key)
+            for one in taken:
+                del model[one]
+        else:  # as far as somebody looks, and all is there again afterwards
+            seen = list(islice(heap.ascending(), number))
+            assert seen == sorted((key, n) for n, key in model.items())[:number]
+        assert len(heap) == len(model)
+        assert sorted(heap.entries()) == sorted((key, n) for n, key in model.items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        numbers,
+        st.tuples(
+            st.integers(1, 400), st.sampled_from([64, 512, 4096]), st.booleans(), st.booleans()
+        ),
+        max_size=12,
+    ),
+    st.booleans(),
+)
+def test_victims_come_by_distance_per_cost(blocks, with_small):
+    order = EvictionOrder()
+    order.clear(LIMIT)
+    for number, (position, nbytes, is_dirty, is_small) in blocks.items():
+        order.note(number, nbytes, position, is_dirty=is_dirty, is_small=is_small)
+
+    def look(number: int) -> BlockSnapshot:
+        _, nbytes, is_dirty, _ = blocks[number]
+        return snapshot(number, nbytes, is_dirty=is_dirty)
+
+    def walk() -> list[tuple[float, int]]:
+        found = order.best_first(0, 0, look, with_small=with_small, with_fresh=True)
+        return [(distance, block.block_id) for distance, block in found]
+
+    def score(number: int) -> float:
+        position, nbytes, is_dirty, _ = blocks[number]
+        return position / cost_per_byte(nbytes, is_dirty, LIMIT)
+
+    seen = walk()
+    wanted = {n for n, (_, _, _, is_small) in blocks.items() if with_small or not is_small}
+    assert {number for _, number in seen} == wanted
+    assert all(distance == blocks[number][0] for distance, number in seen)
+    scores = [score(number) for _, number in seen]
+    # Costs that are nearly equal count as one.
+    assert all(first >= second * (1 - 1 / 256) for first, second in pairwise(scores))
+    assert walk() == seen  # to look changes nothing
+
+
+def test_what_turns_out_dirty_goes_later():
+    order = EvictionOrder()
+    order.clear(LIMIT)
+    order.note(1, 512, 100, is_dirty=False, is_small=False)
+    order.note(2, 512, 99, is_dirty=False, is_small=False)
+    dirty = {1}
+
+    def look(number: int) -> BlockSnapshot:
+        return snapshot(number, 512, is_dirty=number in dirty)
+
+    found = order.best_first(0, 0, look, with_small=True, with_fresh=True)
+    assert [block.block_id for _, block in found] == [2, 1]
+
+
+def flow_of(order: list[int], rounds: int) -> tuple[History, Stock]:
+    """A program that uses blocks in turn, all of which came as it used them."""
+    history = History()
+    stock = Stock(history)
+    stock.set_limit(LIMIT)
+    for block_id in order * rounds:
+        history.access(block_id, 512, block_id)
+        stock.use(Access(block_id, 512, block_id, True, False, True))
+    return history, stock
+
+
+@pytest.mark.parametrize("gone", [[3], [0, 7], [1, 2, 3, 4, 5]])
+def test_what_is_missing_comes_in_the_order_of_its_use(gone):
+    history, stock = flow_of(list(range(10)), 6)
+    assert stock.is_in_order([snapshot(n, 512) for n in range(10)], is_all=True)
+    for block_id in gone:
+        stock.evict(block_id)
+    expected = sorted((history.next_use(block_id), block_id) for block_id in gone)
+    assert list(stock.missing()) == expected
+    # As the program goes on: what it uses is there, the rest stays in order.
+    history.access(0, 512, 0)
+    stock.use(Access(0, 512, 0, True, False, False))
+    left = [block_id for block_id in gone if block_id != 0]
+    assert list(stock.missing()) == sorted((history.next_use(n), n) for n in left)
+
+
+def test_what_has_died_is_neither_here_nor_missing():
+    history, stock = flow_of(list(range(6)), 6)
+    assert stock.is_in_order([snapshot(n, 512) for n in range(6)], is_all=True)
+    stock.evict(2)
+    for block_id in (2, 4):
+        history.death(block_id)
+        stock.death(block_id)
+    assert list(stock.missing()) == []
+    look = {n: snapshot(n, 512) for n in range(6)}.get
+    assert {b.block_id for b in stock.all_victims(look, 0)} == {0, 1, 3, 5}
+
+
+def test_no_victim_is_named_twice_until_it_is_used():
+    history, stock = flow_of(list(range(6)), 6)
+    assert stock.is_in_order([snapshot(n, 512) for n in range(6)], is_all=True)
+    look = {n: snapshot(n, 512) for n in range(6)}.get
+    first = next(stock.victims(look, 0))[1].block_id
+    stock.name(first)
+    assert first not in {block.block_id for _, block in stock.victims(look, 0)}
+    assert first in {block.block_id for block in stock.all_victims(look, 0)}
+    history.access(first, 512, first)
+    stock.use(Access(first, 512, first, True, False, True))
+    assert first in {block.block_id for _, block in stock.victims(look, 0)}
+
+
+def test_the_horizon_meets_each_block_that_recurs():
+    history, _ = flow_of(list(range(10)), 6)
+    assert {n for _, n in history.upcoming(horizon_of(history))} == set(range(10))

@@ -1,0 +1,1 @@
+"""Other projects' own tests, on plain torch and with us: ``python -m tests.upstream``."""

@@ -1,0 +1,107 @@
+"""Which libraries' tests are run, and which of them: a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One library's tests, as its source distribution has them."""
+
+    #: Its name and version, as they are installed: `name==version`.
+    requirement: str
+    #: What pytest is given, in the unpacked source distribution.
+    tests: tuple[str, ...]
+    #: A selection by name, as `-k` takes it.
+    matching: str = ""
+    #: Installed beside it, without what they need in turn: no other torch may come along.
+    needs: tuple[str, ...] = ()
+    #: Variables by which it is told that it is about torch.
+    environ: dict[str, str] = field(default_factory=dict)
+    #: What is left out, and why.
+    left_out: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.requirement.partition("==")[0]
+
+
+#: Too little for anything: everything comes and goes. And so much that nothing has to.
+BUDGETS = {"tight": "64KiB", "roomy": "4GiB"}
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("einops==0.8.2", ("einops/tests",), environ={"EINOPS_TEST_BACKENDS": "numpy,torch"}),
+        Suite("opt_einsum==3.4.0", ("opt_einsum/tests",)),
+        Suite(
+            "autoray==0.11.0",
+            ("tests",),
+            matching="torch",
+            left_out="other libraries of arrays",
+        ),
+        Suite(
+            "tensorly==0.10.0",
+            ("tensorly/tests", "tensorly/tenalg", "tensorly/metrics", "tensorly/regression"),
+            environ={"TENSORLY_BACKEND": "pytorch"},
+            left_out="decompositions, which take long",
+        ),
+        Suite(
+            "linear_operator==0.6.1",
+            ("test/utils", "test/functions"),
+            needs=("jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
+            left_out="the same for each kind of operator, which takes long",
+        ),
+        Suite(
+            "gpytorch==1.15.2",
+            ("test/constraints", "test/priors", "test/means", "test/distributions"),
+            needs=("linear_operator==0.6.1", "jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
+            left_out="kernels and whole Gaussian processes, which take long",
+        ),
+        Suite(
+            "torch-optimizer==0.3.0",
+            ("tests/test_param_validation.py",),
+            needs=("pytorch_ranger==0.1.1",),
+            left_out="optimizing, which takes long",
+        ),
+        Suite(
+            "accelerate==1.15.0",
+            (
+                "tests/test_hooks.py",
+                "tests/test_modeling_utils.py",
+                "tests/test_big_modeling.py",
+                "tests/test_data_loader.py",
+                "tests/test_optimizer.py",
+                "tests/test_scheduler.py",
+                "tests/test_offload.py",
+                "tests/test_memory_utils.py",
+                "tests/test_kwargs_handlers.py",
+            ),
+            needs=("parameterized==0.9.0",),
+            left_out="launchers, and what needs a model hub or several processes",
+        ),
+        Suite(
+            "peft==0.21.2",
+            (
+                "tests/test_bufferdict.py",
+                "tests/test_mapping.py",
+                "tests/test_low_level_api.py",
+                "tests/test_incremental_pca.py",
+                "tests/test_vblora.py",
+                "tests/test_lora_variants.py",
+            ),
+            needs=("parameterized==0.9.0",),
+            left_out="models of a hub",
+        ),
+        Suite(
+            "safetensors==0.8.0",
+            (
+                "bindings/python/tests/test_pt_comparison.py",
+                "bindings/python/tests/test_pt_model.py",
+                "bindings/python/tests/test_simple.py",
+            ),
+        ),
+        Suite("array_api_compat==1.16.0", ("tests",), matching="torch"),
+    )
+}

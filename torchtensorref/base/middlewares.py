@@ -1,0 +1,153 @@
+"""Middlewares: the list of those that see each operator before and after, and may change it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, MutableSequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from .activation import watch
+from .errors import ConfigError
+
+__all__ = ["Middleware", "Middlewares"]
+
+
+class Middleware:
+    """Sees each operator before it is placed, and its result; does nothing unless it is told to.
+
+    Derive from it, or give any object that has one of the two methods. No lock is held while they
+    run, and they may call operators: those pass no middleware.
+    """
+
+    def before(self, op: Any) -> None:
+        """Look at an operator; place it, change its arguments, answer itself, or raise."""
+
+    def after(self, op: Any, result: Any) -> Any:
+        """Look at a result; what is returned takes its place, unless it is None."""
+
+    def leave(self) -> None:
+        """Let go of what it has held: it has been taken off the list, or its scope has ended."""
+
+
+#: Those of the scopes that this thread or task is in, outermost first.
+_scoped: ContextVar[tuple[Any, ...]] = ContextVar("torchTensorRef.middlewares", default=())
+
+
+class Middlewares(MutableSequence[Any]):
+    """The middlewares of all threads in their order; `scoped` has those of one thread.
+
+    `before` is called in this order, `after` in the opposite one.
+    """
+
+    def __init__(self) -> None:
+        self._of_all: tuple[Any, ...] = ()
+        self._scope_count = 0
+        self._lock = threading.RLock()
+
+    def here(self) -> tuple[Any, ...]:
+        """Return those that see an operator of this thread, in their order."""
+        return self._of_all + _scoped.get()
+
+    @contextmanager
+    def scoped(self, *middlewares: Any, all_threads: bool = False) -> Iterator[None]:
+        """Add middlewares for a scope: those of this thread or task come after those of all.
+
+        Parameters
+        ----------
+        *middlewares
+            In their order.
+        all_threads : bool, optional
+            For the operators of every thread. Without it, of this one; autograd runs backward
+            passes on an accelerator of its own thread.
+
+        Raises
+        ------
+        ConfigError
+            One of them has neither `before` nor `after`.
+        """
+        for one in middlewares:
+            _check(one)
+        if all_threads:
+            self.extend(middlewares)
+            try:
+                yield
+            finally:
+                for one in middlewares:
+                    self.remove(one)
+            return
+        self._enter(1)
+        token = _scoped.set(_scoped.get() + middlewares)
+        try:
+            yield
+        finally:
+            _scoped.reset(token)
+            self._enter(-1)
+            for one in middlewares:
+                _leave(one)
+
+    def _enter(self, change: int) -> None:
+        with self._lock:
+            self._scope_count += change
+            self._settle()
+
+    def _settle(self) -> None:
+        wanted = bool(self._of_all) or self._scope_count > 0
+        watch.want("middlewares", wanted, takes_apart=True)
+
+    # -- as a list ------------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._of_all[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        with self._lock:
+            changed = list(self._of_all)
+            changed[index] = value
+            self._exchange(changed)
+
+    def __delitem__(self, index: Any) -> None:
+        with self._lock:
+            left = list(self._of_all)
+            del left[index]
+            self._exchange(left)
+
+    def insert(self, index: int, value: Any) -> None:
+        """Put a middleware before the one at `index`; ConfigError if it is none."""
+        with self._lock:
+            changed = list(self._of_all)
+            changed.insert(index, value)
+            self._exchange(changed)
+
+    def _exchange(self, wanted: Iterable[Any]) -> None:
+        wanted = tuple(wanted)
+        for one in wanted:
+            _check(one)
+        before, self._of_all = self._of_all, wanted
+        self._settle()
+        for one in before:
+            if not any(one is other for other in wanted):
+                _leave(one)
+
+    def __len__(self) -> int:
+        return len(self._of_all)
+
+    def __repr__(self) -> str:
+        return f"<Middlewares {list(self._of_all)!r}>"
+
+
+def _leave(middleware: Any) -> None:
+    if hasattr(middleware, "leave"):
+        middleware.leave()
+
+
+def _check(middleware: object) -> None:
+    methods = [getattr(middleware, name, None) for name in ("before", "after")]
+    if isinstance(middleware, type) or not any(map(callable, methods)):
+        is_kind = isinstance(middleware, type)
+        what = f"the class {middleware.__name__}" if is_kind else repr(middleware)  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"A middleware is an object with a method before(op) or after(op, result), not {what}."
+            + (" Make an object of it: write its name with ()." if is_kind else "")
+        )

@@ -1,0 +1,145 @@
+"""`torchtensorref forecast`: will it run, and how fast? Over several cards, without any of them."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError, TensorRefError
+from ..base.units import format_nbytes, format_ns
+
+if TYPE_CHECKING:
+    from ..promises.forecast import Forecast
+
+__all__ = ["add_parser", "main"]
+
+#: Steps of decoding that are foretold one by one; those after them are taken for like the last.
+DECODED = 4
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to those of the program."""
+    parser = commands.add_parser(
+        "forecast", help="say how a model or a script would run on devices that are not there"
+    )
+    parser.add_argument("script", nargs="?", help="a Python program, with its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help="a folder with a config.json, or that file")
+    parser.add_argument("--device", default="rtx4060", help="names of cards: rtx4060,h200")
+    parser.add_argument("--devices", help="a TOML file with devices of your own")
+    parser.add_argument("--budget", help="of each device: 8GB, 50%%; all but 10 percent without")
+    parser.add_argument("--strategy", help="genoa, lru, flow, or your own")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens that are generated")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--plot", help="draw the time by budget into this PNG")
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
+    from ..devices.sim.cards import read_specs
+    from ..promises.forecast import Forecast, spec_of
+    from ..promises.recording import record_of
+
+    if (chosen.model is None) == (chosen.script is None):
+        raise ConfigError("Give either --model, or a script.")
+    if chosen.devices:
+        read_specs(chosen.devices)
+    specs = [spec_of(name.strip()) for name in chosen.device.split(",")]
+    program = _program_of_model(chosen) if chosen.model else _program_of_script(chosen)
+    record = record_of(program, values="compute or zeros")
+    seen = [Forecast(record, spec, chosen.budget, chosen.strategy) for spec in specs]
+    sys.stdout.write(table(seen, chosen.new_tokens if chosen.model else 0) + "\n")
+    if len(seen) == 1:
+        sys.stdout.write(seen[0].report() + "\n")
+    if chosen.plot:
+        _draw(seen, Path(chosen.plot))
+    return 0
+
+
+def table(seen: list[Forecast], new_tokens: int) -> str:
+    """Return a row for each device."""
+    head = f"{'device':16} {'budget':>11} {'peak':>11} {'first':>10} {'then':>10} {'/s':>8}"
+    lines = [f"{head} {'of floor':>9}  bound by"]
+    for one in seen:
+        step, first = one.steady, one.steps[0]
+        floor_ns, bound = one.floor_ns(step)
+        lines.append(
+            f"{one.spec.name:16} {format_nbytes(one.budget_nbytes):>11} "
+            f"{format_nbytes(one.peak_nbytes):>11} {format_ns(first.time_ns):>10} "
+            f"{format_ns(step.time_ns):>10} {1e9 / max(step.time_ns, 1):8.2f} "
+            f"{step.time_ns / max(floor_ns, 1):8.2f}x  {bound}"
+        )
+        if new_tokens:
+            later = max(new_tokens - len(one.steps), 0) * step.time_ns
+            lines[-1] += f"; {new_tokens} tokens in {format_ns(one.time_ns + later)}"
+    return "\n".join(lines)
+
+
+def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]:
+    """Make the program: a prompt, and some tokens after it."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("--model needs transformers: pip install transformers.") from None
+    dtype = getattr(torch, chosen.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"torch has no dtype {chosen.dtype!r}. Write 'bfloat16'.")
+    path = Path(chosen.model)
+    if not path.exists():
+        raise ConfigError(f"There is no {path}. Give a folder with a config.json, or that file.")
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    ids = torch.ones(chosen.batch, chosen.prompt, dtype=torch.int64)
+
+    def program() -> Iterator[str]:
+        with torch.no_grad():
+            out = model(ids, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            yield f"prompt of {chosen.prompt}"
+            for number in range(min(DECODED, chosen.new_tokens - 1)):
+                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+                token = out.logits[:, -1:].argmax(-1)
+                yield f"token {number + 2}"
+
+    return program
+
+
+def _program_of_script(chosen: argparse.Namespace) -> Callable[[], None]:
+    path = Path(chosen.script)
+    if not path.exists():
+        raise ConfigError(f"There is no program {path}.")
+
+    def program() -> None:
+        before = sys.argv, list(sys.path)
+        sys.argv = [str(path), *chosen.arguments]
+        sys.path.insert(0, str(path.parent))
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except TensorRefError:
+            raise
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        finally:
+            sys.argv, sys.path[:] = before
+
+    return program
+
+
+def _draw(seen: list[Forecast], path: Path) -> None:
+    from ..promises.picture import draw_curves
+
+    title = f"{seen[0].steady.name} by budget, {seen[0].strategy}"
+    draw_curves(title, [(one.spec.name, one.curve(one.budgets(6))) for one in seen], path)
+    sys.stdout.write(f"wrote {path}\n")

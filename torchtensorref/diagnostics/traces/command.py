@@ -1,0 +1,64 @@
+"""``torchtensorref trace``: look at a timeline, or have another strategy run it again."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its three kinds to a parser."""
+    trace = commands.add_parser("trace", help="look at a timeline that `trace(path)` has written")
+    kinds = trace.add_subparsers(dest="kind", required=True, metavar="kind")
+    summary = kinds.add_parser("summary", help="tables: what took the time, and what moved")
+    summary.add_argument("file")
+    plot = kinds.add_parser("plot", help="a picture: what was resident, what moved, what waited")
+    plot.add_argument("file", nargs="+", help="several are drawn side by side")
+    plot.add_argument("--output", help="the PNG (the file's name with .png)")
+    again = kinds.add_parser("replay", help="what another strategy or budget would come to")
+    again.add_argument("file")
+    again.add_argument("--strategy", help="a strategy's name (that of the run)")
+    again.add_argument("--budget", help="most bytes on the device: 6GiB (that of the run)")
+    again.add_argument("--device", help="a simulated one: rtx3060, ... (that of the run)")
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Do what was asked; ConfigError where a file is no timeline."""
+    from .picture import draw  # they load torch, which other commands do without
+    from .recording import read
+    from .summary import headline, print_summary
+
+    if chosen.kind == "summary":
+        from rich.console import Console
+
+        print_summary(read(chosen.file), Console())
+    elif chosen.kind == "plot":
+        output = chosen.output or str(Path(chosen.file[0]).with_suffix(".png"))
+        recordings = [read(file) for file in chosen.file]
+        draw(recordings, output)
+        for recording in recordings:
+            print(headline(recording))
+        print(f"drawn into {output}")
+    else:
+        _replay(chosen)
+    return 0
+
+
+def _replay(chosen: argparse.Namespace) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from .recording import read
+    from .replay import replay, rows_of
+
+    recording = read(chosen.file)
+    cost, replayer = replay(
+        recording, strategy=chosen.strategy, budget=chosen.budget, device=chosen.device
+    )
+    table = Table("", "recorded", "replayed", box=box.SIMPLE_HEAD)
+    for row in rows_of(recording, cost, replayer):
+        table.add_row(*row)
+    Console().print(table)
+    if recording.about["resident_at_first"]:
+        print("What was resident when the timeline began is at home when the replay begins.")

@@ -1,0 +1,125 @@
+"""What our patches do around `torch.compile`: what it gives may be called with TensorRefs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
+from typing import Any
+
+from torch.nn.modules import module as module_hooks
+
+from ..base.interrupts import lets_program_run
+from . import hooks
+from .built_before import unwatched
+
+
+def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
+    """Have compiled modules called as if nobody looked at module calls: only regions do."""
+    original = eval_frame.OptimizedModule.__call__
+
+    @lets_program_run
+    def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _unheard():
+            return original(self, *args, **kwargs)
+
+    eval_frame.OptimizedModule.__call__ = functools.wraps(original)(unwatched_call)
+
+    def undo() -> None:
+        eval_frame.OptimizedModule.__call__ = original
+
+    return undo
+
+
+def call_with_refs(eval_frame: Any) -> Callable[[], None]:
+    """Have every function that is compiled look whether it is called with TensorRefs."""
+    context = eval_frame._TorchDynamoContext
+    original = context.__call__
+
+    def compiled_alike(self: Any, function: Any) -> Any:
+        compiled = original(self, function)
+        compiles = isinstance(self, eval_frame.OptimizeContext)
+        if not compiles or self.export or type(compiled) is not FunctionType:
+            return compiled
+        return _around(compiled, functools.partial(original, self))
+
+    context.__call__ = functools.wraps(original)(compiled_alike)
+
+    def undo() -> None:
+        context.__call__ = original
+
+    return undo
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Call no hook of ours when modules are called."""
+    core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
+    native = None if core is None else core.tensorsManager.native
+    with nullcontext() if native is None else native.unwatched(), unwatched():
+        yield
+
+
+@contextmanager
+def _unregistered() -> Iterator[None]:
+    """Call no hook of ours when modules are put together: the compiler would stumble over it.
+
+    A part of a list of layers is a list made anew. Modules that another thread makes meanwhile keep
+    plain parameters, until they are adopted.
+    """
+    taken = [
+        (registry, number, registry.pop(number))
+        for registry in _REGISTRIES
+        for number, hook in list(registry.items())
+        if str(getattr(hook, "__module__", "")).startswith(hooks.PACKAGE)
+    ]
+    try:
+        yield
+    finally:
+        for registry, number, hook in taken:
+            registry[number] = hook
+
+
+_REGISTRIES: tuple[dict[int, Any], ...] = (
+    module_hooks._global_module_registration_hooks,
+    module_hooks._global_parameter_registration_hooks,
+    module_hooks._global_buffer_registration_hooks,
+)
+
+
+def _around(compiled: Any, compile_alike: Callable[[Any], Any]) -> Any:
+    """Return a function that passes for the compiled one, and is called with TensorRefs, too."""
+    kept: list[Any] = []
+
+    @lets_program_run
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with _unheard(), _unregistered():
+            return compiled(*args, **kwargs)
+
+    @functools.wraps(compiled)
+    @lets_program_run
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if f"{hooks.PACKAGE}.memory.ref" not in sys.modules:
+            return plain(*args, **kwargs)  # there has never been a TensorRef
+        if not kept:
+            made = hooks.load(".regions.compiler.calls").CompiledCall
+            kept.append(made(plain, compiled._torchdynamo_orig_callable, compile_alike))
+        return kept[0](*args, **kwargs)
+
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+    return call
+
+
+def let_take_refs(module: Any) -> Callable[[], None]:
+    """Have what traces operators of plain tensors take TensorRefs, which in C++ are as plain."""
+    core = hooks.load(".memory.core")
+    before = module.HANDLED_TYPES
+    if core.library is not None:
+        module.HANDLED_TYPES = (*before, hooks.load(".memory.ref").TensorRef)
+
+    def undo() -> None:
+        module.HANDLED_TYPES = before
+
+    return undo

@@ -1,0 +1,139 @@
+"""What operators in C++ (`csrc/`) ask Python: an operator's plan, a block, and the other path.
+
+The library calls `dispatch` for what is not ready, as torch calls it on the path in Python.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from ..base.activation import watch
+from ..memory import core
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
+from ..operators import peaks
+from ..operators.plan import OpPlan, ReadyWay, plan_of
+from ..operators.row import Special
+from ..operators.substitutes import ByDevice
+from .entry import dispatch
+from .onlookers.passing import pass_onlookers
+from .ready_path import SLOW, WAYS
+from .watched_path import run_promised, run_watched
+
+_function_modes = torch._C._len_torch_function_stack
+
+
+class Peak(enum.IntEnum):
+    """Which rule says what a composite operator takes: `Peak` in plan.h."""
+
+    NOT_WHOLE = 0
+    LINEAR = 1
+    MATMUL = 2
+    ATTENTION = 3
+    NORM = 4
+
+
+RULES: dict[Any, Peak] = {
+    None: Peak.NOT_WHOLE,
+    peaks.linear: Peak.LINEAR,
+    peaks.matmul: Peak.MATMUL,
+    peaks.attention: Peak.ATTENTION,
+    peaks.norm: Peak.NORM,
+}
+
+
+def set_up() -> None:
+    """Give the library the class of TensorRefs and the functions that it calls."""
+    give_functions()
+    core.library.watch(watch.on)
+    watch.listeners.append(core.library.watch)
+
+
+def give_functions() -> None:
+    """Give the library the functions that it calls, as they are named here now."""
+    core.library.set_up(TensorRef, dispatch, run_whole, describe, bear, adopt, written)
+
+
+def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run a composite operator as one where it has to be seen; NotImplemented: in its parts."""
+    plan = plan_of(op)
+    if not watch.on:
+        result = _run_ready(plan, args, kwargs)
+    elif watch.takes_apart:
+        result = SLOW
+    else:
+        result = pass_onlookers(plan, args, kwargs, _run_ready)
+    return NotImplemented if result is SLOW else result
+
+
+def _run_ready(plan: OpPlan, args: Any, kwargs: Any, placed: Any = None) -> Any:
+    result = WAYS[plan.ready_way](plan, args, kwargs)
+    if result is SLOW and not _function_modes():
+        result = run_watched(plan, args, kwargs)
+    return run_promised(plan, args, kwargs) if result is SLOW and watch.is_slow else result
+
+
+class Engine(torch._C._ImperativeEngine):
+    """Torch's engine of backward passes: what its formulas make for TensorRefs is TensorRefs."""
+
+    def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, as torch's own does."""
+        run = super().run_backward
+        if any(type(output) is TensorRef for output in outputs):
+            return core.library.call_with_factories(run, outputs, *args, **kwargs)
+        return run(outputs, *args, **kwargs)
+
+
+def describe(name: str, overload: str) -> dict[str, Any]:
+    """Return what the plan of an operator says, as far as C++ has to know; asked once."""
+    space, _, base = name.partition("::")
+    op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+    plan = plan_of(op)
+    random_position = -1
+    if plan.is_random and plan.random_argument is not None:
+        random_position = plan.argument_names.index(plan.random_argument)
+    is_by_device = isinstance(plan.op, ByDevice)
+    return {
+        "op": op,
+        "may_be_ready": _may_be_ready(plan),
+        "is_view": plan.ready_way == ReadyWay.VIEW,
+        "counts_lists": plan.counts_lists,
+        "makes_dense": plan.makes_dense,
+        "shares": plan.special is Special.SHARE,
+        "minds_labels": plan.minds_labels,
+        "is_for_host": is_by_device,
+        "random_position": random_position,
+        "peak": int(RULES[plan.peak_nbytes]),
+        "writes": plan.writes,
+        "twins": tuple(-1 if twin is None else twin for twin in plan.result_of_write),
+    }
+
+
+def _may_be_ready(plan: OpPlan) -> bool:
+    """Whether C++ may run an operator: not where Python exchanges it, or waits for its number."""
+    if plan.ready_way == ReadyWay.NONE or plan.is_number:
+        return False
+    return not isinstance(plan.op, ByDevice) or plan.op.is_itself_at_home
+
+
+def adopt(plain: torch.Tensor) -> Any:
+    """Return the TensorRef of what a factory has made while an operator was taken apart."""
+    return tensorsManager.ownership.adopt_tensor(plain, sole=True)
+
+
+def written(block: Block, device: Any) -> None:
+    """Note that a block has been written while another thread had begun to copy it."""
+    tensorsManager.residency.copier.has_been_written(block, device)
+
+
+def bear(plain: torch.Tensor, device: Any) -> Block | None:
+    """Make the block of a fresh result for which room has to be made; None where there is none."""
+    try:
+        return tensorsManager.residency.born(plain, device)
+    except SHORTAGES:
+        return None

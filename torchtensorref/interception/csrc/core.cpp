@@ -1,0 +1,92 @@
+// Operators on ready TensorRefs without Python: torchTensorRef's path in C++.
+//
+// One unit of translation, since torch's headers take longer than all that is ours. To be read in this
+// order: state.h, python_types.h, ref.h, plan.h, peaks.h, ready.h, entry.h.
+#include "entry.h"
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&ttr::above>());
+}
+TORCH_LIBRARY_IMPL(_, Fake, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&ttr::below>());
+}
+
+namespace ttr {
+namespace {
+
+void add_class(py::module_& module, const char* name, PyTypeObject& type) {
+  if (PyType_Ready(&type) < 0) throw py::error_already_set();
+  module.add_object(name, py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type)));
+}
+
+// Give the class of TensorRefs its attributes, and C++ the functions that it calls.
+void set_up(py::object type, py::object of_dispatch, py::object of_run_whole, py::object of_describe,
+            py::object of_bear, py::object of_adopt, py::object of_written) {
+  dispatch = of_dispatch.release().ptr();
+  run_whole = of_run_whole.release().ptr();
+  describe = of_describe.release().ptr();
+  bear = of_bear.release().ptr();
+  adopt = of_adopt.release().ptr();
+  written = of_written.release().ptr();
+  ref_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
+  for (PyGetSetDef* field = ref_fields; field->name; ++field)
+    type.attr(field->name) = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(ref_type, field));
+}
+
+at::Tensor ref_over(const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
+  at::Tensor made = make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);
+  ensure_python(made);
+  return made;
+}
+
+// Another TensorRef with the same metadata, over the same or, if it is not None, another block.
+at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
+  const RefImpl* ref = ref_of(tensor);
+  TORCH_CHECK_TYPE(ref, "it is no TensorRef");
+  Block* block = other.is_none() ? ref->block.get() : core_of(other.ptr());
+  auto made = c10::make_intrusive<RefImpl>(tensor, BlockPtr(block), tensor.device());
+  if (block == ref->block.get()) made->point_at_the_same(*ref);
+  at::Tensor twin(std::move(made));
+  ensure_python(twin);
+  return twin;
+}
+
+// A TensorRef with such metadata over a block of which no plain tensor is at hand; `like` has the dtype.
+at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
+                    py::handle block, c10::Device label) {
+  auto made = c10::make_intrusive<RefImpl>(like, BlockPtr(core_of(block.ptr())), label);
+  made->set_sizes_and_strides(sizes, strides, offset);
+  at::Tensor ref(std::move(made));
+  ensure_python(ref);
+  return ref;
+}
+
+int64_t peak_of(int kind, const py::args& arguments) {
+  Stack values;
+  for (auto argument : arguments)
+    values.push_back(argument.is_none() ? IValue() : IValue(argument.cast<at::Tensor>()));
+  return peak_nbytes(static_cast<Peak>(kind), values.data());
+}
+
+}  // namespace
+}  // namespace ttr
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace ttr;
+  add_class(module, "BlockBase", block_type);
+  add_class(module, "LedgerBase", ledger_type);
+  add_class(module, "BooksBase", books_type);
+  module.def("set_up", &set_up);
+  module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
+  module.def("make_ref", &ref_over);
+  module.def("alias_of", &alias_of);
+  module.def("bare_ref", &bare_ref);
+  module.def("is_ref", [](const at::Tensor& tensor) { return tensor.defined() && ref_of(tensor) != nullptr; });
+  module.def("watch", [](bool is_on) { world.is_watched = is_on; });
+  module.def("running_elsewhere", &Running::of_others);
+  module.def("call_with_factories", [](py::object function, const py::args& args, const py::kwargs& kwargs) {
+    WithFactories here(true);
+    return function(*args, **kwargs);
+  });
+  module.def("peak_nbytes", &peak_of);
+}

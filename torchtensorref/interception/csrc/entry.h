@@ -1,0 +1,157 @@
+// Where torch meets a TensorRef: twice, once above autograd and once below it.
+//
+// Above, where no gradient is noted and no mode, transform or autocast looks on, an operator on ready
+// operands runs at once, a composite one as a whole. What does not, goes on its way through torch,
+// and comes again below, where it runs if it is ready, and is handed to Python if it is not.
+#pragma once
+
+#include "ready.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+#include <torch/library.h>
+
+namespace torch::jit {  // pybind_utils.h has them, and takes half a minute to compile
+TORCH_PYTHON_API py::object toPyObject(c10::IValue);
+TORCH_PYTHON_API c10::IValue toIValue(py::handle, const c10::TypePtr&, std::optional<int32_t>);
+}  // namespace torch::jit
+
+namespace ttr {
+
+inline PyObject* dispatch = nullptr;  // Python: interception/entry.py
+inline PyObject* adopt = nullptr;      // Python: the TensorRef of a plain tensor that is given up
+inline PyObject* run_whole = nullptr;  // Python: a composite operator as one; NotImplemented: in parts
+
+// Torch's keys that say that nobody but autograd and a kernel has to see the operator.
+inline const uint64_t kHarmless =
+    (c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask) |
+     DispatchKeySet({DispatchKey::Dense, DispatchKey::AutogradFunctionality, DispatchKey::ADInplaceOrView,
+                     DispatchKey::BackendSelect, kAbove, kBelow}))
+        .raw_repr();
+
+inline void show(const IValue& value) {
+  if (value.isTensor()) {
+    ensure_python(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const IValue& part : value.toListRef()) ensure_python(part.toTensor());
+  } else if (value.isList()) {
+    for (const IValue& part : value.toListRef())
+      if (part.isTensor()) ensure_python(part.toTensor());
+  }
+}
+inline void show_results(const Plan& plan, const Stack& stack) {
+  for (size_t i = stack.size() - plan.twins.size(); i < stack.size(); ++i) show(stack[i]);
+}
+
+// -- to Python ------------------------------------------------------------------------------------
+
+// What an argument is for Python. Torch keeps dtypes, layouts and memory formats as numbers.
+inline py::object to_python(const IValue& value, const c10::Argument& argument) {
+  if (value.isNone()) return py::none();
+  const c10::Type* type = argument.real_type().get();
+  if (type->kind() == c10::TypeKind::OptionalType) type = type->containedTypes()[0].get();
+  auto borrowed = [](auto* object) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(object)); };
+  switch (type->kind()) {
+    case c10::TypeKind::ScalarTypeType: return borrowed(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt())));
+    case c10::TypeKind::LayoutType: return borrowed(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt())));
+    case c10::TypeKind::MemoryFormatType:
+      return borrowed(torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
+    default: show(value); return torch::jit::toPyObject(value);
+  }
+}
+
+inline bool is_default(const IValue& value, const c10::Argument& argument) {
+  const auto& fallback = argument.default_value();
+  return fallback.has_value() && (value.isNone() ? fallback->isNone() : !fallback->isNone() && value == *fallback);
+}
+
+// Have a function of Python's run an operator, called as `__torch_dispatch__` would be; false where
+// that returns NotImplemented: nothing has happened then.
+inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t start = stack->size() - plan.arg_count;
+  auto argument = [&](size_t i) -> const IValue& { return (*stack)[start + i]; };
+  py::gil_scoped_acquire gil;
+  WithFactories no_longer(false);
+  at::AutoDispatchBelowADInplaceOrView noted_already;
+  c10::impl::ExcludeDispatchKeyGuard looked_already(kAbove);
+  size_t given = plan.positional_count;
+  while (given && is_default(argument(given - 1), schema.arguments()[given - 1])) --given;
+  py::tuple args(given);
+  py::dict kwargs;
+  for (size_t i = 0; i < plan.arg_count; ++i) {
+    const auto& as = schema.arguments()[i];
+    if (i < given)
+      args[i] = to_python(argument(i), as);
+    else if (i >= plan.positional_count && !is_default(argument(i), as))
+      kwargs[py::str(as.name())] = to_python(argument(i), as);
+  }
+  PyObject* arguments[] = {plan.op, py::tuple().release().ptr(), args.ptr(), kwargs.ptr()};
+  auto types = py::reinterpret_steal<py::object>(arguments[1]);
+  auto out = py::reinterpret_steal<py::object>(PyObject_Vectorcall(function, arguments, 4, nullptr));
+  if (!out) throw py::error_already_set();
+  if (out.ptr() == Py_NotImplemented) return false;
+  torch::jit::drop(*stack, plan.arg_count);
+  const auto& returns = schema.returns();
+  for (size_t i = 0; i < returns.size(); ++i)
+    stack->push_back(torch::jit::toIValue(returns.size() == 1 ? out : py::object(out[py::int_(i)]), returns[i].real_type(), std::nullopt));
+  return true;
+}
+
+// -- from torch -----------------------------------------------------------------------------------
+
+// Whether an operand is a TensorRef.
+inline bool has_ref(const Plan& plan, const Stack& stack) {
+  auto is_ref = [](const IValue& value) { return value.isTensor() && value.toTensor().defined() && ref_of(value.toTensor()); };
+  for (const auto& slot : plan.slots) {
+    const IValue& value = stack[stack.size() - plan.arg_count + slot.index];
+    if (is_ref(value)) return true;
+    if (value.isList())
+      for (const IValue& part : value.toListRef())
+        if (is_ref(part)) return true;
+  }
+  return false;
+}
+
+// An operator without a TensorRef, met while factories come here: what a factory makes is adopted;
+// what others make of plain tensors is plain.
+inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKeySet keys, Stack* stack) {
+  const bool is_adopted = plan.is_factory && WithFactories::is_called_by_cpp();
+  WithFactories no_longer(false);
+  op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow), stack);
+  if (!is_adopted || !stack->back().isTensor()) return;
+  const at::Tensor& made = stack->back().toTensor();
+  if (!made.defined() || !made.dim() || !made.is_cpu() || made.layout() != c10::kStrided) return;
+  py::gil_scoped_acquire gil;
+  stack->back() = py::reinterpret_borrow<py::object>(adopt)(made).cast<at::Tensor>();
+}
+
+inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const Plan& plan = plan_of(op);
+  bool is_done = false;
+  const bool is_alone = !(keys.raw_repr() & ~kHarmless) && !c10::impl::dispatch_mode_enabled();
+  if (is_alone && plan.runs_above()) {
+    ReadyCall call(op, plan, stack, true);
+    is_done = call.run();
+    if (!is_done && plan.peak != Peak::kNotWhole && call.is_for_python()) {
+      call.withdraw();
+      is_done = hand_over(run_whole, op, plan, stack);
+    }
+  }
+  if (is_done) return show_results(plan, *stack);
+  WithFactories here(plan.is_composite || WithFactories::are_taken());
+  op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove), stack);
+  show_results(plan, *stack);
+}
+
+inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const Plan& plan = plan_of(op);
+  if (WithFactories::are_taken() && !has_ref(plan, *stack)) return pass_on(op, plan, keys, stack);
+  if (!plan.may_be_ready || !ReadyCall(op, plan, stack, false).run())
+    TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack), "no rule for ", op.operator_name(), " with operands of these classes");
+  show_results(plan, *stack);
+}
+
+}  // namespace ttr

@@ -1,0 +1,56 @@
+// The bytes that a composite operator takes at its peak, where it runs as one: operators/peaks.py
+// says why and how; a test compares the two.
+#pragma once
+
+#include "plan.h"
+
+namespace ttr {
+
+constexpr int64_t kUnknown = -1;
+
+inline int64_t nbytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.itemsize()); }
+
+inline int64_t peak_of_linear(const at::Tensor& x, const at::Tensor& weight, bool has_bias) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  if (x.is_contiguous()) {
+    if (has_bias) return 0;
+    size_t i = 1;
+    while (i < sizes.size() && strides[i - 1] == strides[i] * sizes[i]) ++i;
+    if (i >= sizes.size()) return 0;
+  }
+  if (!x.dim() || (x.dim() > 2 && (x.requires_grad() || weight.requires_grad())) || !x.size(-1)) return kUnknown;
+  return nbytes_of(x) + nbytes_of(x) / x.size(-1) * weight.size(0);
+}
+
+inline int64_t peak_of_matmul(const at::Tensor& a, const at::Tensor& b) {
+  if (a.dim() == 2 && b.dim() == 2) return 0;
+  if (a.dim() < 3 || b.dim() != a.dim() || !a.size(-1)) return kUnknown;
+  if (a.sizes().slice(0, a.dim() - 2) != b.sizes().slice(0, b.dim() - 2)) return kUnknown;
+  return nbytes_of(a) + nbytes_of(b) + nbytes_of(a) / a.size(-1) * b.size(-1);
+}
+
+inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                 const IValue& mask) {
+  if (mask.isTensor() && mask.toTensor().requires_grad()) return kUnknown;
+  if (query.dim() != 4 || key.dim() != 4 || !key.numel()) return kUnknown;
+  const int64_t heads = query.size(1), rows = query.size(2), held = key.size(2), width = query.size(3);
+  const int64_t weights = heads * rows * held;
+  const int64_t operands = heads * (rows + 2 * held) * std::max(width, value.size(-1));
+  const int64_t result = heads * rows * value.size(-1);
+  return query.size(0) * (3 * weights + operands + result) * static_cast<int64_t>(query.itemsize());
+}
+
+// `arguments` are the operator's, as torch passes them.
+inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
+  auto tensor = [&](size_t i) -> const at::Tensor& { return arguments[i].toTensor(); };
+  switch (kind) {
+    case Peak::kNotWhole: return 0;
+    case Peak::kLinear: return peak_of_linear(tensor(0), tensor(1), arguments[2].isTensor());
+    case Peak::kMatmul: return peak_of_matmul(tensor(0), tensor(1));
+    case Peak::kAttention: return peak_of_attention(tensor(0), tensor(1), tensor(2), arguments[3]);
+    case Peak::kNorm: return 3 * nbytes_of(tensor(0));
+  }
+  return kUnknown;
+}
+
+}  // namespace ttr

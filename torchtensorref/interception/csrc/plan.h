@@ -1,0 +1,123 @@
+// What is known of an operator: where its operands stand, and what Python's plan says of it.
+//
+// Python's plan (operators/plan.py, from the schema and the table) is asked once, when the operator
+// is met first, and says all that a schema does not.
+#pragma once
+
+#include "ref.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <unordered_map>
+
+namespace ttr {
+using c10::IValue;
+using torch::jit::Stack;
+
+// How the bytes are counted that a composite operator takes at its peak, where it runs as one.
+enum class Peak : int8_t { kNotWhole, kLinear, kMatmul, kAttention, kNorm };
+
+struct Plan {
+  struct Slot {
+    uint16_t index;
+    bool is_list, is_written;
+  };
+  c10::SmallVector<Slot, 4> slots;        // arguments that are tensors, or lists of them
+  c10::SmallVector<uint16_t, 2> devices;  // arguments that name a device
+  c10::SmallVector<int16_t, 2> twins;     // for each result, the argument that it hands back; -1
+  size_t arg_count = 0, positional_count = 0;
+  bool is_composite = false, is_factory = false;  // a factory takes no tensor and makes one
+  PyObject* op = nullptr;  // torch.ops' object
+
+  // As Python's plan says:
+  bool may_be_ready = false;  // it may run here at all
+  bool is_view = false, writes = false, counts_lists = false;
+  bool makes_dense = false;   // else complex operands need more than the kernel
+  bool shares = false;        // a copy of a large block costs nothing on the slow path
+  bool minds_labels = false, is_for_host = false;
+  int16_t random_position = -1;  // the argument that makes it draw random numbers
+  Peak peak = Peak::kNotWhole;
+
+  bool runs_above() const { return may_be_ready && !is_view && !writes; }
+};
+
+inline PyObject* describe = nullptr;  // Python: what its plan says
+
+inline bool holds_tensors(const c10::Type& type, bool& is_list) {
+  if (type.kind() == c10::TypeKind::TensorType) return is_list = false, true;
+  if (type.kind() != c10::TypeKind::ListType && type.kind() != c10::TypeKind::OptionalType) return false;
+  bool inner = false;
+  if (!holds_tensors(*type.containedTypes()[0], inner)) return false;
+  return is_list = inner || type.kind() == c10::TypeKind::ListType, true;
+}
+
+inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  py::gil_scoped_acquire gil;
+  WithFactories no_longer(false);
+  py::dict said = py::reinterpret_borrow<py::object>(describe)(schema.name(), schema.overload_name());
+  auto flag = [&](const char* name) { return said[name].cast<bool>(); };
+  plan.op = said["op"].cast<py::object>().release().ptr();
+  plan.may_be_ready = flag("may_be_ready") && schema.name().compare(0, 6, "aten::") == 0;
+  plan.is_view = flag("is_view");
+  plan.counts_lists = flag("counts_lists");
+  plan.makes_dense = flag("makes_dense");
+  plan.shares = flag("shares");
+  plan.minds_labels = flag("minds_labels");
+  plan.is_for_host = flag("is_for_host");
+  plan.random_position = said["random_position"].cast<int16_t>();
+  plan.peak = static_cast<Peak>(said["peak"].cast<int>());
+  for (auto position : said["writes"])
+    for (auto& slot : plan.slots)
+      if (slot.index == position.cast<int>()) plan.writes = slot.is_written = true;
+  for (auto twin : said["twins"]) plan.twins.push_back(twin.cast<int16_t>());
+}
+
+inline Plan* make_plan(const c10::OperatorHandle& op) {
+  auto plan = std::make_unique<Plan>();
+  const auto& arguments = op.schema().arguments();
+  plan->arg_count = arguments.size();
+  plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    bool is_list = false;
+    const auto& type = *arguments[i].real_type();
+    plan->positional_count += !arguments[i].kwarg_only();
+    if (holds_tensors(type, is_list))
+      plan->slots.push_back({static_cast<uint16_t>(i), is_list, false});
+    else if (type.str().find("Device") != std::string::npos)
+      plan->devices.push_back(static_cast<uint16_t>(i));
+  }
+  ask_python(*plan, op);
+  const auto& returns = op.schema().returns();
+  plan->is_factory = plan->slots.empty() && returns.size() == 1 && returns[0].real_type()->kind() == c10::TypeKind::TensorType;
+  return plan.release();  // stays: operators do
+}
+
+inline const Plan& plan_of(const c10::OperatorHandle& op) {
+  struct Entry {
+    const void* key;
+    const Plan* plan;
+  };
+  thread_local std::array<Entry, 1024> near{};
+  static std::mutex lock;
+  static std::unordered_map<const void*, const Plan*> all;
+  const void* key = &op.schema();
+  Entry& entry = near[(reinterpret_cast<uintptr_t>(key) >> 6) & 1023];
+  if (C10_LIKELY(entry.key == key)) return *entry.plan;
+  const Plan* plan = nullptr;
+  {
+    std::lock_guard guard(lock);
+    if (auto found = all.find(key); found != all.end()) plan = found->second;
+  }
+  if (!plan) {
+    plan = make_plan(op);  // asks Python, so not under the lock; who comes second has made one more
+    std::lock_guard guard(lock);
+    plan = all.emplace(key, plan).first->second;
+  }
+  entry = {key, plan};
+  return *plan;
+}
+
+}  // namespace ttr

@@ -1,0 +1,322 @@
+// The ready path: an operator whose operands are all ready runs on the plain tensors, without Python.
+//
+// An operator announces its blocks first and looks second; an evictor closes `ready` first and looks
+// at the users second: one of the two sees the other. Where something has to be decided, nothing has
+// happened: the arguments are still on the stack.
+#pragma once
+
+#include "peaks.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+
+namespace ttr {
+
+inline PyObject* bear = nullptr;  // Python: the block of a fresh result; None where there is no room
+inline PyObject* written = nullptr;  // Python: a block has been written while another thread copied it
+// Smaller blocks are copied at once: cheaper than to ask at each use who shares them.
+constexpr int64_t kShareFromNbytes = 1 << 16;
+
+// The operands of a call, their blocks, and the announcement to evictors.
+class Operands {
+ public:
+  struct Operand {
+    RefImpl* ref;
+    BlockPtr block;
+    at::Tensor plain;
+    bool is_written;
+  };
+  c10::SmallVector<Operand, 4> all;
+  Device* device = nullptr;
+  bool is_without_plain = false;  // Python has to make the plain tensor of one
+
+  Operands() : running_(Running::mine()) { running_.count.fetch_add(1); }
+  ~Operands() { withdraw(); }
+  Operands(const Operands&) = delete;
+
+  // Announce one and look; false where something has to be decided about it.
+  bool add(RefImpl* ref, bool is_written) {
+    all.emplace_back();
+    Operand& operand = all.back();
+    operand.ref = ref;
+    operand.is_written = is_written;
+    RefImpl::Locked guard(*ref);
+    operand.block = ref->block;
+    operand.block->users.fetch_add(1);
+    Device* place = operand.block->ready.load();
+    if (!place || (device && place != device)) return false;
+    if (is_written && !operand.block->owned.load()) return false;
+    device = place;
+    if (ref->on == place)
+      operand.plain = ref->plain;
+    else
+      is_without_plain = true;
+    return true;
+  }
+  void withdraw() {
+    if (is_withdrawn_) return;
+    is_withdrawn_ = true;
+    for (Operand& operand : all) operand.block->users.fetch_sub(1);
+    running_.count.fetch_sub(1);
+  }
+
+ private:
+  Running& running_;
+  bool is_withdrawn_ = false;
+};
+
+// Whether a plain tensor may take part as it is: a single number at home, or none.
+inline bool is_number(const at::Tensor& tensor) {
+  return !tensor.defined() ||
+         (tensor.dim() == 0 && tensor.is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_quantized() &&
+          !tensor.key_set().has(DispatchKey::Python) && (tensor.key_set() & kLazyBits).empty());
+}
+
+// Whether autograd would note a call with this operand.
+inline bool is_noted(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return tensor.defined() && ((c10::GradMode::is_enabled() && impl->requires_grad()) ||
+                              (impl->autograd_meta() && tensor._fw_grad(/*level=*/0).defined()));
+}
+
+// Whether a kernel in Python has refused its operands, and not the program been interrupted.
+inline bool is_of_a_kernel(const py::error_already_set& error) {
+  py::gil_scoped_acquire gil;
+  return error.matches(PyExc_RuntimeError) || error.matches(PyExc_IndexError) || error.matches(PyExc_ValueError);
+}
+
+class ReadyCall {
+ public:
+  ReadyCall(const c10::OperatorHandle& op, const Plan& plan, Stack* stack, bool is_above)
+      : op_(op), plan_(plan), stack_(*stack), start_(stack->size() - plan.arg_count), is_above_(is_above) {}
+
+  // Run it; false: nothing has happened, and the arguments are where they were.
+  bool run() {
+    if (!may_run() || !announce()) return false;
+    const int64_t tick = world.tick.fetch_add(1, std::memory_order_relaxed) + 1;
+    for (auto& operand : operands_.all) operand.block->last_use.store(tick, std::memory_order_relaxed);
+    push_plain();
+    const bool is_done = call() && wrap(tick);
+    if (!is_done) {
+      stack_.resize(start_ + plan_.arg_count);
+      return false;
+    }
+    if (plan_.counts_lists) count_lists();
+    finish();
+    return true;
+  }
+
+  // Whether nothing speaks against it but that Python has to see it.
+  bool is_for_python() const { return is_for_python_; }
+  void withdraw() { operands_.withdraw(); }
+
+ private:
+  const IValue& argument(size_t i) const { return stack_[start_ + i]; }
+
+  bool may_run() const {
+    if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
+    for (auto i : plan_.devices)
+      if (!argument(i).isNone()) return false;
+    if (plan_.random_position >= 0) {
+      const IValue& draws = argument(plan_.random_position);
+      if ((draws.isBool() && draws.toBool()) || (draws.isDouble() && draws.toDouble() != 0.0)) return false;
+    }
+    return true;
+  }
+
+  bool look(const at::Tensor& tensor, bool is_written) {
+    if (is_above_ && is_noted(tensor)) return false;
+    RefImpl* ref = tensor.defined() ? ref_of(tensor) : nullptr;
+    if (!ref) return !is_written && is_number(tensor);
+    if (!plan_.makes_dense && at::isComplexType(tensor.scalar_type())) return false;
+    return operands_.add(ref, is_written);
+  }
+
+  bool announce() {
+    for (const auto& slot : plan_.slots) {
+      const IValue& value = argument(slot.index);
+      if (value.isTensor()) {
+        if (!look(value.toTensor(), slot.is_written)) return false;
+      } else if (value.isTensorList()) {
+        for (const IValue& part : value.toListRef())
+          if (!look(part.toTensor(), slot.is_written)) return false;
+      } else if (value.isList()) {
+        for (const IValue& part : value.toListRef())
+          if (part.isTensor() && !look(part.toTensor(), slot.is_written)) return false;
+      }
+    }
+    const Device* device = operands_.device;
+    if (!device || !device->is_open.load()) return false;
+    if (device->is_seen_by_python || operands_.is_without_plain || world.is_watched.load()) return is_for_python_ = true, false;
+    const auto& first = operands_.all[0];
+    if (plan_.is_for_host && !first.plain.is_cpu()) return false;
+    if (plan_.shares && first.block->nbytes.load() >= kShareFromNbytes) return false;
+    if (plan_.is_view && c10::InferenceMode::is_enabled() && !first.ref->is_inference()) return false;
+    return plan_.peak == Peak::kNotWhole || has_room_for_peak();
+  }
+
+  bool has_room_for_peak() const {
+    for (const auto& slot : plan_.slots)  // the rules know nothing of other classes and layouts
+      if (const IValue& value = argument(slot.index); value.isTensor() && value.toTensor().defined() && !ref_of(value.toTensor()))
+        return false;
+    const int64_t peak = peak_nbytes(plan_.peak, &stack_[start_]);
+    if (peak <= 0) return peak == 0;
+    const Ledger* ledger = operands_.device->ledger.load();
+    return ledger && ledger->counted_nbytes.load() + ledger->newborn_nbytes.load() + peak <= ledger->high_nbytes.load();
+  }
+
+  // Push the arguments again, with plain tensors for TensorRefs: the kernel takes those.
+  void push_plain() {
+    stack_.reserve(stack_.size() + plan_.arg_count);
+    size_t next = 0;
+    auto plain_of = [&](const at::Tensor& tensor) -> at::Tensor {
+      return tensor.defined() && ref_of(tensor) ? operands_.all[next++].plain : tensor;
+    };
+    auto slot = plan_.slots.begin();
+    for (size_t i = 0; i < plan_.arg_count; ++i) {
+      IValue value = argument(i);
+      if (slot != plan_.slots.end() && slot->index == i) {
+        ++slot;
+        if (value.isTensor()) {
+          value = plain_of(value.toTensor());
+        } else if (value.isTensorList()) {
+          c10::List<at::Tensor> list;
+          for (const IValue& part : value.toListRef()) list.push_back(plain_of(part.toTensor()));
+          value = std::move(list);
+        } else if (value.isList()) {
+          auto list = c10::impl::GenericList(static_cast<const c10::ListType&>(*value.type()).getElementType());
+          for (const IValue& part : value.toListRef())
+            list.push_back(part.isTensor() ? IValue(plain_of(part.toTensor())) : part);
+          value = std::move(list);
+        }
+      }
+      stack_.push_back(std::move(value));
+    }
+  }
+
+  bool call() {
+    WithFactories no_longer(false);
+    try {
+      if (is_above_) {
+        at::AutoDispatchBelowADInplaceOrView nothing_to_note;
+        op_.callBoxed(&stack_);
+      } else {
+        op_.callBoxed(&stack_);
+      }
+    } catch (const c10::OutOfMemoryError&) {
+      return false;  // the slow path makes room and tries again
+    } catch (const c10::Error&) {
+      // The host has the same kernels: then it is the program's own mistake.
+      if (operands_.all[0].plain.is_cpu()) throw;
+      return false;
+    } catch (py::error_already_set& error) {  // the kernel is written in Python
+      if (operands_.all[0].plain.is_cpu() || !is_of_a_kernel(error)) throw;
+      return false;
+    }
+    for (const auto& operand : operands_.all)
+      if (operand.is_written && !operand.block->owned.load()) tell_of_write(operand);
+    operands_.withdraw();  // what a result needs may be evicted from here on
+    return true;
+  }
+
+  // Another thread has begun to copy what was being written, and what it has got is stale.
+  void tell_of_write(const Operands::Operand& operand) const {
+    py::gil_scoped_acquire gil;
+    WithFactories no_longer(false);
+    auto half = py::reinterpret_steal<py::object>(half_of(operand.block.get()));
+    if (!half) throw py::error_already_set();
+    py::reinterpret_borrow<py::object>(written)(half, py::reinterpret_steal<py::object>(object_of(operands_.device)));
+  }
+
+  // Exchange the plain results for the program's tensors; false where one has found no room.
+  bool wrap(int64_t tick) {
+    const size_t count = plan_.twins.size(), first = start_ + plan_.arg_count;
+    for (size_t i = 0; i < count; ++i) {
+      IValue& out = stack_[first + i];
+      if (plan_.twins[i] >= 0) {
+        out = argument(plan_.twins[i]);
+      } else if (out.isTensor()) {
+        at::Tensor made = wrapped(out.toTensor(), tick);
+        if (!made.defined() && out.toTensor().defined()) return false;
+        out = std::move(made);
+      } else if (out.isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const IValue& part : out.toListRef()) {
+          list.push_back(wrapped(part.toTensor(), tick));
+          if (!list.get(list.size() - 1).defined() && part.toTensor().defined()) return false;
+        }
+        out = std::move(list);
+      }
+    }
+    return true;
+  }
+
+  // The TensorRef of a result: a plain tensor where it cannot be moved, undefined where there is no
+  // room for it.
+  at::Tensor wrapped(const at::Tensor& out, int64_t tick) {
+    if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage()) return out;
+    const auto* storage = out.storage().unsafeGetStorageImpl();
+    const c10::Device label = operands_.all[0].ref->device();
+    for (const auto& operand : operands_.all) {
+      if (operand.plain.is_same(out))
+        return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(operand.ref));
+      if (operand.plain.storage().unsafeGetStorageImpl() == storage)
+        return make_ref(out, operand.block, operands_.device, label);
+    }
+    BlockPtr block = counted(out, tick);
+    return block ? make_ref(out, std::move(block), operands_.device, label) : at::Tensor();
+  }
+
+  // The block of a fresh result; null where there is no room.
+  BlockPtr counted(const at::Tensor& out, int64_t tick) const {
+    Ledger* ledger = operands_.device->ledger.load();
+    const auto nbytes = static_cast<int64_t>(out.storage().nbytes());
+    // Under pressure the strategy may want to hear of it.
+    if (ledger && !world.is_pressed.load(std::memory_order_relaxed)) {
+      const int64_t newborn = ledger->newborn_nbytes.fetch_add(nbytes) + nbytes;
+      if (newborn + ledger->counted_nbytes.load() <= ledger->high_nbytes.load()) {
+        auto* block = new Block();
+        block->born = tick;
+        block->last_use = tick;
+        block->result = out;
+        block->be_born(ledger, nbytes);
+        block->owned = true;
+        block->ready = operands_.device;
+        return BlockPtr(block);
+      }
+      ledger->newborn_nbytes.fetch_sub(nbytes);
+    }
+    py::gil_scoped_acquire gil;
+    WithFactories no_longer(false);
+    auto device = py::reinterpret_steal<py::object>(object_of(operands_.device));
+    py::object half = py::reinterpret_borrow<py::object>(bear)(out, device);
+    return half.is_none() ? BlockPtr() : BlockPtr(core_of(half.ptr()));
+  }
+
+  // Torch leaves it to this kernel, which has seen nothing but plain tensors.
+  void count_lists() const {
+    for (const auto& slot : plan_.slots)
+      if (slot.is_written && slot.is_list)
+        for (const IValue& part : argument(slot.index).toListRef())
+          if (part.isTensor() && !part.toTensor().is_inference()) part.toTensor().unsafeGetTensorImpl()->bump_version();
+  }
+
+  // Put the results in the place of the arguments.
+  void finish() {
+    const size_t count = plan_.twins.size(), first = start_ + plan_.arg_count;
+    for (size_t i = 0; i < count && plan_.arg_count; ++i) std::swap(stack_[start_ + i], stack_[first + i]);
+    stack_.resize(start_ + count);
+  }
+
+  const c10::OperatorHandle& op_;
+  const Plan& plan_;
+  Stack& stack_;
+  const size_t start_;
+  const bool is_above_;
+  bool is_for_python_ = false;
+  Operands operands_;
+};
+
+}  // namespace ttr

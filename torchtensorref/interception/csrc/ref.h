@@ -1,0 +1,235 @@
+// A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block
+// instead of bytes, and keeps the plain tensor over the replica where operators last ran.
+//
+// It carries no Python key, so autograd sees no subclass: the nodes, the formulas and the bits are
+// those of plain tensors. It carries two keys of ours instead (entry.h).
+#pragma once
+
+#include "python_types.h"
+
+#include <c10/core/InferenceMode.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/version.h>
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+#error "The key `Fake` is at its place, right below Python's, from torch 2.13 on."
+#endif
+
+namespace ttr {
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+// Above autograd: torch itself leaves this key alone.
+constexpr auto kAbove = DispatchKey::DeferredInit;
+// Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
+constexpr auto kBelow = DispatchKey::Fake;
+constexpr DispatchKeySet kOurs({kAbove, kBelow});
+constexpr DispatchKeySet kLazyBits({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
+
+// The frame of Python that this thread is in, to be compared and never looked into.
+inline const void* python_frame() {
+  PyThreadState* state = PyGILState_GetThisThreadState();
+#if PY_VERSION_HEX >= 0x030D0000
+  return state ? state->current_frame : nullptr;
+#else
+  return state ? state->cframe->current_frame : nullptr;
+#endif
+}
+
+// While an operator on TensorRefs is taken apart, or goes back, factories come to us too: what they
+// make is filled for a TensorRef, and nothing in the call of a factory says so. Those that Python
+// calls meanwhile (a hook's, our own) are none of these: they have another frame.
+class WithFactories {
+ public:
+  explicit WithFactories(bool wanted) : was_(are_taken()), before_(frame_) {
+    if (was_ != wanted) c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
+    if (wanted && !was_) frame_ = python_frame();
+  }
+  ~WithFactories() {
+    if (was_ != are_taken()) c10::impl::tls_set_dispatch_key_included(kBelow, was_);
+    frame_ = before_;
+  }
+  WithFactories(const WithFactories&) = delete;
+
+  static bool are_taken() { return c10::impl::tls_is_dispatch_key_included(kBelow); }
+  // Whether C++ itself calls the factory. Autograd's threads for devices have no frame.
+  static bool is_called_by_cpp() {
+    const void* frame = python_frame();
+    return !frame || frame == frame_;
+  }
+
+ private:
+  static inline thread_local const void* frame_ = nullptr;
+  bool was_;
+  const void* before_;
+};
+
+inline PyTypeObject* ref_type = nullptr;  // the class TensorRef
+
+void ensure_python(const at::TensorBase& tensor);
+
+struct RefImpl final : c10::TensorImpl {
+  BlockPtr block;
+  // `lock` is for the three below it: an operator takes the plain tensor together with the device
+  // that it is on, and another thread may exchange them. Nobody waits under it.
+  mutable std::atomic_flag lock = ATOMIC_FLAG_INIT;
+  at::Tensor plain;
+  Device* on = nullptr;  // null: no plain tensor that the ready path may use
+  at::Tensor home;       // the plain tensor over the replica at home, once made
+
+  RefImpl(const at::Tensor& like, BlockPtr of, c10::Device label)
+      : TensorImpl(c10::Storage(of->face_on(label)),
+                   DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, label)), like.dtype()),
+        block(std::move(of)) {
+    key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
+    look_like(*like.unsafeGetTensorImpl());
+  }
+  void look_like(const TensorImpl& other) {
+    set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());
+  }
+  struct Locked {
+    explicit Locked(const RefImpl& ref) : flag(ref.lock) {
+      while (flag.test_and_set(std::memory_order_acquire)) {
+      }
+    }
+    ~Locked() { flag.clear(std::memory_order_release); }
+    std::atomic_flag& flag;
+  };
+  void point_at_the_same(const RefImpl& other) {
+    at::Tensor its_plain, its_home;
+    Device* its_device;
+    {
+      Locked guard(other);
+      its_plain = other.plain, its_home = other.home, its_device = other.on;
+    }
+    BlockPtr its_block = other.block;
+    Locked guard(*this);  // what they were before is let go behind it
+    std::swap(block, its_block);
+    std::swap(plain, its_plain);
+    std::swap(home, its_home);
+    on = its_device;
+  }
+  // A dispatch mode sees this as the operator `detach`, as it does for plain tensors.
+  c10::intrusive_ptr<TensorImpl> copy_by_mode() const {
+    const auto count = c10::impl::TorchDispatchModeTLS::stack_len();
+    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return {};
+    const auto& mode = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1);
+    return mode->pyinterpreter()->detach(this);
+  }
+  template <class Version>
+  c10::intrusive_ptr<TensorImpl> copy(Version&& version, bool may_change) const {
+    if (auto seen = copy_by_mode()) {
+      if (!seen->is_inference()) {
+        seen->set_version_counter(std::forward<Version>(version));
+        seen->set_allow_tensor_metadata_change(may_change);
+      }
+      return seen;
+    }
+    auto twin = c10::make_intrusive<RefImpl>(at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(
+                                                 const_cast<RefImpl*>(this))),
+                                             block, device());
+    copy_tensor_metadata(this, twin.get(), std::forward<Version>(version), may_change);
+    twin->point_at_the_same(*this);
+    ensure_python(at::Tensor(twin));
+    return twin;
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool may_change) const override {
+    return copy(version, may_change);
+  }
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version, bool may_change) const override {
+    return copy(std::move(version), may_change);
+  }
+  void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override {
+    TORCH_CHECK(impl->key_set().has(kBelow), "a TensorRef can only become what another TensorRef is");
+    TensorImpl::shallow_copy_from(impl);
+    point_at_the_same(*static_cast<RefImpl*>(impl.get()));
+  }
+  const char* tensorimpl_type_name() const override { return "TensorRef"; }
+};
+
+inline RefImpl* ref_of(const c10::TensorImpl* impl) {
+  return impl->key_set().has(kBelow) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
+}
+inline RefImpl* ref_of(const at::TensorBase& tensor) { return ref_of(tensor.unsafeGetTensorImpl()); }
+
+// Make the Python object, so that torch does not make one of class Tensor.
+inline void ensure_python(const at::TensorBase& tensor) {
+  if (!tensor.defined() || !ref_of(tensor) || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj()) return;
+  Gil gil;
+  PyObject* made = THPVariable_Wrap(tensor, ref_type);
+  if (!made) throw python_error();
+  Py_DECREF(made);
+}
+
+inline at::Tensor make_ref(const at::Tensor& plain, BlockPtr block, Device* device, c10::Device label) {
+  auto made = c10::make_intrusive<RefImpl>(plain, std::move(block), label);
+  made->plain = plain;
+  // Never on the ready path, which hands plain tensors on without a look at such bits.
+  made->on = (plain.key_set() & kLazyBits).empty() ? device : nullptr;
+  return at::Tensor(std::move(made));
+}
+
+// -- attributes of the class TensorRef (with the GIL) ----------------------------------------------
+
+inline RefImpl* ref_in(PyObject* self) {
+  RefImpl* ref = ref_of(THPVariable_Unpack(self));
+  if (!ref) PyErr_SetString(PyExc_TypeError, "it is no TensorRef");
+  return ref;
+}
+inline PyObject* get_block(PyObject* self, void*) {
+  RefImpl* ref = ref_in(self);
+  return ref ? half_of(ref->block.get()) : nullptr;
+}
+inline int set_block(PyObject* self, PyObject* value, void*) {
+  RefImpl* ref = ref_in(self);
+  if (!ref) return -1;
+  BlockPtr given(core_of(value));
+  if (given.get() != ref->block.get()) {
+    ref->set_storage_keep_dtype(given->face_on(ref->device()));
+    RefImpl::Locked guard(*ref);
+    std::swap(ref->block, given);
+  }
+  return 0;
+}
+template <at::Tensor RefImpl::*member>
+PyObject* get_plain(PyObject* self, void*) {
+  RefImpl* ref = ref_in(self);
+  if (!ref) return nullptr;
+  at::Tensor found;
+  {
+    RefImpl::Locked guard(*ref);
+    found = ref->*member;
+  }
+  return found.defined() ? THPVariable_Wrap(found) : Py_NewRef(Py_None);
+}
+template <at::Tensor RefImpl::*member>
+int set_plain(PyObject* self, PyObject* value, void*) {
+  RefImpl* ref = ref_in(self);
+  if (!ref) return -1;
+  at::Tensor given = value == Py_None ? at::Tensor() : THPVariable_Unpack(value);
+  RefImpl::Locked guard(*ref);
+  if (member == &RefImpl::plain) ref->on = nullptr;  // until it is said where the new one is
+  return std::swap(ref->*member, given), 0;
+}
+inline PyObject* get_device(PyObject* self, void*) {
+  RefImpl* ref = ref_in(self);
+  return ref ? object_of(ref->on) : nullptr;
+}
+inline int set_device(PyObject* self, PyObject* value, void*) {
+  RefImpl* ref = ref_in(self);
+  if (!ref) return -1;
+  Device* device = device_of(value);
+  RefImpl::Locked guard(*ref);
+  return ref->on = device, 0;
+}
+inline PyGetSetDef ref_fields[] = {
+    {"_ttr_block", get_block, set_block, nullptr, nullptr},
+    {"_ttr_plain", get_plain<&RefImpl::plain>, set_plain<&RefImpl::plain>, nullptr, nullptr},
+    {"_ttr_home", get_plain<&RefImpl::home>, set_plain<&RefImpl::home>, nullptr, nullptr},
+    {"_ttr_device", get_device, set_device, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+}  // namespace ttr

@@ -1,0 +1,173 @@
+// What is kept of devices, ledgers and blocks, where operators find it without Python.
+//
+// The books are Python's (memory/): replicas, states, who may be evicted. What an operator on ready
+// operands has to read or count stands here, and the Python classes have it as attributes
+// (python_types.h). Objects of `Device` and `Ledger` are never freed: they are few, and blocks and
+// TensorRefs point at them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <torch/csrc/python_headers.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace ttr {
+
+// What holds for the whole process.
+struct World {
+  std::atomic<int64_t> tick{0};            // number of the operator that runs: the clock of recency
+  std::atomic<bool> is_pressed{false};     // something had to be evicted: births are told
+  std::atomic<bool> is_watched{false};     // somebody wants to see every operator
+  std::atomic<bool> labels_differ{false};  // what a call says of a device is not where its bytes are
+};
+inline World world;
+
+struct Block;
+
+// The fresh results on one device that nobody has asked about yet, and what may be there.
+struct Ledger {
+  std::mutex lock;  // of the list; nobody waits, and nothing of Python's is called, under it
+  Block* first = nullptr;
+  std::atomic<int64_t> newborn_nbytes{0};  // the sum of the list
+  std::atomic<int64_t> counted_nbytes{0};  // what Python's ledger counts beside it
+  std::atomic<int64_t> high_nbytes{0};     // the sum up to which nothing is evicted
+  PyObject* object = nullptr;              // Python's ledger, borrowed; null once that is gone
+};
+
+struct Device {
+  PyObject* weak = nullptr;         // a weak reference to Python's device
+  bool is_seen_by_python = false;   // it is told of every operator: a virtual clock, its own counts
+  std::atomic<bool> is_open{false};  // operators may run here that need no decision
+  std::atomic<Ledger*> ledger{nullptr};
+};
+
+// One logical storage. What Python keeps of it (`half`) is made when somebody asks.
+//
+// TensorRefs count `refs`. While there are any, they keep one reference to the half together; without
+// them the block belongs to the half, or is gone if there is none.
+struct Block {
+  std::atomic<int64_t> refs{0};
+  std::atomic<Device*> ready{nullptr};  // where operators may use it without asking anybody
+  std::atomic<bool> owned{false};       // and write it: no other replica is current
+  std::atomic<int32_t> users{0};        // operators that run on it now, announced to evictors
+  std::atomic<int64_t> last_use{0};
+  std::atomic<int64_t> nbytes{0};
+  int64_t born = 0;
+  at::Tensor result;  // what a kernel has made, until somebody asks for replicas
+  std::atomic<PyObject*> half{nullptr};
+  c10::Storage face;  // what torch sees of it: no bytes, and it says so; who has it is an alias
+
+  std::atomic<Ledger*> ledger{nullptr};  // where it is counted as a newborn
+  Block *previous = nullptr, *next = nullptr;
+
+  ~Block() { leave_ledger(); }
+
+  void be_born(Ledger* of, int64_t size) {
+    nbytes = size;
+    std::lock_guard guard(of->lock);
+    ledger = of;
+    if ((next = of->first)) next->previous = this;
+    of->first = this;
+  }
+  // Stop being counted as a newborn; the bytes that were, or 0.
+  int64_t leave_ledger() {
+    Ledger* of = ledger.load();
+    if (!of) return 0;
+    const int64_t size = nbytes.load();
+    std::lock_guard guard(of->lock);
+    (previous ? previous->next : of->first) = next;
+    if (next) next->previous = previous;
+    ledger = nullptr;
+    of->newborn_nbytes.fetch_sub(size);
+    return size;
+  }
+  // The storage that torch sees, labelled as being on a device. What has another label than the
+  // first one is no alias to torch: we know it by the block.
+  c10::Storage face_on(c10::Device label) {
+    if (face && face.device() == label) return face;
+    c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
+    made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
+    if (!face) face = made;  // nobody else has the block yet, or the GIL is held
+    return made;
+  }
+};
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+// A counted pointer to a block.
+class BlockPtr {
+ public:
+  BlockPtr() = default;
+  explicit BlockPtr(Block* block) : block_(block) {  // with the GIL held, if it may be the first one
+    if (block_ && block_->refs.fetch_add(1) == 0) Py_XINCREF(block_->half.load());
+  }
+  BlockPtr(const BlockPtr& other) : block_(other.block_) {
+    if (block_) block_->refs.fetch_add(1, std::memory_order_relaxed);
+  }
+  BlockPtr(BlockPtr&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
+  BlockPtr& operator=(BlockPtr other) noexcept {
+    std::swap(block_, other.block_);
+    return *this;
+  }
+  ~BlockPtr() {
+    if (!block_ || block_->refs.fetch_sub(1) != 1) return;
+    // Each time that the count falls to zero lets go of the reference that its rise has taken.
+    PyObject* half = block_->half.load();
+    if (!half) {
+      delete block_;
+    } else if (Py_IsInitialized()) {
+      Gil gil;
+      Py_DECREF(half);
+    }
+  }
+  // For who walks a ledger's list, under its lock: null for one that is dying.
+  static BlockPtr if_alive(Block* block) {
+    BlockPtr made;
+    for (int64_t count = block->refs.load(); count > 0;)
+      if (block->refs.compare_exchange_weak(count, count + 1)) {
+        made.block_ = block;
+        break;
+      }
+    return made;
+  }
+  Block* get() const { return block_; }
+  Block* operator->() const { return block_; }
+  explicit operator bool() const { return block_ != nullptr; }
+
+ private:
+  Block* block_ = nullptr;
+};
+
+// Operators of this thread that run here now. Whoever exchanges the devices in use closes them first
+// and looks at these second; an operator counts itself first and looks second.
+struct Running {
+  std::atomic<int64_t> count{0};
+  Running *next = nullptr;
+  static inline std::mutex lock;
+  static inline Running* all = nullptr;
+
+  static Running& mine() {
+    thread_local Running* here = [] {
+      auto* made = new Running();  // stays: threads are few, and another one may be looking at it
+      std::lock_guard guard(lock);
+      made->next = all;
+      return all = made;
+    }();
+    return *here;
+  }
+  static int64_t of_others() {
+    int64_t sum = 0;
+    const Running* me = &mine();
+    std::lock_guard guard(lock);
+    for (Running* one = all; one; one = one->next)
+      if (one != me) sum += one->count.load();
+    return sum;
+  }
+};
+
+}  // namespace ttr

@@ -1,0 +1,163 @@
+"""An operator passes those who look on: middlewares first and last, callbacks when it has run.
+
+`pass_onlookers` is entered only while `watch.on`, and runs the operator by the way that it would
+take without them, unless a middleware has placed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...base.interrupts import lets_program_run
+from ...base.listeners import Happening, listeners
+from ...devices.base import Device
+from ...memory.block import Block
+from ...memory.manager import tensorsManager
+from ...memory.ref import TensorRef
+from ...operators.plan import OpPlan
+from ..ready_path import SLOW
+from .seen import SeenOperator, module_here
+
+#: Runs an operator with its plan and arguments, on a device if one is given; returns its result.
+Run = Callable[[OpPlan, tuple[Any, ...], dict[str, Any], "Device | None"], Any]
+
+#: Timelines that are open.
+recorders: list[Any] = []
+#: Threads in which a middleware is at work: its operators pass none.
+_within: set[int] = set()
+
+
+def pass_onlookers(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+    """Run an operator that somebody looks on at.
+
+    Raises
+    ------
+    Exception
+        What a middleware raises, with a note that names it: in `before`, the operator has not run.
+    """
+    middlewares = tensorsManager.middlewares.here()
+    if not middlewares or get_ident() in _within:
+        result = _told(plan, args, kwargs, run, None)
+    else:
+        result = _pass(middlewares, plan, args, kwargs, run)
+    if listeners.waiting:
+        deliver(plan, args, kwargs)
+    return result
+
+
+def _pass(middlewares: tuple[Any, ...], plan: OpPlan, args: Any, kwargs: Any, run: Run) -> Any:
+    op = SeenOperator(plan, args, kwargs)
+    for one in middlewares:
+        if hasattr(one, "before"):
+            _call(one.before, "before", op)
+    op.check()
+    result = op.answered if op.has_answer else _told(plan, op.args, op.kwargs, run, op.placed)
+    try:
+        for one in reversed(middlewares):
+            if hasattr(one, "after"):
+                changed = _call(one.after, "after", op, result)
+                result = result if changed is None else op.checked(changed, "after() has returned")
+    except BaseException:
+        note_written(plan, args, kwargs)  # it has run
+        raise
+    return result
+
+
+@lets_program_run
+def _call(method: Callable[..., Any], name: str, op: SeenOperator, *rest: Any) -> Any:
+    me = get_ident()
+    _within.add(me)
+    try:
+        return method(op, *rest)
+    except Exception as error:
+        kind = type(getattr(method, "__self__", method)).__name__
+        done = "has not run" if name == "before" else "has run"
+        error.add_note(f"in the middleware {kind}.{name}, of {op.name}, which {done}")
+        raise
+    finally:
+        _within.discard(me)
+
+
+def _told(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run, placed: Device | None
+) -> Any:
+    """Run an operator and tell of it, and of how long it has waited."""
+    is_asked = recorders or listeners.wants("op") or listeners.wants("stall")
+    if plan.is_true_view or not is_asked:
+        return run(plan, args, kwargs, placed)
+    main, host = tensorsManager.residency.books.main, tensorsManager.residency.books.host
+    blocks = {ref._ttr_block for ref in tree_leaves((args, kwargs)) if type(ref) is TensorRef}
+    missing = [block for block in blocks if block.readable_on(main) is None]
+    began_ns, clocks, stalled_ns = main.now_ns(), main.clocks(), main.stall_ns
+    counts = tensorsManager.residency.books.counts
+    on_host_count = counts.host_op_count + sum(counts.host_fallbacks.values())
+    result = run(plan, args, kwargs, placed)
+    if result is SLOW:
+        return result  # nothing has happened
+    after = main.clocks()
+    took_ns = after.compute_ns - clocks.compute_ns
+    if took_ns:  # else it has run on the host, or there is only the host's clock
+        began_ns, ended_ns = after.compute_free_ns - took_ns, after.compute_free_ns
+    else:
+        ended_ns = main.now_ns()
+    counts = tensorsManager.residency.books.counts
+    was_on_host = counts.host_op_count + sum(counts.host_fallbacks.values()) > on_host_count
+    happening = Happening(
+        "op",
+        plan.name,
+        sum(block.nbytes for block in blocks),
+        (host if was_on_host else main).name,
+        "",
+        began_ns,
+        ended_ns,
+        module=module_here(blocks),
+    )
+    waited_ns = main.stall_ns - stalled_ns
+    if waited_ns:
+        start_ns = began_ns - waited_ns if took_ns else began_ns
+        listeners.tell(_stall(happening, missing, start_ns, start_ns + waited_ns))
+    listeners.tell(happening)
+    for recorder in list(recorders):
+        recorder.operator(plan, args, kwargs, result, happening)
+    return result
+
+
+def _stall(happening: Happening, missing: list[Block], start_ns: int, end_ns: int) -> Happening:
+    """What to tell of an operator's wait: by the name of the largest block that was not there."""
+    cause = f"{happening.name} waited for a copy"
+    number, nbytes = 0, 0
+    if missing:
+        largest = max(missing, key=lambda block: block.nbytes)
+        number, nbytes = largest.block_id, sum(block.nbytes for block in missing)
+        cause = f"{happening.name} waited for {len(missing)} blocks"
+    return happening._replace(
+        kind="stall", cause=cause, start_ns=start_ns, end_ns=end_ns, block_id=number, nbytes=nbytes
+    )
+
+
+def deliver(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the callbacks for what an operator has done, which counts as having run if one fails."""
+    try:
+        listeners.deliver()
+    except BaseException:
+        note_written(plan, args, kwargs)
+        raise
+
+
+def note_written(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count versions of what an operator writes that has run, or may have, and ends in an error.
+
+    Torch counts them once it has ended. If it has not, what autograd has saved would be taken for
+    what it was.
+    """
+    if not plan.writes:
+        return
+    values = tree_leaves([plan.argument(name, args, kwargs) for name in plan.write_names])
+    torch.autograd.graph.increment_version(
+        [x for x in values if isinstance(x, torch.Tensor) and not x.is_inference()]
+    )

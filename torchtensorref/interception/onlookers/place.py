@@ -1,0 +1,40 @@
+"""A middleware that sends operators or modules to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...base.middlewares import Middleware
+from ...base.name_patterns import NamePattern
+from .seen import SeenOperator, device_called
+
+
+class Place(Middleware):
+    """Run what matches on a device: operators, or all that a module does.
+
+    Parameters
+    ----------
+    pattern : str
+        An operator (``aten.embedding``), a module (``model.layers.0-3``) or a tensor (``lm_head``):
+        see `name_patterns`. Of a backward pass, the operators that use the module's parameters.
+    device : str or torch.device
+        One that is in use: "cpu", "cuda:1".
+
+    Notes
+    -----
+    Where an operator runs changes the time it takes. On a real accelerator it changes the last
+    bits, too, as with plain torch.
+    """
+
+    def __init__(self, pattern: str, device: Any) -> None:
+        self._matches = NamePattern(pattern)
+        self._device = str(device)
+
+    def before(self, op: SeenOperator) -> None:
+        """Place the operator if it matches."""
+        is_meant = self._matches(op.name) or self._matches(op.module)
+        if is_meant or any(self._matches(operand.name) for operand in op.operands):
+            op.device = device_called(self._device).name
+
+    def __repr__(self) -> str:
+        return f"Place({self._matches.pattern!r}, {self._device!r})"

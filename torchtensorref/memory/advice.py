@@ -1,0 +1,96 @@
+"""What a run comes to: how far it is from the floor, what bounds it, and what would help."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..base.units import format_nbytes
+from .costs import Costs
+
+GIB = 1 << 30
+#: Of the time, what has to be waiting before advice is given.
+WORTH_TELLING = 0.05
+
+
+class Bound(NamedTuple):
+    """What took the time of a run.
+
+    `by` is "link", "compute", "host" (with interception), or "" where the device measures nothing;
+    `times_floor` how many times longer it took than its operators alone, or its copies alone.
+    """
+
+    by: str
+    times_floor: float
+    compute_ns: int
+    link_ns: int
+
+
+def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Bound:
+    """Say what bounds a run, from its counts and the speeds of the link.
+
+    Notes
+    -----
+    The floor is that of the bytes that were copied: another strategy, or a larger budget, may need
+    fewer. What is neither computed nor waited for a copy is the host's: the program itself, what
+    runs there, and interception.
+    """
+    compute_ns, time_ns, stall_ns = stats["compute_ns"], stats["time_ns"], stats["stall_ns"]
+    fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    to_device_ns = fetched * 1e9 / h2d_bytes_per_s
+    link_ns = int(max(to_device_ns, stats["written_back_nbytes"] * 1e9 / d2h_bytes_per_s))
+    if not compute_ns or not time_ns:
+        return Bound("", 0.0, compute_ns, link_ns)
+    waits = {
+        "link": stall_ns,
+        "compute": compute_ns,
+        "host": max(time_ns - compute_ns - stall_ns, 0),
+    }
+    by = max(waits, key=lambda name: waits[name])
+    if by == "compute" and link_ns > compute_ns:
+        by = "link"
+    return Bound(by, time_ns / max(compute_ns, link_ns, 1), compute_ns, link_ns)
+
+
+def more_room_for(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> tuple[int, float]:
+    """Say how much more budget would be worth most, and the share of the copies it saves.
+
+    Looked at are a GiB, and quarters of the budget; the last step that still pays for itself.
+    """
+    fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    if not fetched:
+        return 0, 0.0
+    budget = stats["budget_nbytes"]
+    missing = max(weights_nbytes - budget, 0)
+    steps = sorted({GIB, *(max(missing, 1) * quarter // 4 for quarter in range(1, 5))})
+    steps = [step for step in steps if step <= max(2 * missing, budget)]
+    rows = [(step, costs.saved_by(step) / fetched) for step in steps]
+    return max(rows, key=lambda row: row[1] / (row[0] + budget / 4), default=(0, 0.0))
+
+
+def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
+    """Return one sentence of what would help most."""
+    short = stats["out_of_budget_count"]
+    need = stats["largest_op_nbytes"]
+    if short and need > stats["budget_nbytes"]:
+        return (
+            f"{short} operators ran on the host for want of room: a budget of "
+            f"{format_nbytes(need)} would have held the largest, {stats['largest_op']}."
+        )
+    stall_share = stats["stall_ns"] / max(stats["time_ns"], 1)
+    if stall_share > WORTH_TELLING:
+        more, share = more_room_for(stats, costs, weights_nbytes)
+        if share > 0.01:
+            return (
+                f"budget +{format_nbytes(more)} would save about {share:.0%} of the copies, and of "
+                f"the stalls, which take {stall_share:.0%} of the time."
+            )
+        if stats["strategy"] != "flow":
+            return (
+                f"stalls take {stall_share:.0%} of the time: strategy = 'flow' fetches ahead of "
+                "need."
+            )
+        return f"stalls take {stall_share:.0%} of the time, most of them for what is used once."
+    if stats["evict_count"] == 0:
+        spare = stats["budget_nbytes"] - stats["peak_resident_nbytes"]
+        return f"everything fits, and {format_nbytes(max(spare, 0))} of the budget was never used."
+    return "the budget is enough: the accelerator hardly ever waits for a copy."

@@ -1,0 +1,108 @@
+"""Which path ready operators take, in C++ or in Python, and what blocks and books are made of.
+
+Where the library in C++ is chosen and built, `Block`, `Ledger` and `Books` are derived from its
+classes, and keep there what operators read and count without Python. Else they are derived from
+the classes below, and keep it themselves. This is decided once, when the first of them is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+from typing import Any
+
+from ..base import core_build
+from ..base.options import settings
+from .core_test import fault_of
+
+
+class PlainBlock:
+    """A block that operators in C++ know nothing of."""
+
+    #: Operators in C++ that run on it now.
+    users = 0
+
+
+class PlainLedger:
+    """A ledger without newborns in C++."""
+
+    #: Bytes of fresh results that C++ counts.
+    newborn_nbytes = 0
+
+    def count_for(self, device: Any) -> None:
+        """Count the fresh results of operators on a device: nobody makes any."""
+
+    def take_over(self, block: Any) -> int:
+        """Stop counting a newborn; return its bytes."""
+        return 0
+
+    def newborns(self) -> list[Any]:
+        """Return the blocks of living newborns."""
+        return []
+
+    def recounted_nbytes(self) -> int:
+        """Return the sum of the newborns, counted again."""
+        return 0
+
+
+class PlainBooks:
+    """Books that operators in C++ do not read."""
+
+
+#: The library, None on the path in Python.
+library: Any = None
+#: Why that path was taken, in words.
+why = "TTR_CORE=python" if settings.core == "python" else ""
+
+
+def _loaded() -> Any:
+    """Load the library; None where it is not chosen or not there, or something is wrong with it."""
+    global why
+    if settings.core == "python":
+        return None
+    try:
+        wanted = core_build.of_this_process()
+        if not wanted.library.exists():
+            begun = core_build.begin(wanted)
+            why = "it is being built, for the next start" if begun else wanted.state
+            return None
+        found = _module(str(wanted.library))
+        why = fault_of(found)
+    except Exception as error:  # whatever it is: without the library everything runs, too
+        why = f"{type(error).__name__}: {error}"
+    return found if not why else None
+
+
+def _module(path: str) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(core_build.NAME, path)
+    spec = importlib.util.spec_from_loader(core_build.NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+library = _loaded()
+if library is None and settings.core != "python":
+    logging.getLogger("torchTensorRef").warning(
+        "Operators take the path in Python, not that in C++: %s.", why
+    )
+
+#: The dispatch keys that TensorRefs carry, which torch itself leaves alone: one above autograd,
+#: and in C++ another one below it.
+KEY_NAMES = ("DeferredInit",) if library is None else ("DeferredInit", "Fake")
+
+BlockBase: Any = PlainBlock if library is None else library.BlockBase
+LedgerBase: Any = PlainLedger if library is None else library.LedgerBase
+BooksBase: Any = PlainBooks if library is None else library.BooksBase
+
+
+def running_elsewhere() -> int:
+    """Return how many operators run in C++ in other threads."""
+    return 0 if library is None else int(library.running_elsewhere())
+
+
+def path_in_words() -> str:
+    """Say which path is on, and why."""
+    return "C++" if library is not None else f"Python ({why})"

@@ -1,0 +1,101 @@
+"""What each block has cost: how often it was fetched, why it was given up, how soon it was back.
+
+Kept by number, so that a report can tell which blocks the budget was too small for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+#: Fetching again what was given up so few operators ago is thrash.
+THRASH_WITHIN = 64
+#: How the cause ends where a strategy keeps nothing on purpose: that is no thrash.
+GIVEN_BACK = "given back"
+#: So many blocks are remembered; beyond it the cheaper half is forgotten.
+MOST_BLOCKS = 20_000
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """What one block has cost since the counts were last reset."""
+
+    block_id: int
+    nbytes: int
+    fetch_count: int = 0
+    evict_count: int = 0
+    #: Why it was given up the last time, and at which operator; -1: it was not.
+    why: str = ""
+    evicted_at: int = -1
+
+    @property
+    def fetched_nbytes(self) -> int:
+        """Bytes that were copied for it."""
+        return self.fetch_count * self.nbytes
+
+    @property
+    def again_nbytes(self) -> int:
+        """Bytes that staying would have saved: all fetches but the first."""
+        return max(self.fetch_count - 1, 0) * self.nbytes
+
+
+@dataclass
+class Costs:
+    """What the blocks have cost, and why replicas were given up (lock of the books not needed)."""
+
+    by_block: dict[int, BlockCost] = field(default_factory=dict)
+    #: Bytes given up, by cause.
+    evicted_nbytes: dict[str, int] = field(default_factory=dict)
+    thrash_count: int = 0
+    thrash_nbytes: int = 0
+    #: The most that one operator has needed at once, operands and results, and its name.
+    largest_op_nbytes: int = 0
+    largest_op: str = ""
+
+    def note_fetch(self, block_id: int, nbytes: int, tick: int) -> None:
+        """Count a copy to an accelerator."""
+        cost = self._of(block_id, nbytes)
+        cost.fetch_count += 1
+        if cost.evicted_at >= 0 and tick - cost.evicted_at < THRASH_WITHIN:
+            self.thrash_count += 1
+            self.thrash_nbytes += nbytes
+
+    def note_eviction(self, block_id: int, nbytes: int, why: str, tick: int) -> None:
+        """Count bytes that were freed."""
+        cost = self._of(block_id, nbytes)
+        cost.evict_count += 1
+        cost.why, cost.evicted_at = why, -1 if why.endswith(GIVEN_BACK) else tick
+        self.evicted_nbytes[why] = self.evicted_nbytes.get(why, 0) + nbytes
+
+    def note_operator(self, name: str, nbytes: int) -> None:
+        """Remember the largest operator."""
+        if nbytes > self.largest_op_nbytes:
+            self.largest_op_nbytes, self.largest_op = nbytes, name
+
+    def dearest(self, count: int) -> list[BlockCost]:
+        """Return the blocks for which most was copied, dearest first."""
+        costs = list(self.by_block.values())
+        return heapq.nlargest(count, costs, key=lambda cost: (cost.fetched_nbytes, -cost.block_id))
+
+    def saved_by(self, more_nbytes: int) -> int:
+        """Return the bytes that need not have been fetched with so much more room.
+
+        What is fetched most often stays first, as a strategy would have it that knew.
+        """
+        saved = 0
+        for cost in sorted(self.by_block.values(), key=lambda cost: -cost.fetch_count):
+            if cost.fetch_count < 2:
+                break
+            if cost.nbytes <= more_nbytes:
+                more_nbytes -= cost.nbytes
+                saved += cost.again_nbytes
+        return saved
+
+    def _of(self, block_id: int, nbytes: int) -> BlockCost:
+        cost = self.by_block.get(block_id)
+        if cost is None:
+            if len(self.by_block) >= MOST_BLOCKS:
+                kept = self.dearest(MOST_BLOCKS // 2)
+                self.by_block = {cost.block_id: cost for cost in kept}
+            cost = self.by_block[block_id] = BlockCost(block_id, nbytes)
+        return cost

@@ -1,0 +1,142 @@
+"""Names: what the program calls its modules, and the blocks of their parameters and buffers.
+
+Modules are noted as they are registered in one another; names are looked up when somebody asks,
+from the modules that are in no other one. Nothing of it is done while operators run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .ref import TensorRef
+
+#: Between two looks for names that may have come, at least so many times what a look takes.
+LOOKING_SHARE = 20
+
+
+class Names:
+    """The names of modules and blocks, by the largest models that they are part of.
+
+    Notes
+    -----
+    A block that several modules have goes by the first name. Where two models would give one name
+    to different tensors, the classes of the models stand before it: ``UNet:conv.weight``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Modules that have met, by their ids.
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._is_stale = False
+        self._of_blocks: dict[int, str] = {}
+        self._of_modules: weakref.WeakValueDictionary[int, nn.Module] = (
+            weakref.WeakValueDictionary()
+        )
+        self._paths: dict[int, str] = {}
+        #: When one may look for a name that was not there: looking takes its time.
+        self._again_s = 0.0
+
+    def note_module(self, module: nn.Module) -> None:
+        """Note a module: it has been given a tensor, or another module."""
+        if id(module) not in self._modules and "_modules" in module.__dict__:
+            self._modules[id(module)] = module
+        self._is_stale = True
+
+    def note_modules(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Note that a module has become part of another; torch calls this as a hook."""
+        self.note_module(parent)
+        if child is not None:
+            self.note_module(child)
+
+    def of_block(self, block_id: int) -> str:
+        """Return the name of a block: that of its tensor in a module, else ``b7``."""
+        if self._is_stale:
+            self.look()
+        return self._of_blocks.get(block_id) or f"b{block_id}"
+
+    def of_operand(self, block: Any) -> str:
+        """Return the name of a block, "" if it has none; look once more for one that stays."""
+        name = self._of_blocks.get(block.block_id)
+        if self._is_stale or (
+            name is None and block.is_persistent and time.monotonic() > self._again_s
+        ):
+            self.look()
+            name = self._of_blocks.get(block.block_id)
+        return name or ""
+
+    def last_of_block(self, block_id: int) -> str:
+        """Return the name that a block had at the last look; "" if it had none."""
+        return self._of_blocks.get(block_id, "")
+
+    def of_module(self, module: nn.Module, within: nn.Module | None = None) -> str:
+        """Return the path of a module in the model that it is part of; "" for a whole model.
+
+        Parameters
+        ----------
+        within : nn.Module, optional
+            A module around it, which may never have been noted: it was copied, or unpickled.
+        """
+        known = self._of_modules.get(id(module)) is module
+        if not known or (self._is_stale and within is not None):
+            self.note_module(module if within is None else within)
+            self.look()
+        return self._paths.get(id(module), "")
+
+    def look(self) -> None:
+        """Look the names up again, in all models that are there."""
+        began_s = time.monotonic()
+        with self._lock:
+            self._is_stale = False
+            roots = self._roots()
+            found: dict[str, list[tuple[str, int]]] = {}
+            paths: dict[int, str] = {}
+            for model, root in roots:
+                for path, module in root.named_modules():
+                    self._of_modules[id(module)] = module
+                    paths.setdefault(id(module), path)
+                    for name, block_id in _blocks_of(module):
+                        full = f"{path}.{name}" if path else name
+                        found.setdefault(full, []).append((model, block_id))
+            self._paths = paths
+            self._of_blocks = _unique(found)
+        now_s = time.monotonic()
+        self._again_s = now_s + LOOKING_SHARE * (now_s - began_s)
+
+    def _roots(self) -> list[tuple[str, nn.Module]]:
+        """The noted modules that are in no other noted one, with names that tell them apart."""
+        noted = list(self._modules.values())
+        inner = {id(child) for module in noted for child in list(module._modules.values())}
+        roots = [module for module in noted if id(module) not in inner]
+        names: dict[str, int] = {}
+        told = []
+        for root in roots:
+            kind = type(root).__name__
+            names[kind] = names.get(kind, 0) + 1
+            told.append((kind if names[kind] == 1 else f"{kind}#{names[kind]}", root))
+        return told
+
+
+def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    for registry in (module._parameters, module._buffers):
+        for name, tensor in list(registry.items()):
+            if type(tensor) is TensorRef:
+                yield name, tensor._ttr_block.block_id
+
+
+def _unique(found: dict[str, list[tuple[str, int]]]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name, owners in found.items():
+        are_several = len({block_id for _, block_id in owners}) > 1
+        for model, block_id in owners:
+            names.setdefault(block_id, f"{model}:{name}" if are_several else name)
+    return names
+
+
+#: Of this process: modules are noted before there is a manager.
+names = Names()

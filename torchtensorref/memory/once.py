@@ -1,0 +1,91 @@
+"""What is said once in a process, when an operator has ended, and what to do about it.
+
+That a budget is too small, for an operator or for what is used again and again; that a model stays
+plain. Each is a Python warning and, where the program listens to it, a record of our logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from ..base.listeners import listeners
+from ..base.units import format_nbytes
+from .bookkeeping import Books
+
+_log = logging.getLogger("torchTensorRef")
+
+_OURS = str(Path(__file__).parents[1])
+#: What has been said.
+said: set[str] = set()
+
+#: Thrash is told when it has copied so many budgets.
+THRASH_BUDGETS = 4
+
+
+def note_lack_of_room(operator: str, books: Books) -> None:
+    """An operator runs on the host for want of room."""
+    if "room" not in said:
+        limit = format_nbytes(books.ledgers[books.main].limit_nbytes)
+        _say_later(
+            "room",
+            f"{operator} does not fit the budget of {limit} on {books.main.name}, so it runs on "
+            "the host, as others may: the results are the same, it takes longer. Raise "
+            "tensorsManager.budget; tensorsManager.report() says how much is needed.",
+        )
+
+
+def note_thrash(books: Books) -> None:
+    """Blocks were fetched again soon after they had been given up (no lock needed)."""
+    costs = books.counts.costs
+    if "thrash" in said or not costs.thrash_nbytes:
+        return
+    limit_nbytes = books.ledgers[books.main].limit_nbytes
+    if costs.thrash_nbytes > THRASH_BUDGETS * limit_nbytes:
+        _say_later(
+            "thrash",
+            f"{format_nbytes(costs.thrash_nbytes)} were fetched again within a few operators of "
+            f"being evicted from {books.main.name}: the budget of {format_nbytes(limit_nbytes)} is "
+            "too small for what single layers use, or the strategy keeps too little. Raise "
+            "tensorsManager.budget, or set tensorsManager.strategy = 'flow' if it is another.",
+        )
+
+
+def note_plain(element_count: int) -> None:
+    """A plain parameter has met TensorRefs in several operators."""
+    _say_later(
+        "plain",
+        f"a parameter of {element_count:,} elements is plain, so every operator fetches it anew. "
+        "It was made before torchTensorRef was imported, or where it is left out. Write "
+        "tensorsManager.adopt(model) once, or import torchTensorRef before the model is built.",
+    )
+
+
+def _say_later(key: str, text: str) -> None:
+    """Say something when no operator is halfway: a program may turn warnings into errors."""
+    said.add(key)
+
+    def say() -> None:
+        if _log.hasHandlers():
+            _log.warning("torchTensorRef: %s", text)
+        silence = "warnings.filterwarnings('ignore', 'torchTensorRef: ')"
+        warnings.warn(
+            f"torchTensorRef: {text} To hear no more of this kind: {silence}.",
+            RuntimeWarning,
+            stacklevel=_frames_of_ours(),
+        )
+
+    listeners.later(say)
+
+
+def _frames_of_ours() -> int:
+    """How many frames up the program's own line is."""
+    frame, count = sys._getframe(1), 1
+    folders = (_OURS, str(Path(torch.__file__).parent))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
+        frame, count = frame.f_back, count + 1
+    return count

@@ -1,0 +1,85 @@
+"""What `tensorsManager.stats()` gives: plain numbers of what has happened since they were reset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .advice import advice_of, bound_of
+from .report import BLOCK_ROWS, living_blocks, weights_nbytes
+
+
+def stats_of(manager: Any) -> dict[str, Any]:
+    """Count what has happened since the counts were last reset, as plain numbers."""
+    residency = manager.residency
+    with residency.books.lock:
+        residency.books.bury()
+        books = residency.books
+        main = books.main
+        ledger = books.ledgers.get(main)
+        counts, copies = books.counts, residency.copier.transfer.counts
+        op_count = max(books.tick - manager._first_tick, 0)
+        stats = {
+            "strategy": residency.feed.strategy.name,
+            "device": main.name,
+            "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
+            "resident_nbytes": main.resident_nbytes if ledger else 0,
+            "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
+            "page_locked_nbytes": main.page_locked_nbytes,
+            "fetched_nbytes": copies.fetched_nbytes,
+            "prefetched_nbytes": copies.prefetched_nbytes,
+            "written_back_nbytes": copies.written_back_nbytes,
+            "dropped_nbytes": counts.dropped_nbytes,
+            "fetch_count": copies.fetch_count + copies.prefetch_count,
+            "evict_count": counts.evict_count,
+            "slow_hit_count": counts.slow_hit_count,
+            "miss_count": counts.miss_count,
+            "op_count": op_count,
+            "ready_op_count": max(op_count - counts.slow_op_count - counts.native_op_count, 0),
+            "slow_op_count": counts.slow_op_count,
+            "host_op_count": counts.host_op_count,
+            "at_home_count": counts.at_home_count,
+            "at_home_nbytes": counts.at_home_nbytes,
+            "at_home_saved_ns": counts.at_home_saved_ns,
+            "native_op_region_count": manager.native.native_count,
+            "native_op_count": counts.native_op_count,
+            "native_share": counts.native_op_count / max(op_count, 1),
+            "host_fallback_count": sum(counts.host_fallbacks.values()),
+            "host_fallback_reasons": dict(counts.host_fallbacks),
+            "host_fallback_operators": dict(counts.host_fallback_operators),
+            "out_of_budget_count": counts.out_of_budget_count,
+            "thrash_count": counts.costs.thrash_count,
+            "thrash_nbytes": counts.costs.thrash_nbytes,
+            "evicted_nbytes_by_cause": dict(counts.costs.evicted_nbytes),
+            "largest_op": counts.costs.largest_op,
+            "largest_op_nbytes": counts.costs.largest_op_nbytes,
+            "compute_ns": main.clocks().compute_ns - manager._first_compute_ns,
+            "stall_ns": main.stall_ns - manager._first_stall_ns,
+            "time_ns": manager._reached_ns() - manager._first_ns,
+        }
+        return {**stats, **_judged(manager, stats)}
+
+
+def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
+    """What a report says beside the counts: what is needed, what bounds, what would help."""
+    books = manager.residency.books
+    costs, clocks = books.counts.costs, books.main.clocks()
+    blocks = living_blocks(manager)
+    weights = weights_nbytes(blocks)
+    bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    return {
+        "weights_nbytes": weights,
+        "bound_by": bound.by,
+        "times_floor": bound.times_floor,
+        "advice": advice_of(stats, costs, weights),
+        "dearest_blocks": [
+            {
+                "name": manager.names.of_block(cost.block_id),
+                "nbytes": cost.nbytes,
+                "fetch_count": cost.fetch_count,
+                "evict_count": cost.evict_count,
+                "evicted_for": cost.why,
+            }
+            for cost in costs.dearest(BLOCK_ROWS)
+            if cost.fetch_count
+        ],
+    }

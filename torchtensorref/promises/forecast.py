@@ -1,0 +1,376 @@
+"""Forecast: what a program would do on a device, under a budget, by a strategy."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..base.units import format_nbytes, format_ns
+from ..devices import registry
+from ..devices.sim.device import SimDevice
+from ..devices.sim.spec import DeviceSpec
+from .record import BlockRecord, OpRecord, Record
+from .recording import record_of
+from .replayer import Replayer, StepCost
+from .teaching import teach
+
+__all__ = ["Forecast", "forecast"]
+
+
+class Forecast:
+    """What a recorded program would do; replayed when it is asked.
+
+    Parameters
+    ----------
+    record : Record
+        The program.
+    spec : DeviceSpec
+        The device.
+    budget : int, str or None
+        The most bytes the device may hold; None for all it has but 10 percent.
+    strategy : str, class or None
+        Who decides what is there; None for the default.
+
+    Attributes
+    ----------
+    steps : list of StepCost
+        What each part of the program costs, in order.
+    """
+
+    def __init__(
+        self, record: Record, spec: DeviceSpec, budget: Any = None, strategy: Any = None
+    ) -> None:
+        self.record, self.spec = record, spec
+        self._budget, self._strategy = budget, strategy
+
+    @functools.cached_property
+    def _replayer(self) -> Replayer:
+        return Replayer(self.record, self.spec, self._budget, self._strategy)
+
+    @functools.cached_property
+    def steps(self) -> list[StepCost]:
+        """What each part of the program costs, in order."""
+        return [step for step in self._replayer.steps() if step.op_count]
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The most bytes the device may hold."""
+        return self._replayer.residency.books.ledgers[self._replayer.device].limit_nbytes
+
+    @property
+    def strategy(self) -> str:
+        """The name of who decides."""
+        return self._replayer.residency.feed.strategy.name
+
+    @property
+    def time_ns(self) -> int:
+        """Virtual time of all of it."""
+        return sum(step.time_ns for step in self.steps)
+
+    @property
+    def steady(self) -> StepCost:
+        """The last part: of a program that repeats, what goes on like this."""
+        return self.steps[-1]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes that the device holds at once."""
+        return max(step.peak_nbytes for step in self.steps)
+
+    def on(self, budget: Any = None, strategy: Any = None, spec: DeviceSpec | None = None) -> Any:
+        """Return the forecast of the same program elsewhere."""
+        return Forecast(
+            self.record,
+            spec or self.spec,
+            self._budget if budget is None else budget,
+            strategy or self._strategy,
+        )
+
+    def accesses(self) -> Iterator[tuple[str, BlockRecord]]:
+        """Yield (operator, block) in the order in which the program uses its blocks."""
+        for op in self.record.each():
+            for number in op.reads:
+                yield op.name, self.record.blocks[number]
+
+    # -- budgets --------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def least_nbytes(self) -> int:
+        """The smallest budget under which the accelerator runs every operator that it may."""
+        ops = (op for op in self.record.each() if not op.on_host)
+        return max(map(self._need_nbytes, ops), default=0)
+
+    def _need_nbytes(self, op: OpRecord) -> int:
+        blocks = self.record.blocks
+        if op.reads_part:
+            return sum(blocks[number].nbytes for number in (*op.reads[1:], *op.births))
+        held = sum(blocks[number].nbytes for number in (*op.reads, *op.births))
+        return held + op.peak_nbytes
+
+    @functools.cached_property
+    def enough_nbytes(self) -> int:
+        """The budget after which more does not help: all that is alive at once fits."""
+        return sum(self.at_most_alive.values())
+
+    @functools.cached_property
+    def at_most_alive(self) -> dict[str, int]:
+        """Bytes alive by kind, at the operator when they are most."""
+        blocks = self.record.blocks
+        alive: dict[int, int] = {}
+        found: dict[str, int] = {}
+        kinds = self._kinds
+        total = most = 0
+        sums: dict[str, int] = {}
+        held: dict[str, int]
+        for op in self.record.ops:
+            if op.part_count:  # as one it takes so much more in passing
+                held = {**sums, "kernels": op.peak_nbytes}
+                for number in {*op.reads, *op.births} - alive.keys():
+                    held[kinds[number]] = held.get(kinds[number], 0) + blocks[number].nbytes
+                if sum(held.values()) > most:
+                    most, found = sum(held.values()), held
+                continue
+            for number in (*op.reads, *op.births):
+                if number not in alive:
+                    alive[number] = blocks[number].nbytes
+                    total += alive[number]
+                    kind = kinds[number]
+                    sums[kind] = sums.get(kind, 0) + alive[number]
+            if total > most:
+                most, found = total, dict(sums)
+            for number in op.deaths:
+                nbytes = alive.pop(number, 0)
+                total -= nbytes
+                sums[kinds[number]] = sums.get(kinds[number], 0) - nbytes
+        return found
+
+    @functools.cached_property
+    def _kinds(self) -> dict[int, str]:
+        """Say of each block what it is: a weight, a cache (made, and kept between parts), ..."""
+        kinds, made_in = {}, {}
+        for part, (_, indices) in enumerate(self.record.step_ranges()):
+            for index in indices:
+                op = self.record.ops[index]
+                for number in op.births:
+                    made_in[number] = part
+                for number in op.reads:
+                    if number in made_in and made_in[number] != part:
+                        kinds[number] = "cache"
+        for number, block in self.record.blocks.items():
+            if block.is_persistent:
+                kinds[number] = "weights"
+            elif number not in kinds:
+                kinds[number] = "activations" if number in made_in else "inputs"
+        return kinds
+
+    def budgets(self, count: int) -> list[int]:
+        """Return so many budgets, from the least to what is more than enough."""
+        low, high = self.least_nbytes, self.enough_nbytes * 1.05
+        return [int(low + (high - low) * i / (count - 1)) for i in range(count)]
+
+    # -- the floor ------------------------------------------------------------------------------
+
+    def floor_ns(self, step: StepCost) -> tuple[int, str]:
+        """Return the least time that a part can take on this device, and what bounds it.
+
+        The device computes, and what does not fit crosses the link once (THEORY, 3.1).
+        """
+        ranges = dict(self.record.step_ranges())
+        ops = [self.record.ops[index] for index in ranges[step.name]]
+        kinds = self._kinds
+        used = {n for op in ops for n in op.reads if kinds[n] == "weights" and not op.reads_part}
+        weights_nbytes = sum(self.record.blocks[number].nbytes for number in used)
+        missing_nbytes = max(0, weights_nbytes - self.budget_nbytes)
+        link_ns = int(missing_nbytes / self.spec.h2d_bytes_per_s * 1e9)
+        issue_ns = step.op_count * self.spec.dispatch_ns
+        bounds = {"the link": link_ns, "compute": step.compute_ns, "the host's calls": issue_ns}
+        bound = max(bounds, key=bounds.__getitem__)
+        return bounds[bound], bound
+
+    # -- told -----------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        """Say what is to be expected, as text that fits a screen."""
+        step = self.steady
+        floor_ns, bound = self.floor_ns(step)
+        alive = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in self.at_most_alive.items())
+        lines = [
+            f"{self.strategy} on {self.spec.name}, budget {format_nbytes(self.budget_nbytes)}: "
+            f"{len(self.record.ops)} operators, {format_ns(self.time_ns)}",
+            f"  needs      {alive}; {format_nbytes(self.least_nbytes)} is the least budget, from "
+            f"{format_nbytes(self.enough_nbytes)} on more does not help",
+            f"  peak       {format_nbytes(self.peak_nbytes)}",
+            f"  floor      {step.name}: {step.time_ns / max(floor_ns, 1):.2f} times "
+            f"{format_ns(floor_ns)}, which {bound} takes",
+        ]
+        rows = self.steps if len(self.steps) <= 8 else [*self.steps[:3], *self.steps[-3:]]
+        lines.append(f"  {'part':24} {'time':>10} {'stalls':>10} {'fetched':>12} {'on host':>8}")
+        lines += [
+            f"  {s.name[:24]:24} {format_ns(s.time_ns):>10} {format_ns(s.stall_ns):>10} "
+            f"{format_nbytes(s.fetched_nbytes):>12} {s.host_op_count + s.fallback_count:>8}"
+            for s in rows
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is to be expected as plain data."""
+        floor_ns, bound = self.floor_ns(self.steady)
+        return {
+            "device": self.spec.name,
+            "strategy": self.strategy,
+            "budget_nbytes": self.budget_nbytes,
+            "peak_nbytes": self.peak_nbytes,
+            "at_most_alive_nbytes": self.at_most_alive,
+            "least_nbytes": self.least_nbytes,
+            "enough_nbytes": self.enough_nbytes,
+            "time_ns": self.time_ns,
+            "floor_ns": floor_ns,
+            "bound_by": bound,
+            "steps": [step._asdict() for step in self.steps],
+        }
+
+    def curve(self, budgets: Iterable[Any]) -> list[tuple[int, StepCost]]:
+        """Return (budget in bytes, last part) for several budgets."""
+        found = []
+        for budget in budgets:
+            other = self.on(budget=budget)
+            found.append((other.budget_nbytes, other.steady))
+        return found
+
+    def plot(self, path: str | Path, count: int = 8) -> None:
+        """Draw the time of the last part against the budget, into a PNG; needs matplotlib."""
+        from .picture import draw_curves
+
+        title = f"{self.steady.name} by budget, {self.strategy}"
+        draw_curves(title, [(self.spec.name, self.curve(self.budgets(count)))], Path(path))
+
+    # -- the first real pass --------------------------------------------------------------------
+
+    def teach(self, module: Any = None) -> None:
+        """Let the strategy in use know it before the program's first real call.
+
+        Parameters
+        ----------
+        module : torch.nn.Module, optional
+            The real model, where this was made of another one of the same structure (on the meta
+            device, or loaded): parameters and buffers are found by their names. Not needed for a
+            forecast made with the model itself, in this process.
+
+        Raises
+        ------
+        ConfigError
+            The module has none of the names.
+        """
+        teach(self.record, module)
+
+    # -- kept -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the program into a file: a JSON text."""
+        Path(path).write_text(json.dumps(as_data(self.record)))
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = "sim", **more: Any) -> Forecast:
+        """Read what `save` has written.
+
+        Raises
+        ------
+        ConfigError
+            The file is not one of `save`.
+        """
+        return cls(_from_data(path), spec_of(device), **more)
+
+
+def as_data(record: Record) -> dict[str, Any]:
+    """Return a record as plain data."""
+    return {
+        "format": 1,
+        "blocks": [asdict(block) for block in record.blocks.values()],
+        "ops": [asdict(op) for op in record.ops],
+        "steps": record.steps,
+    }
+
+
+def _from_data(path: str | Path) -> Record:
+    try:
+        data = json.loads(Path(path).read_text())
+        ops = [OpRecord(**op) for op in data["ops"]]
+        blocks = {b["number"]: BlockRecord(**b) for b in data["blocks"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no forecast that Forecast.save has written: {error}", name=str(path)
+        ) from error
+    return Record(blocks, ops, [(name, index) for name, index in data["steps"]])
+
+
+def spec_of(device: Any) -> DeviceSpec:
+    """Return the spec of a simulated device, by name or as it is.
+
+    Raises
+    ------
+    ConfigError
+        There is none of that name; the nearest is named.
+    """
+    if isinstance(device, DeviceSpec):
+        return device
+    name = str(device)
+    found = registry.resolve(name if name.startswith("sim") else f"sim:{name}")
+    assert isinstance(found, SimDevice)
+    return found.spec
+
+
+def forecast(
+    call: Callable[..., Any],
+    *args: Any,
+    device: Any = "sim",
+    budget: Any = None,
+    strategy: Any = None,
+    steps: int = 1,
+    values: Any = "compute or zeros",
+    **kwargs: Any,
+) -> Forecast:
+    """Find out what a program would do, without running it: no data, no accelerator, any size.
+
+    Parameters
+    ----------
+    call : callable
+        A module, or any function. If it is a generator function, each `yield` ends a part of the
+        program; what it yields is the name of that part if it is text.
+    *args, **kwargs
+        Its arguments. Modules on the meta device take part as if they had bytes.
+    device : str or DeviceSpec, optional
+        The simulated device: ``"rtx4060"``, ``"sim:h200"``.
+    budget, strategy : optional
+        As for `tensorsManager`.
+    steps : int, optional
+        How often the program is called, if it is no generator.
+    values : optional
+        As for `promising`. By default a value is computed where what it depends on has values, and
+        zero otherwise.
+
+    Returns
+    -------
+    Forecast
+
+    Notes
+    -----
+    Real tensors are as they were afterwards, also those that the program writes, and so are the
+    gradients of modules among the arguments. What the program keeps elsewhere (a cache, the state
+    of an optimizer) are promises without values then: give it an optimizer of its own.
+
+    Examples
+    --------
+    >>> import torch, torchTensorRef
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(100_000, 100_000)
+    >>> seen = torchTensorRef.forecast(model, torch.empty(1, 100_000), device="h200")
+    >>> seen.steps[0].fetched_nbytes > 40e9
+    True
+    """
+    record = record_of(call, *args, steps=steps, values=values, **kwargs)
+    return Forecast(record, spec_of(device), budget, strategy)

@@ -1,0 +1,245 @@
+"""The graph behind promises: what has to run, and in which order, for a promise to get its bytes.
+
+A *cell* stands for one block's bytes through time, a *node* for one operator that was asked for and
+has not run. Nodes run in the order in which they were asked for, those that are needed: the writer
+of what is read, and before a block is written whoever was to read it first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..devices.base import empty_bytes
+from ..memory.block import Block
+from ..memory.plain_views import bare_ref
+
+__all__ = ["Cell", "Node", "Operand", "nodes_before"]
+
+_numbers = itertools.count(1)
+
+
+class Cell:
+    """One block's bytes through time: those it had, and those it is going to get."""
+
+    __slots__ = ("__weakref__", "base", "nbytes", "real", "users", "writer")
+
+    def __init__(self, nbytes: int, real: Block | None = None) -> None:
+        self.nbytes = nbytes
+        #: A tensor without bytes; views of it have the metadata of views of the block.
+        self.base = empty_bytes(nbytes, "meta")
+        #: The bytes as they are after the last node that has run; None before the first one.
+        self.real = real
+        #: The last node that makes or writes them.
+        self.writer: Node | None = None
+        #: Nodes that use them, in their order; weak, so that nobody runs what nobody wants.
+        self.users: list[weakref.ref[Node]] = []
+
+    @property
+    def is_fulfilled(self) -> bool:
+        """Whether nothing has to run before the bytes are what they are to be."""
+        return self.real is not None and (self.writer is None or self.writer.is_done)
+
+    def users_before(self, number: int) -> list[Node]:
+        """Return the nodes that use the bytes before node `number`, and have not run."""
+        waiting = []
+        for reference in list(self.users):
+            node = reference()
+            if node is None or node.is_done:
+                self.users.remove(reference)
+            elif node.number < number:
+                waiting.append(node)
+        return waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A view of a cell: what a TensorRef is without its identity."""
+
+    cell: Cell
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    label: torch.device
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, ref: Any, cell: Cell) -> Operand:
+        """Describe a TensorRef over the block of a cell."""
+        offset = int(ref.storage_offset())
+        return cls(
+            cell,
+            ref.size(),
+            ref.stride(),
+            offset,
+            ref.dtype,
+            ref.device,
+            ref.is_conj(),
+            ref.is_neg(),
+        )
+
+    def real(self) -> Any:
+        """Make the TensorRef over the bytes as they are now."""
+        made = bare_ref(self.size, self.stride, self.offset, self.dtype, self.label, self.cell.real)
+        if self.is_conj:
+            torch._C._set_conj(made, True)
+        if self.is_neg:
+            torch._C._set_neg(made, True)
+        return made
+
+
+class Draws:
+    """Random numbers that are promised: those that the program would have drawn at once.
+
+    They come from the state that torch's generator had when the first of them was asked for, in
+    the order in which they were asked for. The generator follows as long as nobody else draws.
+    """
+
+    def __init__(self, state: torch.Tensor) -> None:
+        #: Where the program's generator is while nobody else has drawn from it, or set it.
+        self.seen = state
+        self._now = state
+        self.last: Node | None = None
+
+    def is_left(self, state: torch.Tensor) -> bool:
+        """Whether somebody else has drawn, or set the generator."""
+        return not torch.equal(state, self.seen)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run an operator that draws the numbers which come next."""
+        before = after = torch.get_rng_state()
+        torch.set_rng_state(self._now)
+        try:
+            result = call()
+            self._now = torch.get_rng_state()
+            if not self.is_left(before):
+                self.seen = after = self._now
+            return result
+        finally:
+            torch.set_rng_state(after)
+
+
+class Node:
+    """An operator, or a factory, that was asked for and has not run.
+
+    Parameters
+    ----------
+    name : str
+        The operator's.
+    where : str
+        File and line of the program that asked for it.
+    run : callable
+        Runs it for real on TensorRefs.
+    args, kwargs
+        Its arguments, with an `Operand` for each tensor.
+    uses, writes : iterable of Cell
+        What it reads or writes, and what of it it writes.
+    births : list of (int, Cell)
+        The cells of its fresh results, by their places among its flattened results.
+    draws : Draws, optional
+        Where its random numbers come from; who drew there before runs first.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "births",
+        "deps",
+        "draws",
+        "is_done",
+        "kwargs",
+        "name",
+        "number",
+        "run",
+        "uses",
+        "where",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        uses: Iterable[Cell] = (),
+        writes: Iterable[Cell] = (),
+        births: Iterable[tuple[int, Cell]] = (),
+        draws: Draws | None = None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.name, self.where, self.run = name, where, run
+        self.args, self.kwargs = args, kwargs
+        self.uses, self.writes = list(uses), list(writes)
+        self.births = [(place, weakref.ref(cell)) for place, cell in births]
+        self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
+        self.draws = draws
+        if draws is not None:
+            if draws.last is not None:
+                self.deps.append(draws.last)
+            draws.last = self
+        self.is_done = False
+        for cell in self.uses:
+            cell.users.append(weakref.ref(self))
+        for cell in self.writes:
+            cell.writer = self
+        for _, cell in births:
+            cell.writer = self
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether what it uses has, or can get, bytes."""
+        return all(cell.real is not None or cell.writer is not None for cell in self.uses)
+
+    def fulfil(self) -> None:
+        """Run it for real; what it uses has its bytes."""
+        args, kwargs = _real(self.args), _real(self.kwargs)
+        if self.draws is None:
+            real = self.run(*args, **kwargs)
+        else:
+            real = self.draws.run(lambda: self.run(*args, **kwargs))
+        leaves = tree_leaves(real)
+        for place, reference in self.births:
+            cell = reference()
+            if cell is not None:
+                cell.real = leaves[place]._ttr_block
+        self.is_done = True
+        self.args = self.kwargs = None
+        self.deps.clear()
+        self.uses.clear()
+        self.writes.clear()
+
+
+def _real(values: Any) -> Any:
+    return tree_map(lambda value: value.real() if type(value) is Operand else value, values)
+
+
+def nodes_before(cell: Cell) -> list[Node]:
+    """Return what has to run, in that order, for a cell to have its bytes.
+
+    Returns
+    -------
+    list of Node
+        Empty where they are there.
+    """
+    found: dict[int, Node] = {}
+    waiting = [] if cell.writer is None else [cell.writer]
+    while waiting:
+        node = waiting.pop()
+        if node.is_done or node.number in found:
+            continue
+        found[node.number] = node
+        waiting.extend(node.deps)
+        for written in node.writes:
+            waiting.extend(written.users_before(node.number))
+    return [found[number] for number in sorted(found)]

@@ -1,0 +1,239 @@
+"""One operator on promises: torch's shape functions on tensors without bytes, and what is noted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ..interception.device_labels import exchange_device
+from ..interception.handlers import keeps_everything
+from ..interception.operands import Operands
+from ..interception.slow_path import SlowPath
+from ..memory.block import Block
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import replace_metadata, view_with
+from ..memory.ref import TensorRef
+from ..operators.costs import operator_cost
+from ..operators.plan import OpPlan
+from .graph import Cell, Operand
+from .shapes import shape_function
+from .values import has_no_value
+
+_CPU = torch.device("cpu")
+#: How torch says that a shape, or a result, depends on values.
+_ASKS_VALUES = (NotImplementedError, torch._subclasses.fake_tensor.DataDependentOutputException)
+
+
+class _Nowhere:
+    """Where the bytes of promises are, to those who ask a device."""
+
+    name = "promised"
+    is_host = False
+    torch_device = torch.device("meta")
+
+
+NOWHERE: Any = _Nowhere()
+
+
+class PromisedCall:
+    """One call of an operator whose results are promises.
+
+    Parameters
+    ----------
+    promises : Promises
+        Who knows the cells, and keeps the graph.
+    operands : Operands
+        What takes part.
+    """
+
+    def __init__(self, promises: Any, operands: Operands) -> None:
+        self._promises = promises
+        self._operands = operands
+        self._plan = operands.plan
+        self._label = operands.label or _CPU
+        self._cells: dict[Block, Cell] = {b: promises.cell_of(b) for b in operands.blocks}
+        #: Fresh results: place among the flattened results, cell, block.
+        self._born: list[tuple[int, Cell, Block]] = []
+        self._plain_of: dict[int, torch.Tensor] = {}
+        for ref in operands.refs:
+            storage = self._cells[ref._ttr_block].base.untyped_storage()
+            self._plain_of[id(ref)] = view_with(ref, storage, ref.storage_offset())
+        self._args = tree_map(self._plain, list(operands.args))
+        self._kwargs = tree_map(self._plain, operands.kwargs)
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        ref = self._operands.ref_of(value)
+        return value if ref is None else self._plain_of[id(ref)]
+
+    def run(self) -> Any:
+        """Return the results as promises; or what is answered, where values are asked for."""
+        if self._plan.result_of_write and not self._plan.returns_tensors:
+            return self._answered()  # it returns numbers
+        try:
+            out = self._on_metadata()
+        except _ASKS_VALUES:
+            return self._answered()
+        result = self._wrapped(out)
+        if not self._plan.is_true_view:
+            self._note(out)
+        return result
+
+    def _on_metadata(self) -> Any:
+        plan = self._plan
+        if plan.has_device:
+            accelerator = self._operands.accelerator
+            asked = exchange_device(plan, NOWHERE, accelerator, self._args, self._kwargs)
+            self._label = asked or self._label
+        kwargs = {name: arg for name, arg in self._kwargs.items() if name != "generator"}
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return shape_function(plan)(*self._args, **kwargs)
+
+    # -- answers --------------------------------------------------------------------------------
+
+    def _answered(self) -> Any:
+        """Run the operator for real, on computed or made up operands, or give a given answer."""
+        operands, name = self._operands, self._plan.name
+        values = self._promises.values
+        given = values.answer(name, operands.refs)
+        if given is not None:
+            return given[0]
+        if values.computes and self._promises.can_all(self._cells.values()):
+            for block in operands.blocks:
+                self._promises.fulfil(block, name)
+            return self._promises.outside(
+                run_for_real, self._plan, *operands.args, **operands.kwargs
+            )
+        for ref in operands.refs:
+            plain = values.made_up(ref.size(), ref.stride(), ref.dtype)
+            if plain is None:
+                raise has_no_value(name, "an operand is a promise")
+            self._plain_of[id(ref)] = plain
+        args = tree_map(self._plain, list(operands.args))
+        kwargs = tree_map(self._plain, operands.kwargs)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            out = self._plan.op(*args, **kwargs)
+        return tree_map(_adopted, out)
+
+    # -- what is noted --------------------------------------------------------------------------
+
+    def _note(self, out: Any) -> None:
+        operands, plan = self._operands, self._plan
+        args, kwargs = tree_map(self._described, (operands.args, operands.kwargs))
+        written = [self._cells[block] for block in operands.written]
+        for block, cell in zip(operands.written, written, strict=True):
+            if block.promise is None:
+                self._promises.make_promise(block, cell)
+        is_random = plan.draws_random(operands.args, operands.kwargs)
+        self._promises.note(
+            plan.name,
+            functools.partial(run_for_real, plan),
+            args,
+            kwargs,
+            uses=self._cells.values(),
+            writes=written,
+            births=[(place, cell) for place, cell, _ in self._born],
+            is_random=is_random,
+        )
+        recorder = self._promises.recorder
+        if recorder is not None:
+            recorder.note(
+                plan,
+                operands,
+                born=[block for _, _, block in self._born],
+                cost=operator_cost(plan, self._args, self._kwargs, out),
+                on_host=is_random and self._label.type == "cpu",
+                shares=self._shares(),
+                peak_nbytes=self._peak_nbytes(),
+            )
+
+    def _described(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        ref = self._operands.ref_of(value)
+        return value if ref is None else Operand.of(ref, self._cells[ref._ttr_block])
+
+    def _shares(self) -> bool:
+        first = self._operands.args[0] if self._operands.args else None
+        kwargs = self._operands.kwargs
+        return self._plan.shares and type(first) is TensorRef and keeps_everything(first, kwargs)
+
+    def _peak_nbytes(self) -> int:
+        rule = self._plan.peak_nbytes
+        return int(rule(*self._args, **self._kwargs) or 0) if rule is not None else 0
+
+    # -- results --------------------------------------------------------------------------------
+
+    def _wrapped(self, out: Any) -> Any:
+        twins = self._twins()
+        for original in self._operands.written_arguments():
+            if isinstance(original, torch.Tensor):
+                self._follow_metadata(original)
+        places = iter(range(1 << 30))
+
+        def wrapped(value: Any) -> Any:
+            place, twin = next(places), next(twins)
+            if not isinstance(value, torch.Tensor):
+                return value
+            return self._wrapped_one(value, place) if twin is None else twin
+
+        return tree_map(wrapped, out)
+
+    def _twins(self) -> Iterator[Any]:
+        """Yield for each result the argument that it hands back, or None."""
+        for position in self._plan.result_of_write:
+            if position is None:
+                yield None
+            else:
+                value = self._operands.argument(self._plan.argument_names[position])
+                yield from value if isinstance(value, (list, tuple)) else (value,)
+        while True:
+            yield None
+
+    def _wrapped_one(self, plain: torch.Tensor, place: int) -> Any:
+        if plain.layout is not torch.strided:
+            raise has_no_value(self._plan.name, f"its result is {plain.layout}")
+        key = plain.untyped_storage()._cdata
+        known = [(cell, block) for block, cell in self._cells.items()]
+        for cell, block in [*known, *((cell, block) for _, cell, block in self._born)]:
+            if cell.base.untyped_storage()._cdata == key:
+                return self._promises.ref_over(plain, block, self._label)
+        cell = Cell(plain.untyped_storage().nbytes())
+        cell.base = plain
+        block = self._promises.promised(cell)
+        self._born.append((place, cell, block))
+        return self._promises.ref_over(plain, block, self._label)
+
+    def _follow_metadata(self, original: Any) -> None:
+        """Where an operator changes sizes in place (`t_`, `out=`), change the program's, too."""
+        ref = self._operands.ref_of(original)
+        if ref is None:
+            return
+        plain = self._plain_of[id(ref)]
+        if (plain.size(), plain.stride()) == (ref.size(), ref.stride()):
+            return
+        block = ref._ttr_block
+        nbytes = plain.untyped_storage().nbytes()
+        if nbytes != block.nbytes:
+            tensorsManager.residency.resized(block, nbytes)
+            self._cells[block].nbytes = nbytes
+        made = self._promises.ref_over(plain, block, ref.device)
+        if ref is original:
+            replace_metadata(ref, made)
+
+
+def run_for_real(plan: OpPlan, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on TensorRefs that have bytes."""
+    return SlowPath(plan, args, kwargs, tensorsManager).run()
+
+
+def _adopted(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tensorsManager.ownership.adopt_tensor(value, sole=True)

@@ -1,0 +1,370 @@
+"""Promises: TensorRefs that have shape and dtype, and no bytes yet.
+
+Operators on them run on metadata (`promised_call.py`) and give promises. What was asked for is
+kept as a graph (`graph.py`), so that `fulfil` can do it later, and written down by a recorder for a
+forecast.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ..base.activation import making, watch
+from ..interception.handlers import HANDLERS
+from ..interception.operands import analyse
+from ..interception.ready_path import SLOW
+from ..memory.block import Block
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import make_ref
+from ..memory.ref import TensorRef
+from ..operators.plan import OpPlan
+from ..operators.row import Special
+from .composite import run_composite
+from .graph import Cell, Draws, Node, nodes_before
+from .promised_call import NOWHERE, PromisedCall
+from .recorder import Recorder
+from .values import Values, has_no_value, where_asked
+
+__all__ = ["Promises", "promise_like", "promises", "promising", "recording"]
+
+#: Handled by a look at metadata alone: as for any TensorRef.
+_BY_METADATA = {
+    Special.CHOOSE_ATTENTION,
+    Special.IS_PINNED,
+    Special.PIN,
+    Special.CAN_REPLACE,
+    Special.IS_SET_TO,
+}
+
+
+class Scope(NamedTuple):
+    """What holds inside one `promising()`."""
+
+    values: Values
+    recorder: Recorder | None = None
+    #: Whether real operands are kept as they are now, for `fulfil`.
+    snapshots: bool = True
+
+
+_scope: ContextVar[Scope | None] = ContextVar("torchTensorRef.promising", default=None)
+_without = Scope(Values())
+
+
+class Promises:
+    """Runs operators on promises, and gives promises their bytes."""
+
+    def __init__(self) -> None:
+        #: The cells of real blocks that operators on promises read.
+        self._cell_of: weakref.WeakKeyDictionary[Block, Cell] = weakref.WeakKeyDictionary()
+        #: The living promises: where there is none, operators are not looked at.
+        self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._scope_count = 0
+        #: Where random numbers that are asked for now will come from.
+        self._draws: Draws | None = None
+
+    def look_on(self, change: int) -> None:
+        """See every operator while any thread is in a scope."""
+        with self._lock:
+            self._scope_count += change
+            watch.want("promises", self._scope_count > 0, is_slow=True)
+
+    @property
+    def values(self) -> Values:
+        """The answers that hold here."""
+        return (_scope.get() or _without).values
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who writes down what is asked for here."""
+        return (_scope.get() or _without).recorder
+
+    # -- asked by the slow path -----------------------------------------------------------------
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator is not to run now: in a scope, or because an operand is a promise."""
+        if _scope.get() is not None:
+            return True
+        return bool(self._promised) and any(
+            type(value) is TensorRef and value._ttr_block.promise is not None
+            for value in tree_leaves((args, kwargs))
+        )
+
+    def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on metadata; NotImplemented where it is to take its usual way."""
+        if plan.special in _BY_METADATA:
+            return HANDLERS[plan.special](plan, args, kwargs)
+        residency = tensorsManager.residency
+        if residency.recorder is not None:
+            residency.recorder.mistrust("promises take part")
+        operands = analyse(plan, args, kwargs, tensorsManager)
+        if operands.has_other_subclass:
+            return NotImplemented
+        if plan.is_true_view and operands.blocks:
+            if self.recorder is not None:
+                self.recorder.note_view(operands.blocks[0])
+            if operands.blocks[0].promise is None:
+                return NotImplemented  # a view of what has bytes has them, too
+        return PromisedCall(self, operands).run()
+
+    def run_composite(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a composite operator that has not been taken apart yet; `SLOW` where it is to be."""
+        if self.recorder is None or plan.peak_nbytes is None:
+            return SLOW
+        return run_composite(self.recorder, plan, args, kwargs)
+
+    def cell_of(self, block: Block) -> Cell:
+        """Return the cell of a block: of a promise its own, of another what it holds now."""
+        if block.promise is not None:
+            return block.promise  # type: ignore[no-any-return]
+        if not (_scope.get() or _without).snapshots:
+            return Cell(block.nbytes, block)
+        cell = self._cell_of.get(block)
+        if cell is None or cell.real is None or cell.real.replicas is not block.replicas:
+            real = tensorsManager.residency.sharing.copy_on_write(block)
+            cell = self._cell_of[block] = Cell(block.nbytes, real)
+        return cell
+
+    def make_promise(self, block: Block, cell: Cell) -> None:
+        """Let a block that has bytes be a promise from now on; what it had is the cell's.
+
+        Raises
+        ------
+        PromisedError
+            Somebody outside holds its bytes, and would not see what is only promised.
+        """
+        exposure = block.exposure
+        if exposure is not None and exposure.alive:
+            why = f"{block.name} is held outside ({exposure.why}), where a promise cannot be seen"
+            raise has_no_value("a write", why)
+        scope = _scope.get()
+        if scope is not None and scope.recorder is not None:
+            original = scope.recorder.originals[block] = Block(block.nbytes)
+            block.share_with(original)
+        if cell.real is block:
+            cell.real = Block(block.nbytes)
+            block.share_with(cell.real)
+        with tensorsManager.residency.books.lock:
+            block.ready = None
+            block.move_to({}, [])
+            self._promised.add(block)
+            block.promise = cell
+
+    def _note_real(self, block: Block) -> None:
+        """Note that a block has its bytes now."""
+        block.promise = None
+        self._promised.discard(block)
+
+    def take_back(self, block: Block, original: Block) -> None:
+        """Give a block what it had before it was a promise."""
+        if block.promise is None:
+            block.move_to({}, [])  # computed meanwhile
+        with tensorsManager.residency.books.lock:
+            original.share_with(block)
+            self._note_real(block)
+
+    # -- fulfilling -----------------------------------------------------------------------------
+
+    def fulfil(self, block: Block, asked_by: str = "fulfil") -> None:
+        """Run what a promise depends on, in order, and give it its bytes.
+
+        Raises
+        ------
+        PromisedError
+            It depends on what has no values. What was computed on the way stays computed.
+        """
+        cell: Cell | None = block.promise
+        if cell is None:
+            return
+        nodes = nodes_before(cell)
+        for missing in [one for node in nodes for one in node.uses] + [cell]:
+            if missing.real is None and missing.writer is None:
+                raise has_no_value(asked_by, "it depends on a promise that was made without values")
+        self.outside(_fulfil_all, nodes)
+        assert cell.real is not None
+        with tensorsManager.residency.books.lock:
+            cell.real.share_with(block)
+            self._note_real(block)
+
+    def can_all(self, cells: Iterable[Cell]) -> bool:
+        """Whether all of these can have values, by what the answers here say it may take."""
+        needed = {one for cell in cells for one in [cell, *_used_by(nodes_before(cell))]}
+        limit_nbytes = self.values.limit_nbytes
+        return all(one.real is not None or one.writer is not None for one in needed) and (
+            limit_nbytes is None or sum(one.nbytes for one in needed) <= limit_nbytes
+        )
+
+    def asked(self, block: Block, op: str = "a read") -> None:
+        """Give a block its bytes because somebody reads them; or raise `PromisedError`."""
+        values = self.values
+        if values.computes and self.can_all([block.promise]):
+            self.fulfil(block, op)
+            return
+        made_up = values.made_up((block.nbytes,), (1,), torch.uint8)
+        if made_up is None:
+            raise has_no_value(op, "it is a promise")
+        filled = tensorsManager.ownership.adopt_tensor(made_up, sole=True)._ttr_block
+        self._note_real(block)
+        filled.share_with(block)
+
+    @staticmethod
+    def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call something as if there were no scope: operators run for real."""
+        token, making_token = _scope.set(None), making.set(None)
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+                return call(*args, **kwargs)
+        finally:
+            making.reset(making_token)
+            _scope.reset(token)
+
+    # -- making promises ------------------------------------------------------------------------
+
+    def make(
+        self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], for_real: Any
+    ) -> Any:
+        """Make what a factory makes without its bytes; NotImplemented where it is to make them.
+
+        `for_real` is called with the same arguments, but for `requires_grad`, when they are wanted.
+        """
+        asked = torch.device(kwargs.get("device") or "cpu")
+        if asked.type == "meta" or kwargs.get("out") is not None or kwargs.get("names"):
+            return NotImplemented
+        if any(type(value) is TensorRef for value in (*args, *kwargs.values())):
+            return NotImplemented  # `empty_like` of one: an operator as any other
+        options = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
+        plain = wrapped(*args, **{**options, "device": "meta"})
+        if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
+            return NotImplemented
+        cell = Cell(plain.untyped_storage().nbytes())
+        ref = self.ref_over(plain.detach(), self.promised(cell), asked)
+        usual = {k: v for k, v in kwargs.items() if k != "requires_grad"}
+        run = functools.partial(for_real, wrapped, args, usual)
+        self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], is_random=_draws(wrapped))
+        return ref.requires_grad_() if plain.requires_grad else ref
+
+    def promised(self, cell: Cell) -> Block:
+        """Make the block of a cell that has no bytes yet."""
+        block = Block(cell.nbytes, tensorsManager.residency.books.tick)
+        self._promised.add(block)
+        block.promise = cell
+        return block
+
+    def ref_over(self, plain: torch.Tensor, block: Block, label: torch.device) -> Any:
+        """Make the TensorRef with the metadata of a tensor without bytes."""
+        return make_ref(plain, block, NOWHERE, label)
+
+    def note(self, name: str, run: Any, args: Any, kwargs: Any, **parts: Any) -> None:
+        """Add an operator, or a factory, to the graph; see `Node`."""
+        draws = self._draws_now() if parts.pop("is_random") else None
+        Node(name, where_asked(), run, args, kwargs, draws=draws, **parts)
+
+    def _draws_now(self) -> Draws:
+        state = self.outside(torch.get_rng_state)
+        with self._lock:
+            if self._draws is None or self._draws.is_left(state):
+                self._draws = Draws(state)
+            return self._draws
+
+
+def _draws(factory: Any) -> bool:
+    """Whether a factory draws random numbers, by what torch says of its operator."""
+    packet = getattr(torch.ops.aten, factory.__name__, None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+
+
+def _used_by(nodes: Iterable[Node]) -> Iterator[Cell]:
+    for node in nodes:
+        yield from node.uses
+
+
+def _fulfil_all(nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        node.fulfil()
+
+
+promises = Promises()
+
+
+def promise_like(tensor: torch.Tensor) -> Any:
+    """Make a promise with the metadata of a tensor, and without values."""
+    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if type(plain) is TensorRef:
+        raise AssertionError("tensors on the meta device are plain")
+    label = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    block = promises.promised(Cell(plain.untyped_storage().nbytes()))
+    return promises.ref_over(plain, block, label).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[None]:
+    """Make promises inside: factories and operators give shapes, dtypes and no bytes.
+
+    Parameters
+    ----------
+    values : mapping, str or int, optional
+        What a program is told that asks for a value: by operator (`{"item": 3}`, or a callable that
+        is given the operands), or a policy for all: `"zeros"`, `"random"` or a seed, `"compute"`
+        (run what it depends on). Without it such a question raises `PromisedError`.
+
+    Notes
+    -----
+    Holds for the current thread or task. What is made from real tensors is a deferred computation:
+    `ref.fulfil()` runs what the promise depends on, in the order of the program. Data
+    (`torch.tensor`, files, arrays) stays real; random numbers are drawn when they are fulfilled, in
+    the order in which they were asked for.
+
+    Examples
+    --------
+    >>> import torchTensorRef, torch
+    >>> x = torchTensorRef.tensorsManager.adopt(torch.ones(3))
+    >>> with torchTensorRef.promising():
+    ...     y = (x * 2).sum()
+    >>> y.proxyInfo.promised, tuple(y.shape)
+    (True, ())
+    >>> y.fulfil().item()
+    6.0
+    """
+    with _promising(Scope(Values(values))):
+        yield
+
+
+@contextmanager
+def _promising(scope: Scope) -> Iterator[None]:
+    tensorsManager.promises = promises
+    tensorsManager.residency.books.asked = promises.asked
+    token, making_token = _scope.set(scope), making.set(promises.make)
+    promises.look_on(+1)
+    try:
+        yield
+    finally:
+        promises.look_on(-1)
+        making.reset(making_token)
+        _scope.reset(token)
+
+
+def recording(recorder: Recorder, values: Values) -> Any:
+    """Make promises inside, write down what is asked for, and keep no real values for later."""
+    return _recording(Scope(values, recorder, snapshots=False), recorder)
+
+
+@contextmanager
+def _recording(scope: Scope, recorder: Recorder) -> Iterator[None]:
+    try:
+        with _promising(scope):
+            yield
+    finally:
+        for block, original in recorder.originals.items():
+            promises.take_back(block, original)
+        recorder.originals.clear()

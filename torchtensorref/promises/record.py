@@ -1,0 +1,99 @@
+"""Record: the operators of a program in their order, with the blocks that they use and make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["BlockRecord", "OpRecord", "Record"]
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """One block: a number that is never given twice, its bytes, and what it is."""
+
+    number: int
+    nbytes: int
+    #: A parameter, a buffer, or whatever else a module has registered.
+    is_persistent: bool = False
+    #: Operators that had used it before.
+    use_count: int = 0
+    #: What the program calls it: "model.layers.3.mlp.up_proj.weight"; "" where it has no name.
+    name: str = ""
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One operator: what it uses, by the numbers of blocks, and what it costs.
+
+    Views are no operators here: they use no bytes, and the blocks they keep alive are noted as
+    alive. Where one was made is noted, since it can open a block to the ready path.
+    """
+
+    name: str
+    #: What strategies know its uses by (`OpPlan.kind`).
+    kind: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+    births: tuple[int, ...] = ()
+    #: Blocks that the program has let go of when the next operator began.
+    deaths: list[int] = field(default_factory=list)
+    flops: int = 0
+    nbytes: int = 0
+    dtype: str = "float32"
+    #: Bytes that its kernel takes in passing.
+    peak_nbytes: int = 0
+    #: It may run without a decision where all its operands are ready.
+    may_be_ready: bool = True
+    #: It runs on the host, whatever the strategy says: random numbers that the host draws.
+    on_host: bool = False
+    #: It reads a part of its first operand: rows of a table.
+    reads_part: bool = False
+    #: The host waits for what it returns: a number.
+    waits: bool = False
+    #: It only makes a copy, which shares the bytes of the first operand until one is written.
+    shares: bool = False
+    #: Calls of the same form are expected to make as many bytes as the last of them did.
+    form: int = 0
+    #: Blocks of which the program has made views since the operator before; and those of which
+    #: torch makes views on the way to it, where it cannot run at once.
+    views: tuple[int, ...] = ()
+    inner_views: tuple[int, ...] = ()
+    #: A composite operator as one: so many of those that follow are its parts, which run instead
+    #: where it cannot.
+    part_count: int = 0
+
+
+@dataclass(slots=True)
+class Record:
+    """What a program has done.
+
+    Attributes
+    ----------
+    blocks : dict of int to BlockRecord
+        All that took part, by number. One that no operator has made is at home when it is read.
+    ops : list of OpRecord
+        In the order of the program.
+    steps : list of (str, int)
+        A name for each part of the program, and the index of its first operator.
+    """
+
+    blocks: dict[int, BlockRecord] = field(default_factory=dict)
+    ops: list[OpRecord] = field(default_factory=list)
+    steps: list[tuple[str, int]] = field(default_factory=list)
+
+    def each(self) -> Iterator[OpRecord]:
+        """Yield the operators in their order, composite ones in their parts."""
+        return (op for op in self.ops if not op.part_count)
+
+    def begin_step(self, name: str) -> None:
+        """Note that what comes next is another part of the program."""
+        self.steps.append((name, len(self.ops)))
+
+    def step_ranges(self) -> list[tuple[str, range]]:
+        """Return each part of the program, with the indices of its operators."""
+        starts = self.steps or [("all", 0)]
+        if starts[0][1]:
+            starts = [("before", 0), *starts]
+        ends = [start for _, start in starts[1:]] + [len(self.ops)]
+        return [(name, range(start, end)) for (name, start), end in zip(starts, ends, strict=True)]

@@ -1,0 +1,178 @@
+"""Recorder: writes down what operators use and make, while they are asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ..interception.operands import Operands
+from ..memory.block import Block
+from ..operators.plan import OpPlan, ReadyWay
+from .record import BlockRecord, OpRecord, Record
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Writes a `Record`; see `Promises`."""
+
+    def __init__(self) -> None:
+        self.record = Record()
+        #: Real blocks that were written meanwhile, and what they had.
+        self.originals: dict[Block, Block] = {}
+        #: The names of blocks that modules have, by number.
+        self.names: dict[int, str] = {}
+        #: Blocks of which views were made since the last operator.
+        self._viewed: dict[int, None] = {}
+        #: The forms of calls: operator and sizes of operands.
+        self._forms: dict[Any, int] = {}
+        #: Filled by weak references' callbacks, in any thread at any moment.
+        self._dead: deque[_Trace] = deque()
+        self._traces: dict[int, _Trace] = {}
+
+    def note(
+        self,
+        plan: OpPlan,
+        operands: Operands,
+        *,
+        born: Sequence[Block],
+        cost: tuple[int, int, str],
+        on_host: bool,
+        shares: bool,
+        peak_nbytes: int,
+    ) -> None:
+        """Write down one operator."""
+        self.note_deaths()
+        flops, nbytes, dtype = cost
+        self.record.ops.append(
+            OpRecord(
+                plan.name,
+                plan.kind,
+                tuple(map(self.number_of, operands.blocks)),
+                tuple(map(self.number_of, operands.written)),
+                tuple(map(self.number_of, born)),
+                flops=flops,
+                nbytes=nbytes,
+                dtype=dtype,
+                peak_nbytes=peak_nbytes,
+                may_be_ready=_may_be_ready(plan, operands),
+                on_host=on_host,
+                reads_part=plan.reads_part,
+                waits=not plan.returns_tensors,
+                shares=shares,
+                form=self._form_of(plan, operands),
+                views=self._take_views(),
+            )
+        )
+
+    def _form_of(self, plan: OpPlan, operands: Operands) -> int:
+        form = (plan.number, *(tuple(ref.size()) for ref in operands.refs[:3]))
+        return self._forms.setdefault(form, len(self._forms))
+
+    # -- views and composite operators ----------------------------------------------------------
+
+    def note_view(self, block: Block) -> None:
+        """Note that the program makes a view of a block."""
+        self._viewed[self.number_of(block)] = None
+
+    def _take_views(self) -> tuple[int, ...]:
+        viewed = tuple(self._viewed)
+        self._viewed.clear()
+        return viewed
+
+    def begin_whole(self, plan: OpPlan, operands: Operands, peak_nbytes: int) -> int:
+        """Write down that a composite operator may run as one; its parts come next.
+
+        Returns
+        -------
+        int
+            Its place, for `end_whole`.
+        """
+        self.note_deaths()
+        reads = tuple(map(self.number_of, operands.blocks))
+        whole = OpRecord(plan.name, plan.kind, reads, peak_nbytes=peak_nbytes)
+        whole.views = self._take_views()
+        self.record.ops.append(whole)
+        return len(self.record.ops) - 1
+
+    def end_whole(self, place: int, born: Block | None, cost: tuple[int, int, str]) -> None:
+        """Write down what a composite operator made and cost, or forget that it may run as one.
+
+        Parameters
+        ----------
+        born : Block or None
+            Its one result; None where it made none, and runs in its parts.
+        """
+        ops = self.record.ops
+        whole, parts = ops[place], ops[place + 1 :]
+        whole.part_count = len(parts)
+        whole.flops, whole.nbytes, whole.dtype = cost
+        if born is not None:
+            whole.births = (self.number_of(born),)
+        if not parts:
+            self._viewed = dict.fromkeys((*whole.views, *self._viewed))
+        elif born is None:
+            parts[0].views = (*whole.views, *parts[0].views)
+        elif _is_like(parts, whole):
+            parts[0].views, parts[0].inner_views = whole.views, parts[0].views
+        else:
+            return
+        if place:
+            ops[place - 1].deaths += whole.deaths
+        del ops[place]
+
+    def number_of(self, block: Block) -> int:
+        """Return the number of a block, which is written down if it is new."""
+        number = block.block_id
+        if number not in self.record.blocks:
+            self.record.blocks[number] = BlockRecord(
+                number,
+                block.nbytes,
+                block.is_persistent,
+                block.use_count,
+                self.names.get(number, ""),
+            )
+            trace = self._traces[number] = _Trace(block, self._dead.append)
+            trace.number = number
+        return number
+
+    def begin_step(self, name: str) -> None:
+        """Begin another part of the program."""
+        self.note_deaths()
+        self.record.begin_step(name)
+
+    def rename_step(self, name: str) -> None:
+        """Name the part that has just ended."""
+        steps = self.record.steps
+        taken = {other for other, _ in steps[:-1]}
+        steps[-1] = (name if name not in taken else f"{name} ({len(steps)})", steps[-1][1])
+
+    def note_deaths(self) -> None:
+        """Write down which blocks the program has let go of since the last operator."""
+        while self._dead:
+            number = self._dead.popleft().number
+            del self._traces[number]
+            if self.record.ops:
+                self.record.ops[-1].deaths.append(number)
+
+
+class _Trace(weakref.ref[Block]):
+    """A weak reference that knows the number of what has died."""
+
+    number = 0
+
+
+def _is_like(parts: list[OpRecord], whole: OpRecord) -> bool:
+    """Whether a composite operator is one part, and what it does as one is the same."""
+    part = parts[0]
+    return len(parts) == 1 and (
+        (part.kind, part.births, part.flops, part.nbytes, part.peak_nbytes, part.may_be_ready)
+        == (whole.kind, whole.births, whole.flops, whole.nbytes, whole.peak_nbytes, True)
+        and set(part.reads) == set(whole.reads)
+    )
+
+
+def _may_be_ready(plan: OpPlan, operands: Operands) -> bool:
+    return plan.ready_way != ReadyWay.NONE and plan.allows(operands.kwargs)

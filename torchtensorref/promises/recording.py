@@ -1,0 +1,105 @@
+"""From a program to its record: run it on promises, and leave everything as it was."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..memory.manager import tensorsManager
+from ..memory.ref import TensorRef
+from .promising import promise_like, recording
+from .record import Record
+from .recorder import Recorder
+from .values import Values
+
+__all__ = ["record_of"]
+
+
+def record_of(
+    call: Callable[..., Any], *args: Any, steps: int = 1, values: Any = None, **kwargs: Any
+) -> Record:
+    """Write down what a program would do; see `forecast`."""
+    recorder = Recorder()
+    modules = _modules_in(call, args, kwargs)
+    args, kwargs = tree_map(_with_metadata, (args, kwargs))
+    with _as_before(modules), recording(recorder, Values(values)):
+        for module in modules:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if type(tensor) is TensorRef:
+                    recorder.names.setdefault(tensor._ttr_block.block_id, name)
+        if inspect.isgeneratorfunction(call):
+            _run_parts(call(*args, **kwargs), recorder)
+        else:
+            for number in range(steps):
+                recorder.begin_step(f"step {number + 1}" if steps > 1 else "all")
+                call(*args, **kwargs)
+    recorder.note_deaths()
+    return recorder.record
+
+
+def _run_parts(parts: Iterator[Any], recorder: Recorder) -> None:
+    number, done = 0, object()
+    while True:
+        number += 1
+        recorder.begin_step(f"part {number}")
+        name = next(parts, done)
+        if isinstance(name, str):
+            recorder.rename_step(name)
+        if name is done:
+            return
+
+
+def _modules_in(call: Any, args: Any, kwargs: Any) -> list[nn.Module]:
+    """Return the modules that a call can reach: arguments, its own, and what it names."""
+    held = [call, getattr(call, "__self__", None)]
+    if inspect.isfunction(call) or inspect.ismethod(call):
+        named = inspect.getclosurevars(call)
+        held += [*named.nonlocals.values(), *named.globals.values()]
+    held += tree_leaves((args, kwargs))
+    return [value for value in held if isinstance(value, nn.Module)]
+
+
+def _with_metadata(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or type(value) is TensorRef:
+        return value
+    return promise_like(value) if value.device.type == "meta" else tensorsManager.adopt(value)
+
+
+@contextmanager
+def _as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules on the meta device be promises inside; put back what they had, and gradients."""
+    registries: list[dict[str, Any]] = []
+    for module in modules:
+        for part in module.modules():
+            registries += [part._parameters, part._buffers]
+    before = [(r, dict(r)) for r in registries]
+    gradients = [
+        (tensor, tensor.grad) for _, had in before for tensor in had.values() if tensor is not None
+    ]
+    known: dict[int, Any] = {}
+    try:
+        for registry_, had in before:
+            for name, tensor in had.items():
+                if tensor is not None and tensor.device.type == "meta":
+                    registry_[name] = known.setdefault(id(tensor), _promised(tensor))
+        yield
+    finally:
+        for registry_, had in before:
+            registry_.clear()
+            registry_.update(had)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+
+
+def _promised(tensor: torch.Tensor) -> Any:
+    made = promise_like(tensor)
+    made._ttr_block.is_persistent = True
+    if isinstance(tensor, nn.Parameter):
+        made._is_param = True
+    return made

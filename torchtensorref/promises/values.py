@@ -1,0 +1,126 @@
+"""What a program is told that asks a promise for a value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..base.errors import ConfigError, PromisedError, did_you_mean, nearest
+
+__all__ = ["POLICIES", "Values", "where_asked"]
+
+#: What torch calls the operators by which programs ask for numbers, and what programs call them.
+SHORT_NAMES = {"_local_scalar_dense": "item"}
+#: Operands made up for an answer take at most so much.
+MADE_UP_NBYTES = 64 << 20
+#: With "compute or zeros" what a value depends on takes at most so much: masks and positions do.
+COMPUTED_NBYTES = 16 << 20
+
+
+class Values:
+    """Answers to questions for values: by operator, or made up for all of them.
+
+    Parameters
+    ----------
+    given : mapping, str, int or None
+        By the name of the operator (`"item"`, `"nonzero"`): the answer, or a callable that is given
+        the operands and returns it. Or a policy: `"zeros"`, `"random"` (seed 0), a number (the
+        seed), `"compute"`. None answers nothing.
+
+    Raises
+    ------
+    ConfigError
+        There is no such policy.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | str | int | None = None) -> None:
+        self.by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        self.policy = given if isinstance(given, str) else None
+        seed = given if isinstance(given, int) and not isinstance(given, bool) else 0
+        if isinstance(given, int):
+            self.policy = "random"
+        if self.policy is not None and self.policy not in POLICIES:
+            raise ConfigError(
+                f"There is no policy {self.policy!r} for values. "
+                f"{did_you_mean(self.policy, POLICIES)} Or give a mapping by operator.",
+                name=self.policy,
+                known=POLICIES,
+                nearest=nearest(self.policy, POLICIES),
+            )
+        self._generator = torch.Generator().manual_seed(seed) if self.policy == "random" else None
+
+    @property
+    def limit_nbytes(self) -> int | None:
+        """What a computation may use at most; None: anything."""
+        return COMPUTED_NBYTES if self.policy == "compute or zeros" else None
+
+    @property
+    def computes(self) -> bool:
+        """Whether a value is computed where that can be done."""
+        return self.policy in ("compute", "compute or zeros")
+
+    def answer(self, name: str, operands: list[Any]) -> tuple[Any] | None:
+        """Return the answer given for an operator, in a tuple; None without one."""
+        short = short_name(name)
+        if short not in self.by_name:
+            return None
+        answer = self.by_name[short]
+        return (answer(*operands) if callable(answer) else answer,)
+
+    def made_up(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        """Make a plain operand for an answer; None where nothing is made up, or it is too large."""
+        if self.policy not in ("zeros", "random", "compute or zeros"):
+            return None
+        extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
+        if extent * dtype.itemsize > MADE_UP_NBYTES:
+            return None
+        with torch._C.DisableTorchFunction():
+            plain: torch.Tensor = torch._C._VariableFunctions.empty_strided(
+                size, stride, dtype=dtype
+            )
+            plain.zero_()
+            if self._generator is not None:
+                fill: Callable[..., Any] = (
+                    plain.normal_ if dtype.is_floating_point else _random_bits(plain)
+                )
+                fill(generator=self._generator)
+        return plain
+
+
+def _random_bits(plain: torch.Tensor) -> Callable[..., Any]:
+    return lambda generator: plain.random_(0, 2, generator=generator)
+
+
+#: What `values` may say for all questions.
+POLICIES = ("compute", "compute or zeros", "random", "zeros")
+
+
+def short_name(name: str) -> str:
+    """Return what a program calls an operator: "item" for `aten._local_scalar_dense.default`."""
+    packet = name.split("::")[-1].removeprefix("aten.").partition(".")[0]
+    return SHORT_NAMES.get(packet, packet)
+
+
+def has_no_value(op: str, why: str) -> PromisedError:
+    """Make the error that says who asks for a value, where, and what to do."""
+    name, where = short_name(op), where_asked()
+    return PromisedError(
+        f"{name} at {where} needs a value, and {why}. Call fulfil() on it first, or answer: "
+        f"promising(values={{{name!r}: ...}}), or values='zeros', 'random', 'compute'.",
+        op=op,
+        where=where,
+    )
+
+
+def where_asked() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in ("torch", "torchTensorRef"):
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

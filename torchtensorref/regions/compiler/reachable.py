@@ -1,0 +1,116 @@
+"""What a function that was compiled has beside its arguments: modules, and cells of closures."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...memory.ref import TensorRef
+
+#: How deep functions hold functions (masks composed of masks).
+DEPTH = 6
+
+
+class Cells:
+    """The cells by which functions hold TensorRefs, whose contents are exchanged for a call."""
+
+    def __init__(self, *values: Any) -> None:
+        self._cells = [
+            cell for cell in _cells_of(values, set(), 0) if type(cell.cell_contents) is TensorRef
+        ]
+        #: The TensorRefs, as an argument that `Exchange` puts plain tensors into.
+        self.contents = [cell.cell_contents for cell in self._cells]
+        self._before = list(self.contents)
+
+    def put(self, contents: list[Any]) -> None:
+        """Let the functions see these instead."""
+        for cell, value in zip(self._cells, contents, strict=True):
+            cell.cell_contents = value
+
+    def put_back(self) -> None:
+        """Let them see the TensorRefs again."""
+        self.put(self._before)
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return the modules that a function can reach: its own, and those it has closed over."""
+    found: dict[int, nn.Module] = {}
+    for value in (getattr(function, "__self__", None), *_held(function, 0)):
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _held(function: Any, depth: int) -> Iterator[Any]:
+    """Yield what a function holds: its closure, the globals that it names, its defaults."""
+    if depth > DEPTH:
+        return
+    if isinstance(function, functools.partial):
+        parts = (function.func, *function.args, *function.keywords.values())
+    elif isinstance(function, types.MethodType):
+        parts = (function.__self__, function.__func__)
+    elif isinstance(function, types.FunctionType):
+        names = function.__code__.co_names
+        parts = (
+            *(contents for cell in function.__closure__ or () for contents in _contents(cell)),
+            *(function.__globals__[name] for name in names if name in function.__globals__),
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+        )
+    else:
+        return
+    for part in parts:
+        yield part
+        if _is_of_program(part):
+            yield from _held(part, depth + 1)
+
+
+def holds_refs(function: Any) -> bool:
+    """Whether a function holds TensorRefs where they cannot be exchanged: globals, defaults."""
+    in_cells = {id(cell.cell_contents) for cell in _cells_of(function, set(), 0)}
+    return any(type(part) is TensorRef and id(part) not in in_cells for part in _held(function, 0))
+
+
+def _is_of_program(part: Any) -> bool:
+    module = getattr(part, "__module__", None) or ""
+    return not str(module).startswith("torch.") and module != "torch"
+
+
+def _contents(cell: Any) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not filled yet
+        return ()
+
+
+def _cells_of(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    """Yield the filled cells of the functions inside a value."""
+    if depth > DEPTH or id(value) in seen:
+        return
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, (list, tuple)):
+        parts = tuple(value)
+    elif isinstance(value, dict):
+        parts = tuple(value.values())
+    elif isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            for contents in _contents(cell):
+                yield cell
+                parts = (*parts, contents)
+    elif isinstance(value, types.MethodType):
+        parts = (value.__func__,)
+    elif type(value).__module__.startswith("torch.nn.attention"):  # a mask, with its function
+        parts = tuple(vars(value).values())
+    else:
+        return
+    seen.add(id(value))
+    for part in parts:
+        if not isinstance(part, (torch.Tensor, nn.Module)):
+            yield from _cells_of(part, seen, depth + 1)
