@@ -20,6 +20,7 @@ from torch import nn
 from tests.support.differential import differences
 from torchTensorRef import TensorRef, options, tensorsManager
 from torchTensorRef.base.activation import is_disabled
+from torchTensorRef.inject.built_before import PATIENCE
 from torchTensorRef.memory import core
 
 pytestmark = pytest.mark.skipif(core.library is not None, reason="in C++ there are no regions")
@@ -534,6 +535,48 @@ def test_threads_run_the_same_module(ample: Any) -> None:
     residency = ample.residency
     assert residency.books.ready_device is residency.books.main
     assert residency.books.ready_host is residency.books.host
+
+
+def test_what_stands_in_natively_is_not_taken_for_a_plain_model(ample: Any) -> None:
+    """Another thread meets the parameters of a native run: they were adopted, nothing is said."""
+    inside, may_end = threading.Event(), threading.Event()
+    waits = [False]
+
+    class Waiting(Mlp):
+        def forward(self, x: Any) -> Any:
+            if waits[0]:
+                inside.set()
+                may_end.wait(60)
+            return super().forward(x)
+
+    plain, ours = pair(ample, Waiting)
+    x = torch.rand(2, 16)
+    learned(ours, ample.adopt(x.clone()))
+    waits[0] = True
+
+    def run() -> None:
+        with torch.no_grad():
+            ours(ample.adopt(x.clone()))
+
+    def meet() -> None:
+        """As in a program: injected, which a test's own thread is not."""
+        assert inside.wait(60)
+        try:
+            assert type(ours._modules["first"]._parameters["weight"]) is not TensorRef
+            with torch.no_grad():
+                for _ in range(2 * PATIENCE):  # a warning is an error here, in threads too
+                    found.extend(differences(wanted, ours.first(ample.adopt(x.clone()))))
+        finally:
+            may_end.set()
+
+    wanted, found = plain.first(x), []
+    threads = [threading.Thread(target=work) for work in (run, meet)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not found, found[:3]
+    ample.check()
 
 
 def test_input_exposed_to_numpy(ample: Any) -> None:

@@ -104,7 +104,8 @@ class Ownership:
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
         whole = tensor._base if tensor._is_view() else tensor
-        if isinstance(whole, torch.nn.Parameter):
+        # Not what stands in for a TensorRef in another thread's native run.
+        if not entries and isinstance(whole, torch.nn.Parameter):
             for call in when_plain:
                 call(whole)
         return self._ref_over(tensor, sole=False) if has_bytes_at_home(tensor) else None
