@@ -101,7 +101,6 @@ def run(
         tensorsManager.regions = False
         tensorsManager.device = device
         tensorsManager.budget, tensorsManager.strategy = budget_nbytes, "flow"
-        tensorsManager.expected_results.clear()
         model = made(shape.make, real=True)
         if taught is not None:
             taught.teach(model)

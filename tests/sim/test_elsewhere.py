@@ -43,6 +43,13 @@ def is_there(manager: Any, ref: Any) -> bool:
     return ref._ttr_block.readable_on(manager.residency.books.main) is not None
 
 
+def test_labels_differ_only_while_it_is_used(manager):
+    books = manager.residency.books
+    assert books.labels_differ
+    manager.device = "sim"
+    assert not books.labels_differ
+
+
 def test_a_step_of_training_stays_there(manager):
     model = manager.adopt(
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten())

@@ -154,3 +154,18 @@ def test_a_bad_value_names_the_nearest(manager):
     with pytest.raises(ConfigError, match=r"placement='acelerator'.*Did you mean 'accelerator'"):
         manager.placement = "acelerator"
     assert manager.placement == "auto"
+
+
+def test_what_was_learned_on_other_devices_is_forgotten(manage):
+    """A slower host behind a device of the same name: its own times are learned."""
+    for host_bytes_per_s in (40e6, 10e6):
+        asked = Asked()
+        manager = manage(asked, **{**MACHINE, "host_kernel_bytes_per_s": host_bytes_per_s})
+        w = manager.adopt(torch.ones(WIDTH, WIDTH))
+        for _ in range(3):
+            manager.release(manager.adopt(torch.ones(4, WIDTH)) @ w)
+        first, last = asked.seen[0], asked.seen[-1]
+        assert not first.is_movable
+        assert not first.offer("cpu").is_learned
+        expected_ns = (LAYER_NBYTES + 2048) / host_bytes_per_s * 1e9
+        assert last.offer("cpu").run_ns == pytest.approx(expected_ns, rel=0.01)

@@ -38,15 +38,12 @@ def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged
 
 def expected_results(operands: Operands, manager: TensorsManager) -> int:
     """Return the bytes that the results are expected to take: what they took the last time."""
-    return manager.expected_results.get(sizes_of(operands), 0)
+    return manager.residency.times.result_nbytes.get(sizes_of(operands), 0)
 
 
 def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> None:
     """Remember the bytes that a result takes, for the next call of its kind."""
-    expected = manager.expected_results
-    if len(expected) > 4096:
-        expected.clear()
-    expected[sizes_of(operands)] = nbytes
+    manager.residency.times.remember_results(sizes_of(operands), nbytes)
 
 
 def sizes_of(operands: Operands) -> tuple[Any, ...]:

@@ -82,6 +82,11 @@ class Ledgers(dict[Device, Ledger]):
         return ledger
 
 
+def labels_differ_on(accelerators: Sequence[Device]) -> bool:
+    """Whether torch itself tells one of them from the host."""
+    return any(device.torch_device.type != "cpu" for device in accelerators)
+
+
 class Books(core.BooksBase):  # type: ignore[misc]
     """Devices, ledgers and counts, and the one lock under which blocks change.
 
@@ -106,7 +111,7 @@ class Books(core.BooksBase):  # type: ignore[misc]
         self.is_pressed = False
         #: A real accelerator is in use: plain tensors lie on devices of their own, so that what a
         #: call says of a device differs from where its operands are.
-        self.labels_differ = False
+        self.labels_differ = labels_differ_on(accelerators)
         self.log = log
         self.lock = threading.RLock()
         #: Told when a hold ends, or a copy has been issued.
@@ -163,6 +168,7 @@ class Books(core.BooksBase):  # type: ignore[misc]
         """
         with self.lock:
             self.accelerators = list(accelerators)
+            self.labels_differ = labels_differ_on(accelerators)
             self.is_pressed = False
             self.reopen()
             left = [device for device in self.ledgers if device not in self.accelerators]

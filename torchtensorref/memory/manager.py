@@ -65,8 +65,6 @@ class TensorsManager:
         listeners.name_of = names.of_block
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
-        #: Bytes that the results of an operator on operands of such sizes took the last time.
-        self.expected_results: dict[Any, int] = {}
         self._others = OthersWatch()
         #: The native regions (`regions/`); `tensor/install.py` gives them.
         self.native: Any = None
@@ -147,8 +145,6 @@ class TensorsManager:
         self._others.watch(residency, device, setting)
         residency.books.open_ledger(device, budget)
         residency.books.ledgers[device].scratch_nbytes = 0
-        if device.torch_device.type != "cpu":
-            residency.books.labels_differ = True
         cap_allocator(device, setting, budget.limit_nbytes)
 
     @property
@@ -180,7 +176,9 @@ class TensorsManager:
             self._open_ledger(residency, device, budget)
         # An operator that could not be waited for ends on the old ones.
         left = residency.books.use(devices)
+        # What was learned of operators was learned on the others.
         self.unsupported.clear()
+        residency.times.forget()
         self._start_clocks()
         for device in left:
             residency.evictor.leave(device)

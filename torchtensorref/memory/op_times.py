@@ -97,6 +97,8 @@ class OpTimes:
     def __init__(self) -> None:
         #: What an operator on operands of such sizes cost the last time.
         self.costs: dict[Any, OpCost] = {}
+        #: Bytes that its results took the last time.
+        self.result_nbytes: dict[Any, int] = {}
         self._learned: dict[OpKey, _Learned] = {}
         self._waiting: deque[tuple[OpKey, int, Stopwatch]] = deque(maxlen=MOST_WAITING)
         self._refused: set[tuple[int, str]] = set()
@@ -126,6 +128,20 @@ class OpTimes:
         if len(self.costs) > MOST_KINDS:
             self.costs.clear()
         self.costs[sizes] = cost
+
+    def remember_results(self, sizes: Any, nbytes: int) -> None:
+        """Note the bytes that the results of an operator on operands of such sizes take."""
+        if len(self.result_nbytes) > MOST_KINDS:
+            self.result_nbytes.clear()
+        self.result_nbytes[sizes] = nbytes
+
+    def forget(self) -> None:
+        """Other devices are used from now on: what was learned, was learned on those before."""
+        self.costs.clear()
+        self.result_nbytes.clear()
+        self._learned.clear()
+        self._waiting.clear()
+        self._refused.clear()
 
     def note(self, key: OpKey, nbytes: int, took_ns: int) -> None:
         """Learn how long an operator took."""
