@@ -76,6 +76,8 @@ def manage() -> Iterator[Callable[..., Any]]:
     tensorsManager.check()
     assert not residency.holds.pins_by_thread, "an operator ended and still holds operands"
     assert not residency.holds.announced, "an operator ended and is still announced"
+    for lock in (residency.books.lock, residency.feed.lock):
+        assert not lock._is_owned(), "nobody gives it back: other threads would wait for ever"
     for ledger in residency.books.ledgers.values():
         assert not [r for r in ledger.replicas() if r.pins]
     tensorsManager.bring_all_home()

@@ -232,6 +232,8 @@ def trouble_of(plain: Any, ours: Any) -> Iterator[tuple[str, str]]:
     holds = residency.holds
     if holds.pins_by_thread or holds.announced or holds.issuing or holds.native_blocks:
         yield "broken", "operands are still held although no operator runs"
+    if residency.books.lock._is_owned() or residency.feed.lock._is_owned():
+        yield "broken", "a lock is still taken: other threads would wait for ever"
     if residency.books.main.peak_nbytes > plain.nbytes:
         yield "broken", f"{residency.books.main.peak_nbytes} bytes were resident"
 

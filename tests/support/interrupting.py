@@ -46,18 +46,21 @@ def ctrl_c() -> None:
 
 
 @functools.cache
-def ends_of_with(code: CodeType) -> frozenset[int]:
-    """Return where blocks of `with` end by themselves: lines are told there again.
+def cannot_raise(code: CodeType) -> frozenset[int]:
+    """Return where lines are told of and nothing of Python's is raised, so that nothing handles it.
 
-    What is raised before `__exit__` is called would leave a lock taken. Nothing of Python's is: it
+    Blocks of `with` end there by themselves, or by `return`, before `__exit__` is called: Python
     looks for signals, and for what other threads send, after calls, and `__exit__` of a lock is C.
+    And a line such as `try:` does nothing.
     """
     found = list(dis.get_instructions(code))
-    return frozenset(
-        first.offset
-        for first, second, third in zip(found, found[1:], found[2:], strict=False)
-        if all(one.opname == "LOAD_CONST" and one.argval is None for one in (first, second, third))
-    )
+    ends = {one.offset for one in found if one.opname == "NOP"}
+    for before, *nones in zip([found[0], *found], found, found[1:], found[2:], strict=False):
+        if all(one.opname == "LOAD_CONST" and one.argval is None for one in nones):
+            ends.add(nones[0].offset)
+            if before.opname == "SWAP":  # what is returned
+                ends.add(before.offset)
+    return frozenset(ends)
 
 
 @functools.cache
@@ -96,7 +99,7 @@ class Tracer:
         return self._wait if may_pass and not self.has_acted else None
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event in ("line", "return") and frame.f_lasti not in ends_of_with(frame.f_code):
+        if event in ("line", "return") and frame.f_lasti not in cannot_raise(frame.f_code):
             place = (frame.f_code.co_filename, frame.f_lineno, event)
             self.passed[place] = self.passed.get(place, 0) + 1
         return self._note
@@ -105,7 +108,7 @@ class Tracer:
         if (
             not self.has_acted
             and (frame.f_code.co_filename, frame.f_lineno, event) == self._place
-            and frame.f_lasti not in ends_of_with(frame.f_code)
+            and frame.f_lasti not in cannot_raise(frame.f_code)
         ):
             self.has_acted = True
             assert self._act is not None

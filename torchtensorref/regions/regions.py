@@ -346,19 +346,20 @@ class Regions:
     ) -> Entry | None:
         """Bring everything there, or return None where something speaks against it."""
         if not region.slots or not self._slots_hold(region):
-            region.slots = []
+            region.slots, slots = [], []
             gone = forgetter(region)
             for registry, name, ref in tensors_of(module):
                 if type(ref) is not TensorRef or ref.is_inference():
                     return None
                 weak = weakref.ref(ref, gone)
-                region.slots.append(Slot(registry, name, weak, ref._ttr_block))
-            region.own = tuple(dict.fromkeys(slot.block for slot in region.slots))
+                slots.append(Slot(registry, name, weak, ref._ttr_block))
+            region.own = tuple(dict.fromkeys(slot.block for slot in slots))
             region.foreign = frozenset(
                 plain.untyped_storage()._cdata
                 for plain in kept_in(module)[1]
                 if plain.layout is torch.strided
             )
+            region.slots = slots  # last, and whole: with a part of them the rest would be plain
         entry = Entry(self.manager, self.unwatched(), region, module, structure, exchange, inputs)
         return entry if entry.acquire() else None
 

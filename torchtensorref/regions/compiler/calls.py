@@ -227,8 +227,8 @@ class CompiledCall:
             for registry, name, ref in tensors_of(whole)
         ]
         if not _are_alike(slots, region.slots):
-            region.slots = slots
             region.own = tuple(dict.fromkeys(slot.block for slot in slots))
+            region.slots = slots  # last: with these the others are taken to be right
         return region, whole
 
     # -- by blocks --------------------------------------------------------------------------
