@@ -43,6 +43,13 @@ from ..support.differential import differences
 CAPACITY_NBYTES = 1 << 20
 BUDGETS_NBYTES = (8 << 10, 24 << 10, 96 << 10, 300 << 10, CAPACITY_NBYTES)
 STRATEGIES = ("flow", "lru", "genoa")
+#: What is done while programs run, and how often.
+CHANGES = (
+    *("budget", "budget", "strategy", "device", "switch"),
+    *("fault", "check", "report", "home"),
+)
+#: How soon Python lets another thread run; 5 ms is its own.
+SWITCH_INTERVALS_S = (1e-5, 1e-4, 5e-3)
 THREADS = 4
 ROUND_S = 10.0
 #: A round that takes so much longer than it should is stuck.
@@ -244,9 +251,13 @@ def again(program: Callable[[torch.Generator], Any], seed: int, plain: Any) -> s
 def unsettle(chance: random.Random, tally: Tally) -> None:
     """Change something, or ask for something, while programs run."""
     device = tensorsManager.residency.books.main
-    kind = chance.choice(("budget", "budget", "strategy", "fault", "check", "report", "home"))
+    kind = chance.choice(CHANGES)
     tally.changes[kind] += 1
-    if kind == "budget":
+    if kind == "device":
+        tensorsManager.device = chance.sample(devices, chance.choice((1, 1, len(devices))))
+    elif kind == "switch":
+        sys.setswitchinterval(chance.choice(SWITCH_INTERVALS_S))
+    elif kind == "budget":
         tensorsManager.budget = chance.choice(BUDGETS_NBYTES)
     elif kind == "strategy":
         tensorsManager.strategy = chance.choice(STRATEGIES)
@@ -255,7 +266,8 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
         kind = chance.choice(("alloc", "copy"))
         number = next_fault(device, kind) + chance.randrange(10, 60)
         device.fail_next(kind, number)
-        planned[kind] = number + (device.copy_count if kind == "copy" else device.alloc_count)
+        so_far = device.copy_count if kind == "copy" else device.alloc_count
+        planned[device.name, kind] = number + so_far
     elif kind == "check":
         tensorsManager.check()
     elif kind == "report":
@@ -264,14 +276,16 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
         tensorsManager.bring_all_home()
 
 
-#: By kind of fault, which one in the life of the device was planned last.
-planned: dict[str, int] = {}
+#: What is used, one of them or both.
+devices: list[SimDevice] = []
+#: By device and kind of fault, which one in the life of the device was planned last.
+planned: dict[tuple[str, str], int] = {}
 
 
 def next_fault(device: SimDevice, kind: str) -> int:
     """How many allocations or copies from now the one is that was planned last."""
     so_far = device.copy_count if kind == "copy" else device.alloc_count
-    return max(planned.get(kind, 0) - so_far, 0)
+    return max(planned.get((device.name, kind), 0) - so_far, 0)
 
 
 class Interrupts:
@@ -379,7 +393,7 @@ def look() -> Left:
     )
     return Left(
         {name: kinds[name] for name in COUNTED},
-        tensorsManager.residency.books.main.resident_nbytes,
+        sum(device.resident_nbytes for device in devices),
         handles_of(process),
         threading.active_count(),
         process.memory_info().rss,
@@ -451,7 +465,8 @@ def prepare(seed: int) -> random.Random:
     faulthandler.enable()
     torch.set_num_threads(1)
     spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES)
-    tensorsManager.device = SimDevice(spec, poison=True, name="sim:soak")
+    devices[:] = (SimDevice(spec, poison=True, name=name) for name in ("sim:soak", "sim:other"))
+    tensorsManager.device = devices[0]
     tensorsManager.budget = CAPACITY_NBYTES
     tensorsManager.reset_stats()
     return random.Random(seed)
@@ -469,7 +484,8 @@ def soak(minutes: float, seed: int, interrupts: Interrupts | None) -> tuple[Tall
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with ThreadPoolExecutor(THREADS) as pool, Progress(*columns) as progress:
+    # No thread that draws: `gc.get_objects` would see, and so break, the tuples it is just making.
+    with ThreadPoolExecutor(THREADS) as pool, Progress(*columns, auto_refresh=False) as progress:
         task = progress.add_task("soak", total=minutes * 60)
         rounds = 0
         while time.perf_counter() < end and not (tally.wrong or tally.leaks):
@@ -489,7 +505,7 @@ def soak(minutes: float, seed: int, interrupts: Interrupts | None) -> tuple[Tall
             tally.leaks += found
             done = sum(tally.programs.values())
             at = minutes * 60 - (end - time.perf_counter())
-            progress.update(task, completed=at, description=f"soak: {done} programs")
+            progress.update(task, completed=at, description=f"soak: {done} programs", refresh=True)
     stats = tensorsManager.stats()
     tally.operators = stats["op_count"]
     tally.fetched_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]

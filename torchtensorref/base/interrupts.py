@@ -102,10 +102,24 @@ def _outermost(frame: FrameType | None) -> FrameType | None:
                 break
             if not name.startswith(_PROGRAMS):
                 found = frame
-        elif code.co_name == "__del__" or name in _SWALLOWING_FILES:
+        elif _is_callback(code):
             found = frame
         frame = frame.f_back
     return found
+
+
+def _is_callback(code: CodeType) -> bool:
+    """Whether Python prints what is raised there, and goes on."""
+    return code.co_name == "__del__" or code.co_filename in _SWALLOWING_FILES
+
+
+def _is_swallowed_in(frame: FrameType | None) -> bool:
+    """Whether a frame is part of a callback out of which no error comes."""
+    while frame is not None:
+        if _is_callback(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Noted:
@@ -279,10 +293,10 @@ class Deferring:
         section = _outermost(frame)
         if section is None:
             return self.handler(signum, frame)
-        if _noted.is_stuck_in(section):
+        if _noted.is_stuck_in(section) and not _is_swallowed_in(frame):
             _noted.forget(signum)
             return self.handler(signum, frame)
-        if frame is not None and frame.f_code in _open:
+        if frame is not None and (frame.f_code in _open or _noted.is_stuck_in(section)):
             _send_again(self.handler, signum)  # a few instructions, before and after the program's
         else:
             _noted.note(self.handler, signum, section)

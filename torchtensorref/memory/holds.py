@@ -147,8 +147,10 @@ class Holds:
             if entry is not None:
                 entry.abandon()
             left += self.native_blocks.pop(ident, ())
-            for replica in [r for r, by in self.issuing.items() if by == ident]:
-                del self.issuing[replica]
+            # A copy: threads that issue one now note it without the lock.
+            for replica, by in self.issuing.copy().items():
+                if by == ident:
+                    self.issuing.pop(replica, None)
         return left
 
     def recount_pins(self, replicas: Iterable[Replica]) -> None:
