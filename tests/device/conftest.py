@@ -32,6 +32,9 @@ def accelerator_name() -> str | None:
 )
 def device(request: pytest.FixtureRequest) -> Any:
     """A device behind the real adapter."""
+    from torchTensorRef.memory import once
+
+    once.said.update(("room", "thrash"))  # said once in a process: not what these are about
     if request.param == "late":
         return LateDevice(LateModule(seed=1))
     name = accelerator_name()

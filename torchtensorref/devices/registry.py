@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, did_you_mean, nearest
@@ -19,7 +19,7 @@ from .sim.spec import DeviceSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["default_name", "known_devices", "reset", "resolve"]
+__all__ = ["accelerators", "default_name", "known_devices", "reset", "resolve"]
 
 #: Kinds that torch's device-generic interface serves. "hip" is what its users call it.
 REAL_KINDS = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mps": "mps"}
@@ -67,6 +67,17 @@ def resolve(what: str | torch.device | DeviceSpec | Device) -> Device:
         return found
 
 
+def accelerators(setting: Any) -> list[Device]:
+    """Return the accelerators that a setting names: one or several of `resolve`, None the default.
+
+    The host among them is left out: it is always there.
+    """
+    if setting is None:
+        setting = settings.device or default_name()
+    names = setting if isinstance(setting, (list, tuple)) else [setting]
+    return [device for device in map(resolve, names) if not device.is_host]
+
+
 def default_name() -> str:
     """The name of the accelerator that torch finds and can evict from, else ``"sim"``."""
     import torch
@@ -94,9 +105,12 @@ def known_names() -> list[str]:
 
 
 def reset() -> None:
-    """Forget every device, so that the next `resolve` makes new ones (for tests)."""
+    """Forget every device but the host, so that the next `resolve` makes new ones (for tests)."""
     with _lock:
+        host = _devices.get("cpu")
         _devices.clear()
+        if host is not None:  # the one that is in use
+            _devices["cpu"] = host
         _machines.clear()
         _given.clear()
 
