@@ -15,7 +15,9 @@ from typing import NamedTuple
 from ...strategy import (
     PERSISTENT_AFTER,
     Access,
+    Birth,
     BlockSnapshot,
+    Death,
     DeviceSnapshot,
     OpSnapshot,
     Prefetch,
@@ -127,13 +129,21 @@ class Flow(Strategy):
                 is_followed=history.confidence >= VICTIM_CONFIDENCE,
             )
 
-    def on_foretold(self, accesses: Sequence[Access]) -> None:
+    def on_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
         """Record what is to come, and expect it from now on."""
-        history = self.history
-        for access in accesses:
-            history.access(
-                access.block_id, access.nbytes, access.struct, is_persistent=access.is_persistent
-            )
+        history, room = self.history, self._room
+        for event in events:
+            if isinstance(event, Access):
+                block_id, nbytes, struct, is_persistent = event[:4]
+                history.access(block_id, nbytes, struct, is_persistent=is_persistent)
+                if is_persistent:
+                    room.advance(history.start, history.end)
+            elif isinstance(event, Birth):
+                room.birth(event.block_id, event.nbytes, history.end)
+                history.birth(*event)
+            else:
+                room.death(event.block_id)
+                history.death(event.block_id)
         history.expect_the_beginning()
         self._stock.is_void = True
         self._look_again()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -272,5 +274,75 @@ def test_what_was_foretold_is_fetched_ahead_in_the_first_pass():
     assert found == expected
     assert cold_nbytes == 0
     assert warm_nbytes > budget / 2
-    with pytest.raises(torchTensorRef.ConfigError, match="give the real model"):
+    with pytest.raises(torchTensorRef.ConfigError, match="build the real model first"):
         seen.teach(nn.Linear(3, 3))
+
+
+WARM = """
+    import sys
+    import torchTensorRef
+    from torchTensorRef import tensorsManager
+    import torch
+
+    torch.nn.functional.relu(torch.ones(3))  # other operators come first: they number kinds
+
+    class Stack(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, what = Stack(), sys.argv[1]
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    if what == "save":
+        torchTensorRef.forecast(model, torch.ones(2, 64), device="rtx4060", budget=budget,
+                                steps=2).save(sys.argv[2])
+        raise SystemExit
+    tensorsManager.device, tensorsManager.strategy, tensorsManager.regions = "sim", "flow", False
+    tensorsManager.budget = budget
+    if what == "warm":
+        tensorsManager.history = sys.argv[2]
+        assert tensorsManager.history.record.is_from_file
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    print(tensorsManager.stats()["prefetched_nbytes"])
+    tensorsManager.strategy = "lru"
+    assert tensorsManager.history is None
+"""
+
+
+def test_history_comes_from_the_file_of_another_process(script, tmp_path):
+    path, kept = script(WARM), str(tmp_path / "flow.json")
+
+    def run(what: str) -> str:
+        command = [sys.executable, path, what, kept]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    run("save")
+    assert int(run("cold")) == 0
+    assert int(run("warm")) > 4 * 64 * 64  # a fourth of the weights, and more
+
+
+def test_a_history_that_cannot_be_one(manage, tmp_path):
+    manager = manage("flow")
+    with pytest.raises(torchTensorRef.ConfigError, match="history is a Forecast, the path"):
+        manager.history = 3
+    with pytest.raises(torchTensorRef.ConfigError, match="cannot be read: No such file"):
+        manager.history = tmp_path / "none.json"
+    (tmp_path / "old.json").write_text('{"format": 1}')
+    with pytest.raises(torchTensorRef.ConfigError, match="it has format 1, and 2 is what is read"):
+        manager.history = str(tmp_path / "old.json")
+    seen = torchTensorRef.forecast(nn.Linear(3, 3), torch.ones(3), device=SPEC)
+    with pytest.raises(torchTensorRef.ConfigError, match="build the real model first"):
+        manager.history = seen
+    assert manager.history is None
+    model = nn.Linear(3, 3)
+    seen = torchTensorRef.forecast(model, torch.ones(3), device=SPEC)
+    manager.history = seen
+    assert manager.history is seen
+    manager.history = None
+    assert manager.history is None

@@ -12,7 +12,15 @@ from .options import OPTIONS
 __all__ = ["MANAGER_SETTINGS", "LazyModule", "PublicModule"]
 
 #: What may be set on `tensorsManager`.
-MANAGER_SETTINGS = ("budget", "device", "middlewares", "placement", "regions", "strategy")
+MANAGER_SETTINGS = (
+    "budget",
+    "device",
+    "history",
+    "middlewares",
+    "placement",
+    "regions",
+    "strategy",
+)
 
 #: Public names that are told things, and are not exchanged for them.
 _TOLD = {

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from ..devices.base import Device, Event
 
 _block_numbers = itertools.count(1)
+
+
+def unused_number() -> int:
+    """Return a number that no block has, and none will get."""
+    return next(_block_numbers)
+
+
 _replica_numbers = itertools.count(1)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..base.device_names import kind_of
 from ..base.errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
+from ..base.options import settings
 from ..base.units import format_nbytes, parse_limit, parse_share
 from ..devices.base import Device
 from ..devices.host.limits import ram_limit_nbytes
@@ -103,6 +104,12 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
     if isinstance(setting, str) and setting.strip().endswith("%"):
         return Budget(int(device.capacity_nbytes * parse_share(setting)))
     return Budget(min(parse_limit(setting), device.capacity_nbytes))
+
+
+def budgets_of(devices: Iterable[Device], setting: BudgetSetting) -> list[tuple[Device, Budget]]:
+    """Return each device with its budget by `resolve_budget`; None means the environment's."""
+    setting = settings.budget if setting is None else setting
+    return [(device, resolve_budget(setting, device)) for device in devices]
 
 
 def check_budget(setting: BudgetSetting) -> None:

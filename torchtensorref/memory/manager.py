@@ -25,9 +25,9 @@ from .bookkeeping import Counts
 from .budget import (
     Budget,
     BudgetSetting,
+    budgets_of,
     check_budget,
     refuse_unused_names,
-    resolve_budget,
     warn_of_doubts,
 )
 from .external_pressure import OthersWatch, cap_allocator
@@ -70,6 +70,9 @@ class TensorsManager:
         self.native: Any = None
         #: Who runs operators on promises (`promises/`), once there are some.
         self.promises: Any = None
+        #: Tells the strategy of a forecast (`promises/`); `tensor/install.py` gives it, too.
+        self.tell_history: Any = None
+        self._history: Any = None
         #: Open a timeline, and a panel (`interception/onlookers`); given there, too.
         self.open_timeline: Any = None
         self.open_panel: Any = None
@@ -109,9 +112,9 @@ class TensorsManager:
         with self._lock:
             if self._residency is None:
                 host = registry.resolve("cpu")
-                device = self._resolve_devices(self._device_setting)
+                device = registry.accelerators(self._device_setting)
                 strategy = make_strategy(self._strategy_setting or settings.strategy)
-                budgets = self._budgets_for(device, self._budget_setting)
+                budgets = budgets_of(device, self._budget_setting)
                 residency = Residency(host, device, strategy, self.log)
                 for accelerator, budget in budgets:
                     self._open_ledger(residency, accelerator, budget)
@@ -126,18 +129,6 @@ class TensorsManager:
                 for call in when_open:
                     call(self)
             return self._residency
-
-    def _resolve_devices(self, setting: Any) -> list[Device]:
-        if setting is None:
-            setting = settings.device or registry.default_name()
-        if not isinstance(setting, (list, tuple)):
-            setting = [setting]
-        devices = [registry.resolve(one) for one in setting]
-        return [device for device in devices if not device.is_host]
-
-    def _budgets_for(self, devices: Iterable[Device], setting: BudgetSetting) -> list[Any]:
-        setting = settings.budget if setting is None else setting
-        return [(device, resolve_budget(setting, device)) for device in devices]
 
     def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
         setting = settings.budget if self._budget_setting is None else self._budget_setting
@@ -157,9 +148,9 @@ class TensorsManager:
 
     @device.setter
     def device(self, setting: Any) -> None:
-        devices = self._resolve_devices(setting)
+        devices = registry.accelerators(setting)
         with self._lock:
-            budgets = self._budgets_for(devices, self._budget_setting)
+            budgets = budgets_of(devices, self._budget_setting)
             residency = self._residency
             if residency is not None:
                 with residency.holds.alone():
@@ -176,7 +167,6 @@ class TensorsManager:
             self._open_ledger(residency, device, budget)
         # An operator that could not be waited for ends on the old ones.
         left = residency.books.use(devices)
-        # What was learned of operators was learned on the others.
         self.unsupported.clear()
         residency.times.forget()
         self._start_clocks()
@@ -211,7 +201,7 @@ class TensorsManager:
         with self._lock:  # the device may be changed by another thread
             accelerators = self._residency.books.accelerators
             refuse_unused_names(setting, accelerators)
-            budgets = self._budgets_for(accelerators, setting)
+            budgets = budgets_of(accelerators, setting)
             self._budget_setting = setting
             for device, budget in budgets:
                 self._open_ledger(self._residency, device, budget)
@@ -228,9 +218,21 @@ class TensorsManager:
     @strategy.setter
     def strategy(self, setting: Any) -> None:
         strategy = make_strategy(setting)
-        self._strategy_setting = strategy
+        self._strategy_setting, self._history = strategy, None
         if self._residency is not None:
             self._residency.feed.change(strategy)
+
+    @property
+    def history(self) -> Any:
+        """The forecast that the strategy was told of, or None; set one, or the file of one.
+
+        The model is there already: its tensors are found by their names. See `Forecast.teach`.
+        """
+        return self._history
+
+    @history.setter
+    def history(self, setting: Any) -> None:
+        self._history = self.tell_history(setting)
 
     @property
     def placement(self) -> str:

@@ -21,6 +21,8 @@ from ..devices.base import Device
 from ..strategy import (
     PERSISTENT_AFTER,
     Access,
+    Birth,
+    Death,
     DeviceSnapshot,
     OpSnapshot,
     Prefetch,
@@ -200,9 +202,9 @@ class StrategyFeed:
             Access(block.block_id, block.nbytes, struct, persists, writes, there, is_at_home)
         )
 
-    def tell_foretold(self, accesses: Sequence[Access]) -> None:
-        """Tell what the program is about to use (the feed's lock held)."""
-        self._checked.on_foretold(accesses)
+    def tell_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
+        """Tell what the program is about to use, make and let go of (the feed's lock held)."""
+        self._checked.on_foretold(events)
 
     def tell_prefetch(self, block: Block) -> None:
         """Tell that a copy which the strategy asked for has been issued (no lock held)."""

@@ -155,6 +155,14 @@ def plan_of(op: OpOverload) -> OpPlan:
     return plan
 
 
+def kind_named(name: str) -> int:
+    """Return the kind of the operator of a name such as "aten.mm.default"; 0 if there is none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return plan_of(found).kind if isinstance(found, OpOverload) else 0
+
+
 _numbers = itertools.count(1)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from ..base.units import format_nbytes, format_ns
 from ..devices import registry
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
+from .files import read, write
 from .record import BlockRecord, OpRecord, Record
 from .recording import record_of
 from .replayer import Replayer, StepCost
@@ -258,13 +257,14 @@ class Forecast:
         ----------
         module : torch.nn.Module, optional
             The real model, where this was made of another one of the same structure (on the meta
-            device, or loaded): parameters and buffers are found by their names. Not needed for a
-            forecast made with the model itself, in this process.
+            device): parameters and buffers are found by their names. Not needed for a forecast
+            made with the model itself, or for one from a file if the names in it are those that
+            `tensorsManager.name_of` gives.
 
         Raises
         ------
         ConfigError
-            The module has none of the names.
+            None of the names is there.
         """
         teach(self.record, module)
 
@@ -272,7 +272,7 @@ class Forecast:
 
     def save(self, path: str | Path) -> None:
         """Write the program into a file: a JSON text."""
-        Path(path).write_text(json.dumps(as_data(self.record)))
+        write(self.record, path)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "sim", **more: Any) -> Forecast:
@@ -283,29 +283,7 @@ class Forecast:
         ConfigError
             The file is not one of `save`.
         """
-        return cls(_from_data(path), spec_of(device), **more)
-
-
-def as_data(record: Record) -> dict[str, Any]:
-    """Return a record as plain data."""
-    return {
-        "format": 1,
-        "blocks": [asdict(block) for block in record.blocks.values()],
-        "ops": [asdict(op) for op in record.ops],
-        "steps": record.steps,
-    }
-
-
-def _from_data(path: str | Path) -> Record:
-    try:
-        data = json.loads(Path(path).read_text())
-        ops = [OpRecord(**op) for op in data["ops"]]
-        blocks = {b["number"]: BlockRecord(**b) for b in data["blocks"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is no forecast that Forecast.save has written: {error}", name=str(path)
-        ) from error
-    return Record(blocks, ops, [(name, index) for name, index in data["steps"]])
+        return cls(read(path), spec_of(device), **more)
 
 
 def spec_of(device: Any) -> DeviceSpec:
@@ -374,3 +352,24 @@ def forecast(
     """
     record = record_of(call, *args, steps=steps, values=values, **kwargs)
     return Forecast(record, spec_of(device), budget, strategy)
+
+
+def history_of(setting: Any) -> Forecast | None:
+    """Return the forecast that a setting of `tensorsManager.history` means, once it is taught.
+
+    Raises
+    ------
+    ConfigError
+        It is neither a forecast nor a file of one, or none of its tensors is there.
+    """
+    if isinstance(setting, (str, Path)):
+        setting = Forecast.load(setting)
+    if isinstance(setting, Forecast):
+        setting.teach()
+    elif setting is not None:
+        raise ConfigError(
+            f"history is a Forecast, the path of a file that Forecast.save has written, or None, "
+            f"not {setting!r}.",
+            name=str(setting),
+        )
+    return setting

@@ -76,11 +76,14 @@ class Record:
         In the order of the program.
     steps : list of (str, int)
         A name for each part of the program, and the index of its first operator.
+    is_from_file : bool
+        The numbers of its blocks mean nothing here: their names do.
     """
 
     blocks: dict[int, BlockRecord] = field(default_factory=dict)
     ops: list[OpRecord] = field(default_factory=list)
     steps: list[tuple[str, int]] = field(default_factory=list)
+    is_from_file: bool = False
 
     def each(self) -> Iterator[OpRecord]:
         """Yield the operators in their order, composite ones in their parts."""

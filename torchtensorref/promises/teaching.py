@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..memory.block import Block
+from ..memory.block import Block, unused_number
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..memory.report import living_blocks
-from ..strategy import Access
+from ..strategy import PERSISTENT_AFTER, Access, Birth, Death
 from .record import Record
 
 __all__ = ["teach"]
@@ -22,13 +22,13 @@ def teach(record: Record, module: Any = None) -> None:
     found = _real_blocks(record, module)
     if not found:
         raise ConfigError(
-            "Nothing that was foretold is there: give the real model, whose parameters have the "
-            "names of the one that was forecast."
+            "Nothing that was foretold is there: build the real model first, and give it to "
+            "Forecast.teach if what is outside of it has other names than when it was forecast."
         )
-    accesses = list(_accesses(record, found))
+    events = list(_events(record, found))
     nbytes = sum(block.nbytes for block in found.values())
     with residency.feed.lock:
-        residency.feed.tell_foretold(accesses)
+        residency.feed.tell_foretold(events)
     books = residency.books
     with books.lock:
         for block in found.values():
@@ -44,7 +44,14 @@ def _real_blocks(record: Record, module: Any) -> dict[int, Block]:
     wanted = {number: b for number, b in record.blocks.items() if b.is_persistent}
     if module is None:
         known = {block.block_id: block for block in living_blocks(tensorsManager)}
-        return {number: known[number] for number in wanted if number in known}
+        if not record.is_from_file:
+            return {number: known[number] for number in wanted if number in known}
+        called = {tensorsManager.names.of_block(number): b for number, b in known.items()}
+        return {
+            number: called[block.name]
+            for number, block in wanted.items()
+            if block.name in called and called[block.name].nbytes == block.nbytes
+        }
     named = dict((*module.named_parameters(), *module.named_buffers()))
     found = {}
     for number, block in wanted.items():
@@ -54,13 +61,36 @@ def _real_blocks(record: Record, module: Any) -> dict[int, Block]:
     return found
 
 
-def _accesses(record: Record, found: dict[int, Block]) -> Iterator[Access]:
-    for op in record.ops:
-        if op.on_host or op.reads_part:
-            continue
-        written = set(op.writes)
-        for number in sorted(op.reads):
-            block = found.get(number)
-            if block is not None:
-                struct = hash((op.kind, block.nbytes))
-                yield Access(block.block_id, block.nbytes, struct, True, number in written, False)
+def _events(record: Record, found: dict[int, Block]) -> Iterator[Access | Birth | Death]:
+    """Yield what the strategy would be told, were all of it to run on the accelerator.
+
+    A result is told of before the next use of a block that stays, if it lives until then.
+    """
+    ids: dict[int, int] = {}  # of what is made and was told of
+    born: dict[int, int] = {}  # what is made -> at which operator
+    unheard: list[int] = []
+    told_at = 0
+    for index, op in enumerate(record.each(), 1):
+        reads = () if op.on_host or op.reads_part else sorted(op.reads)
+        if any(number in found for number in reads):
+            for number in unheard:
+                ids[number] = unused_number()
+                place = max(0, born[number] - told_at)
+                yield Birth(ids[number], record.blocks[number].nbytes, place)
+            unheard.clear()
+            told_at = index
+        for number in reads:
+            stays = number in found or index - born.get(number, index) > PERSISTENT_AFTER
+            block_id = found[number].block_id if number in found else ids.get(number)
+            if block_id is not None:
+                nbytes = record.blocks[number].nbytes
+                struct = hash((op.kind, nbytes))
+                yield Access(block_id, nbytes, struct, stays, number in op.writes, False)
+        born.update(dict.fromkeys(op.births, index))
+        unheard += op.births
+        for number in op.deaths:
+            if number in ids:
+                yield Death(ids.pop(number))
+            elif number in unheard:
+                unheard.remove(number)
+    yield from map(Death, ids.values())

@@ -10,7 +10,9 @@ May import: base.
 from .contract import (
     PERSISTENT_AFTER,
     Access,
+    Birth,
     BlockSnapshot,
+    Death,
     DeviceSnapshot,
     MissingBlock,
     Offer,
@@ -22,7 +24,9 @@ from .contract import (
 __all__ = [
     "PERSISTENT_AFTER",
     "Access",
+    "Birth",
     "BlockSnapshot",
+    "Death",
     "DeviceSnapshot",
     "MissingBlock",
     "Offer",

@@ -23,7 +23,9 @@ from ..base.errors import InvariantError, StrategyError, did_you_mean
 from .contract import (
     PERSISTENT_AFTER,
     Access,
+    Birth,
     BlockSnapshot,
+    Death,
     DeviceSnapshot,
     OpSnapshot,
     Prefetch,
@@ -181,9 +183,9 @@ class CheckedStrategy:
         except Exception as error:
             self._fail("on_access", error)
 
-    def on_foretold(self, accesses: Sequence[Access]) -> None:
-        """Tell what the program is about to use."""
-        self._ask("on_foretold", (accesses,), _anything, None)
+    def on_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
+        """Tell what the program is about to use, make and let go of."""
+        self._ask("on_foretold", (events,), _anything, None)
 
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Tell of a result before the next operator; return after how many it is persistent.

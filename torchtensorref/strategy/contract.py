@@ -44,6 +44,20 @@ class Access(NamedTuple):
     is_at_home: bool = False
 
 
+class Birth(NamedTuple):
+    """One result that is foretold: what `Strategy.on_birth` is told of a real one."""
+
+    block_id: int
+    nbytes: int
+    place: int
+
+
+class Death(NamedTuple):
+    """One block that the program will have let go of: see `Strategy.on_death`."""
+
+    block_id: int
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSnapshot:
     """What a strategy may know about a device."""
@@ -189,8 +203,11 @@ class Strategy:
     def on_access(self, access: Access) -> None:
         """Note that the program uses a block."""
 
-    def on_foretold(self, accesses: Sequence[Access]) -> None:
-        """Learn what the program is about to use, in that order, before it begins."""
+    def on_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
+        """Learn what the program is about to use, make and let go of, before it begins.
+
+        What it will make goes by numbers that no block has, and is dead at the end.
+        """
 
     def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
         """Note that an operator has made a block, which was there still when the next was told.

@@ -134,7 +134,15 @@ def _take_back() -> None:
         _undo.pop()()
 
 
+def _tell_history(setting: Any) -> Any:
+    """Tell the strategy of a forecast; those who never do so need not load what makes them."""
+    from ..promises.forecast import history_of
+
+    return history_of(setting)
+
+
 tensorsManager.native = Regions(tensorsManager)
+tensorsManager.tell_history = _tell_history
 tensorsManager.open_timeline, tensorsManager.open_panel = Timeline, Panel
 when_open.append(first_pass.begin)
 wiring.do = install
