@@ -56,8 +56,11 @@ soak: $(VENV)/test.stamp
 
 # An error at every line of the package under every strategy, then real SIGINTs at random moments. One
 # thread: with several most of the time goes into their waiting for each other.
+interrupts: LINES = .cache/interrupted_lines
 interrupts: $(VENV)/test.stamp
-	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=1 $(BIN)/python -m pytest -q tests/sim/test_interrupts.py $(PYTEST_ARGS)
+	@mkdir -p .cache && rm -f $(LINES)
+	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k at_any_line tests/sim/test_interrupts.py
+	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
