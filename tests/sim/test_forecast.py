@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -144,6 +145,25 @@ def test_composite_operators_are_foretold_as_one_and_in_their_parts(share):
     assert all(op.peak_nbytes for op in whole)
     zeros = [op for op in seen.record.each() if op.name == "aten.zeros_like.default"]
     assert len(zeros) == 24  # each once
+
+
+def test_copies_that_share_their_bytes_part_when_one_is_written():
+    """As the layers of a TransformerEncoder do in the first step of an optimizer."""
+    layer = nn.Linear(8, 8)
+
+    def program() -> Any:
+        layers = [copy.deepcopy(layer) for _ in range(3)]
+        with torch.no_grad():
+            for _ in range(2):
+                x = torch.ones(2, 8)
+                for one in layers:
+                    x = one(x)
+                    one.weight.mul_(0.5)
+                yield
+
+    seen = torchTensorRef.forecast(program, device=SPEC, budget=600, strategy="lru")
+    real = run_for_real(program, 600, "lru")
+    assert [costs_of(step)[1:] for step in seen.steps] == [cost[1:] for cost in real]
 
 
 def test_the_kernels_of_the_host_give_their_shapes():

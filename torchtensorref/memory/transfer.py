@@ -127,6 +127,9 @@ def in_profile(kind: str, replica: Replica) -> AbstractContextManager[object]:
 def copy_of(base: torch.Tensor) -> torch.Tensor:
     """Return new bytes with the content of a host base (copy on write splits that way)."""
     source = bytes_of(base)
+    if source.is_meta:  # of a device that keeps no bytes: they are counted, no more
+        with torch._C.DisableTorchFunction():
+            return torch._C._VariableFunctions.empty_like(source)
     copied = empty_bytes(source.numel())
     copied.untyped_storage().copy_(source.untyped_storage())
     return copied
