@@ -198,7 +198,11 @@ def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
 def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):
     for name, before in (("plain", ()), ("ours", (*RUN, "--budget", "8KiB"))):
         (tmp_path / name).mkdir()
-        done = python(*before, *LAUNCH, COLLECTIVES, tmp_path / name)
+        command = (*before, *LAUNCH, COLLECTIVES, tmp_path / name)
+        done = processes.python(*command)
+        if not before and "terminate called without an active exception" in done.stderr:
+            done = processes.python(*command)  # plain torch ends so now and then, in gloo's threads
+        assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode == 0, done.stderr
     assert done.stderr.count("torchTensorRef: child ") == 2
     for rank in ("0.json", "1.json"):

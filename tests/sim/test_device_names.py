@@ -112,6 +112,9 @@ WAYS = {
 #: Ways that name CUDA, or need a `torch.device`.
 OF_CUDA = {
     "with device": lambda: in_context(lambda: torch.zeros(2)),
+    "with device, another by default": lambda: under_default(
+        "cpu", lambda: in_context(lambda: module()[0].weight)
+    ),
     "with device, module": lambda: in_context(lambda: module()[0].weight),
     "with device, load": lambda: in_context(lambda: torch.load(stored(torch.ones(2)))),
     "x.cuda()": lambda: torch.ones(2).cuda(),

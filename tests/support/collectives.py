@@ -82,6 +82,7 @@ if __name__ == "__main__":
     rank = dist.get_rank()
     say(rank, dist.get_world_size())
     kind = train(rank)
-    dist.destroy_process_group()
     results = {name: tensor.tolist() for name, tensor in out.items()}
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"kind": kind, "out": results}))
+    dist.barrier()  # nobody takes the group away while the other one is in it
+    dist.destroy_process_group()

@@ -63,8 +63,8 @@ def _only_a_default_device() -> bool:
 
 
 def _default_device() -> Any:
-    """The device of `torch.set_default_device` or `with torch.device(...)`, if there is one."""
-    for place in range(_function_modes()):
+    """The device of the innermost `with torch.device(...)`, else of `torch.set_default_device`."""
+    for place in reversed(range(_function_modes())):
         mode = _function_mode_at(place)
         if type(mode) is DeviceContext:
             return mode.device
