@@ -364,12 +364,13 @@ def history_of(setting: Any) -> Forecast | None:
     """
     if isinstance(setting, (str, Path)):
         setting = Forecast.load(setting)
-    if isinstance(setting, Forecast):
-        setting.teach()
-    elif setting is not None:
+    if setting is None:
+        return None
+    if not isinstance(setting, Forecast):
         raise ConfigError(
             f"history is a Forecast, the path of a file that Forecast.save has written, or None, "
             f"not {setting!r}.",
             name=str(setting),
         )
+    setting.teach()
     return setting
