@@ -160,3 +160,43 @@ def test_a_device_that_was_exchanged_meanwhile_is_left_to_the_slow_path(listener
     gone = residency.books.host  # any device that is not the main one by now
     plan = plan_of(aten.mm.default)
     assert _run_opened(plan, (x, weight), {}, residency, gone, blocks, blocks[1:]) is SLOW
+
+
+def test_what_fits_again_for_long_is_watched_no_more(listener):
+    manager, strategy = listener
+    books, weight = manager.residency.books, weight_on(manager, 16, 16)
+    x = manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    expected = x.cpu() @ weight.cpu().T
+    books.calm_count = 50
+    for _ in range(60):
+        F.linear(x, weight)
+    assert not books.is_pressed
+    F.linear(x, weight)  # opens it
+    strategy.heard.clear()
+    _, ready, slow = ran(manager, lambda: [F.linear(x, weight) for _ in range(10)])
+    assert (ready, slow) == (10, 0) and not strategy.uses()
+
+    filler = [manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
+    assert books.is_pressed
+    strategy.heard.clear()
+    out = F.linear(x, weight)
+    assert [access.block_id for access in strategy.uses()].count(weight._ttr_block.block_id) == 1
+    assert not differences(out, expected)
+    del filler
+    for _ in range(60):
+        F.linear(x, weight)
+    assert books.is_pressed  # it has been wrong once: it takes twice as long
+    for _ in range(60):
+        F.linear(x, weight)
+    assert not books.is_pressed
+
+
+def test_what_is_computed_at_home_is_a_want_of_room(listener):
+    manager, _ = listener
+    books, weight = manager.residency.books, weight_on(manager, 16, 16)
+    x = manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    books.calm_count = 50
+    for _ in range(60):
+        F.linear(x, weight)
+        manager.residency.note_operator(books.host, (), (), 1, is_at_home=True)
+    assert books.is_pressed

@@ -20,6 +20,11 @@ from .costs import Costs
 from .ledger import Ledger
 
 
+#: Operators for which all has to fit before memory is no longer short; twice as many each time that
+#: was wrong.
+CALM_COUNT = 4096
+
+
 @dataclass
 class Counts:
     """What has happened since the counts were last reset."""
@@ -107,8 +112,12 @@ class Books(core.BooksBase):  # type: ignore[misc]
         self.changed_by: int | None = None
         #: What errors have left halfway: the next operator repairs.
         self.doubts: list[Doubt] = []
-        #: Whether anything ever had to be evicted: until then strategies need not watch.
+        #: Whether memory is short: until something has to be evicted strategies need not watch.
         self.is_pressed = False
+        #: Number of the operator at which that was last to be seen: something was evicted, or left
+        #: at home on purpose. After so many without it memory is no longer short.
+        self.short_at = 0
+        self.calm_count = CALM_COUNT
         #: A real accelerator is in use: plain tensors lie on devices of their own, so that what a
         #: call says of a device differs from where its operands are.
         self.labels_differ = labels_differ_on(accelerators)
@@ -176,6 +185,17 @@ class Books(core.BooksBase):  # type: ignore[misc]
                 for block in self.blocks_on(device):
                     block.ready = None
         return left
+
+    def note_calm(self) -> None:
+        """Let operators go unwatched again once memory was not short for long (no lock held).
+
+        Blocks become ready as the slow path meets them. Should memory be short again, the strategy
+        has missed uses and learns anew: after that it takes twice as long.
+        """
+        with self.lock:
+            if self.is_pressed and self.tick - self.short_at > self.calm_count:
+                self.is_pressed = False
+                self.calm_count *= 2
 
     def is_left(self, device: Device) -> bool:
         """Whether a device is not in use, or not any more."""

@@ -135,6 +135,7 @@ class Evictor:
     def _note_pressure(self) -> None:
         """From now on the strategy wants to see each use of what stays (lock held)."""
         self._books.is_pressed = True
+        self._books.short_at = self._books.tick
         if self._feed.watches_accesses:
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
@@ -274,6 +275,7 @@ class Evictor:
         replica.become(INVALID, why)
         replica.device.empty(replica.base)
         books.counts.evict_count += 1
+        books.short_at = books.tick
         books.counts.dropped_nbytes += replica.nbytes
         telling.given_up(books, replica, why, was_written_back=was_written_back)
         return books.remove(replica)

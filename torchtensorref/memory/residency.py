@@ -224,6 +224,8 @@ class Residency:
         """
         self.books.tick += 1
         self.books.counts.slow_op_count += 1
+        if is_at_home:
+            self.books.short_at = self.books.tick
         self.feed.tell_uses(device, blocks, written, kind, is_at_home=is_at_home)
 
     # -- readiness ------------------------------------------------------------------------------
@@ -383,7 +385,11 @@ class Residency:
                 block = replica.block
                 if block is not None and block.block_id in given_back:
                     self.evictor.try_evict(replica, f"{self.feed.strategy.name}: {GIVEN_BACK}")
-        if self.books.is_pressed and self.feed.looks_ahead:
-            self.prefetcher.issue_wishes(device)
+        books = self.books
+        if books.is_pressed:
+            if self.feed.looks_ahead:
+                self.prefetcher.issue_wishes(device)
+            if books.tick - books.short_at > books.calm_count:
+                books.note_calm()
         if self.books.is_left(device):
             self.evictor.clear(device)

@@ -36,7 +36,7 @@ def teach(record: Record, module: Any = None) -> None:
             books.known[block.block_id] = block
         # What is foretold does not fit: the strategy is asked from the first operator on.
         if not books.main.is_host and nbytes > books.ledgers[books.main].budget.limit_nbytes:
-            books.is_pressed = True
+            books.is_pressed, books.short_at = True, books.tick
 
 
 def _real_blocks(record: Record, module: Any) -> dict[int, Block]:
