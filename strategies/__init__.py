@@ -10,10 +10,11 @@ from ..strategy import Strategy
 from .flow.flow import Flow
 from .genoa import Genoa
 from .lru import LeastRecentlyUsed
+from .venice import Venice
 
 #: Name -> class; called without arguments.
 AVAILABLE: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (Genoa, LeastRecentlyUsed, Flow)
+    strategy.name: strategy for strategy in (Genoa, LeastRecentlyUsed, Flow, Venice)
 }
 
-__all__ = ["AVAILABLE", "Flow", "Genoa", "LeastRecentlyUsed"]
+__all__ = ["AVAILABLE", "Flow", "Genoa", "LeastRecentlyUsed", "Venice"]

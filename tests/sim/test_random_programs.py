@@ -16,12 +16,14 @@ import torchTensorRef
 import torchTensorRef.tensor.tensor_ref
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
+from torchTensorRef.memory import once
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.differential import bits
-from ..support.programs import Adversary, RandomEviction
+from ..support.programs import Adversary, RandomEviction, Scatter
 
 CAPACITY_NBYTES = 1 << 16
 BUDGETS = [CAPACITY_NBYTES, 1_000, 300, 60]
@@ -31,6 +33,8 @@ STRATEGIES = {
     "flow": lambda: "flow",
     "random": lambda: RandomEviction(1),
     "adversary": lambda: Adversary(2),
+    "venice": lambda: "venice",
+    "scatter": lambda: Scatter(3),
 }
 
 #: What makes a view of any tensor of at least one dimension.
@@ -83,19 +87,32 @@ RESULTS = {
 }
 
 
+def devices(count: int) -> list[SimDevice]:
+    """Accelerators plugged into one machine, whose freed and stale bytes are poisoned."""
+    spec = DeviceSpec(name="test", capacity_nbytes=CAPACITY_NBYTES)
+    machine = Machine.of(spec)
+    return [
+        SimDevice(spec, number, machine=machine, poison=True, name=f"sim:test{number}")
+        for number in range(count)
+    ]
+
+
 class Programs(RuleBasedStateMachine):
     """Two worlds that are given the same program; `pairs` holds a tensor of each."""
+
+    device_count = 1
+    first_strategy: Any = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         self.disabled = torchTensorRef.disabled()
         self.disabled.__enter__()
         self.shared_from, handlers.SHARE_FROM_NBYTES = handlers.SHARE_FROM_NBYTES, 1
-        spec = DeviceSpec(name="test", capacity_nbytes=CAPACITY_NBYTES)
+        once.said.update(("room", "thrash"))  # budgets are too small on purpose
         self.manager: Any = tensorsManager
-        self.manager.device = SimDevice(spec, poison=True, name="sim:test")
+        self.manager.device = devices(self.device_count)
         self.manager.budget = CAPACITY_NBYTES
-        self.manager.strategy = "lru"
+        self.manager.strategy = self.first_strategy
         self.pairs: list[tuple[torch.Tensor, Any]] = []
         self.arrays: list[tuple[Any, Any]] = []
         self.aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -197,9 +214,10 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_one(self, data: Any) -> None:
         ref = self.pick(data)[1]
-        replica = ref._ttr_block.replicas.get(self.manager.residency.books.main)
-        if replica is not None:
-            self.manager.residency.evictor.evict(replica, "the test says so")
+        for device in self.manager.residency.books.accelerators:
+            replica = ref._ttr_block.replicas.get(device)
+            if replica is not None:
+                self.manager.residency.evictor.evict(replica, "the test says so")
 
     @rule(budget=st.sampled_from(BUDGETS))
     def change_the_budget(self, budget: int) -> None:
@@ -264,12 +282,37 @@ class Programs(RuleBasedStateMachine):
         handlers.SHARE_FROM_NBYTES = self.shared_from
         self.manager.check()
         self.manager.bring_all_home()
-        assert self.manager.residency.books.main.resident_nbytes == 0
+        assert not any(d.resident_nbytes for d in self.manager.residency.books.accelerators)
         self.disabled.__exit__(None, None, None)
 
 
+class ProgramsOnTwo(Programs):
+    """The same on two accelerators, between which operators are scattered, or dealt out."""
+
+    device_count = 2
+
+    def __init__(self) -> None:
+        self.first_strategy = Scatter(4)
+        super().__init__()
+
+    @rule(data=st.data())
+    def move_to_the_second(self, data: Any) -> None:
+        ref = self.pick(data)[1]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"toGPU\(\) has not made", RuntimeWarning)
+                ref.toGPU("sim:test1")
+        except torch.OutOfMemoryError:
+            assert self.manager.residency.books.is_pressed
+
+    @rule()
+    def scatter(self) -> None:
+        self.manager.strategy = Scatter(5)
+
+
 TestPrograms = Programs.TestCase
-TestPrograms.settings = settings(
+TestProgramsOnTwo = ProgramsOnTwo.TestCase
+TestPrograms.settings = TestProgramsOnTwo.settings = settings(
     max_examples=60,
     stateful_step_count=30,
     deadline=None,

@@ -174,7 +174,8 @@ def test_what_fits_again_for_long_is_watched_no_more(listener):
     F.linear(x, weight)  # opens it
     strategy.heard.clear()
     _, ready, slow = ran(manager, lambda: [F.linear(x, weight) for _ in range(10)])
-    assert (ready, slow) == (10, 0) and not strategy.uses()
+    assert (ready, slow) == (10, 0)
+    assert not strategy.uses()
 
     filler = [manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
     assert books.is_pressed

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import tensorsManager
-from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, Prefetch, Strategy
+from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, OpSnapshot, Prefetch, Strategy
 
 from .differential import differences, plain_leaves
 
@@ -133,6 +133,16 @@ class RandomEviction(Strategy):
         if not self._seen or self._random.random() > self._share:
             return []
         return [Prefetch(self._random.choice(self._seen), victims)]
+
+
+class Scatter(RandomEviction):
+    """Run each operator that lacks an operand on any accelerator."""
+
+    name = "scatter"
+    spreads = True
+
+    def place(self, op: OpSnapshot) -> str:
+        return self._random.choice(op.accelerators).name
 
 
 class Adversary(Strategy):

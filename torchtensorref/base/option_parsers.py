@@ -98,8 +98,9 @@ def size_or_share(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """Read the name of a device of a kind that there is."""
-    kind_of(text)
+    """Read the name of a device of a kind that there is, or several, separated by commas."""
+    for name in text.split(","):
+        kind_of(name.strip())
     return text.strip()
 
 
@@ -136,6 +137,19 @@ def parse_budget(text: str) -> str | dict[str, str]:
         kind_of(device, where=f", which the budget {text!r} names")
         budgets[device] = size_or_share(amount)
     return budgets
+
+
+def budget_by_device(budget: str, devices: str) -> str:
+    """Give amounts without names, separated by commas, to the devices in the same order."""
+    amounts, names = budget.split(","), devices.split(",")
+    if len(amounts) == 1 or "=" in budget:
+        return budget
+    if len(amounts) != len(names):
+        raise ConfigError(
+            f"--budget {budget} is {len(amounts)} amounts, and --device names {len(names)}. "
+            "Give one to each, or write 'cuda:0=6GiB,cuda:1=25%'."
+        )
+    return ",".join(f"{n.strip()}={a.strip()}" for n, a in zip(names, amounts, strict=True))
 
 
 def parse_faults(text: str) -> tuple[tuple[str, int], ...]:

@@ -74,6 +74,8 @@ def accelerators(setting: Any) -> list[Device]:
     """
     if setting is None:
         setting = settings.device or default_name()
+    if isinstance(setting, str):
+        setting = setting.split(",")
     names = setting if isinstance(setting, (list, tuple)) else [setting]
     return [device for device in map(resolve, names) if not device.is_host]
 

@@ -26,7 +26,7 @@ from .._version import __version__
 from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, TensorRefError, nearest
 from ..base.event_sinks import say
-from ..base.option_parsers import BadValueError, file_to_write
+from ..base.option_parsers import BadValueError, budget_by_device, file_to_write
 from ..base.options import OPTIONS, settings
 from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.cards import SPECS
@@ -132,6 +132,8 @@ def apply(chosen: argparse.Namespace) -> None:
         chosen.budget = chosen.budget_per_process
     if chosen.budget == AUTO:
         chosen.budget = None
+    elif chosen.budget is not None:
+        chosen.budget = budget_by_device(chosen.budget, chosen.device or "")
     values = {
         name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
         for flag, name in SETTING_OF.items()
@@ -153,12 +155,15 @@ def variables_of(chosen: argparse.Namespace) -> dict[str, str]:
 
 
 def check_device(name: str) -> None:
-    """Refuse the name of a device that nobody knows, without torch, which the program imports."""
-    kind, _, rest = name.strip().lower().partition(":")
-    spec = rest.rpartition(":")[0] if ":" in rest else "" if rest.isdecimal() else rest
-    if kind in ("cpu", *REAL_KINDS) or (kind == "sim" and (not spec or spec in SPECS)):
-        return
-    raise no_such_device(name, known_names())
+    """Refuse the name of a device that nobody knows, without torch, which the program imports.
+
+    Several are separated by commas.
+    """
+    for one in name.split(","):
+        kind, _, rest = one.strip().lower().partition(":")
+        spec = rest.rpartition(":")[0] if ":" in rest else "" if rest.isdecimal() else rest
+        if kind not in ("cpu", *REAL_KINDS) and (kind != "sim" or (spec and spec not in SPECS)):
+            raise no_such_device(one, known_names())
 
 
 # -- becoming the program -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from ..memory.manager import TensorsManager
 from ..memory.op_times import OpCost
 from ..memory.placing import Call, choose
 from ..memory.residency import Residency
+from ..memory.spreading import choose_among
 from .operands import Operands
 from .staging import expected_results, sizes_of
 
@@ -50,7 +51,7 @@ def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bo
     Where there is room for all of it, it is fetched once it has been read a few times: then its
     rows need not cross the link each time.
     """
-    if block.readable_on(accelerator) is not None:
+    if any(block.readable_on(one) is not None for one in residency.books.accelerators):
         return False
     ledger = residency.books.ledgers[accelerator]
     room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
@@ -60,6 +61,8 @@ def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bo
 
 def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
     residency, accelerator = manager.residency, operands.accelerator
+    if residency.feed.spreads:
+        return choose_among(residency, operands.plan.name, operands.blocks, operands.label)
     if not residency.feed.places:
         return accelerator
     plan = operands.plan

@@ -84,7 +84,7 @@ def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
                 f"budget +{format_nbytes(more)} would save about {share:.0%} of the copies, and of "
                 f"the stalls, which take {stall_share:.0%} of the time."
             )
-        if stats["strategy"] != "flow":
+        if stats["strategy"] not in ("flow", "venice"):
             return (
                 f"stalls take {stall_share:.0%} of the time: strategy = 'flow' fetches ahead of "
                 "need."

@@ -19,7 +19,6 @@ from .budget import Budget
 from .costs import Costs
 from .ledger import Ledger
 
-
 #: Operators for which all has to fit before memory is no longer short; twice as many each time that
 #: was wrong.
 CALM_COUNT = 4096
@@ -132,9 +131,10 @@ class Books(core.BooksBase):  # type: ignore[misc]
         #: Blocks by number, for strategies that name blocks which are not on the device.
         self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
         self._deaths: list[int] = []
-        #: Blocks that have left the main accelerator, for a strategy that wants to hear of it.
+        #: Blocks that have left the main accelerator, for a strategy that wants to hear of it; any
+        #: accelerator, for one that spreads.
         self.departures: deque[int] = deque()
-        self.notes_departures = False
+        self.notes_departures = self.is_spread = False
         #: Called with a block whose bytes are only promised, and asked for; the first promise
         #: brings who can answer (`promises/`).
         self.asked: Callable[[Block], None]
@@ -168,6 +168,14 @@ class Books(core.BooksBase):  # type: ignore[misc]
         """The accelerator that operators run on unless a strategy says otherwise."""
         accelerators = self.accelerators  # looked at once: another thread may exchange them
         return accelerators[0] if accelerators else self.host
+
+    def compute_ns(self) -> int:
+        """Return how long the operators of all accelerators in use took, waiting not counted."""
+        return sum(device.clocks().compute_ns for device in self.accelerators)
+
+    def stall_ns(self) -> int:
+        """Return how long they stood idle only because they waited for a copy."""
+        return sum(device.stall_ns for device in self.accelerators)
 
     def use(self, accelerators: Sequence[Device]) -> list[Device]:
         """Use these accelerators, whose ledgers are open, and no others; return those left.
@@ -233,7 +241,7 @@ class Books(core.BooksBase):  # type: ignore[misc]
 
     def remove(self, replica: Replica) -> int:
         """Take a replica that has given its bytes back out of its ledger; return its bytes."""
-        if self.notes_departures and replica.device is self.main:
+        if self.notes_departures and (self.is_spread or replica.device is self.main):
             self.departures.append(replica.block_id)
         return self.ledgers[replica.device].remove(replica)
 

@@ -113,7 +113,7 @@ class TensorsManager:
             if self._residency is None:
                 host = registry.resolve("cpu")
                 device = registry.accelerators(self._device_setting)
-                strategy = make_strategy(self._strategy_setting or settings.strategy)
+                strategy = make_strategy(self._strategy_setting or settings.strategy, len(device))
                 budgets = budgets_of(device, self._budget_setting)
                 residency = Residency(host, device, strategy, self.log)
                 for accelerator, budget in budgets:
@@ -142,9 +142,7 @@ class TensorsManager:
     def device(self) -> Any:
         """The accelerator (its name), or a list of them where several are used."""
         names = [device.name for device in self.residency.books.accelerators]
-        if not names:
-            return "cpu"
-        return names[0] if len(names) == 1 else names
+        return names if len(names) > 1 else (names or ["cpu"])[0]
 
     @device.setter
     def device(self, setting: Any) -> None:
@@ -167,6 +165,7 @@ class TensorsManager:
             self._open_ledger(residency, device, budget)
         # An operator that could not be waited for ends on the old ones.
         left = residency.books.use(devices)
+        residency.feed.follow_default(self._strategy_setting, len(devices))
         self.unsupported.clear()
         residency.times.forget()
         self._start_clocks()
@@ -175,9 +174,9 @@ class TensorsManager:
 
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
-        main = self.residency.books.main
-        self._first_ns, self._first_stall_ns = self._reached_ns(), main.stall_ns
-        self._first_compute_ns = main.clocks().compute_ns
+        books = self.residency.books
+        self._first_ns, self._first_stall_ns = self._reached_ns(), books.stall_ns()
+        self._first_compute_ns = books.compute_ns()
 
     def _reached_ns(self) -> int:
         main = self.residency.books.main

@@ -198,8 +198,21 @@ def weights_nbytes(blocks: Iterable[Block]) -> int:
     return sum(block.nbytes for block in blocks if block.is_persistent)
 
 
+def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts with the room of all accelerators, where a strategy spreads over them."""
+    if not manager.residency.feed.spreads:
+        return stats
+    books = manager.residency.books
+    return {
+        **stats,
+        "budget_nbytes": sum(books.ledgers[d].limit_nbytes for d in books.accelerators),
+        "peak_resident_nbytes": sum(device.peak_nbytes for device in books.accelerators),
+    }
+
+
 def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str]:
     """How much budget the program would need, and for what; and one sentence of advice."""
+    stats = together(manager, stats)
     weights, budget = weights_nbytes(blocks), stats["budget_nbytes"]
     largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
     fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"

@@ -388,7 +388,8 @@ class Residency:
         books = self.books
         if books.is_pressed:
             if self.feed.looks_ahead:
-                self.prefetcher.issue_wishes(device)
+                for each in books.accelerators if self.feed.spreads else (device,):
+                    self.prefetcher.issue_wishes(each)
             if books.tick - books.short_at > books.calm_count:
                 books.note_calm()
         if self.books.is_left(device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .advice import advice_of, bound_of
-from .report import BLOCK_ROWS, living_blocks, weights_nbytes
+from .report import BLOCK_ROWS, living_blocks, together, weights_nbytes
 
 
 def stats_of(manager: Any) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "evicted_nbytes_by_cause": dict(counts.costs.evicted_nbytes),
             "largest_op": counts.costs.largest_op,
             "largest_op_nbytes": counts.costs.largest_op_nbytes,
-            "compute_ns": main.clocks().compute_ns - manager._first_compute_ns,
-            "stall_ns": main.stall_ns - manager._first_stall_ns,
+            "compute_ns": books.compute_ns() - manager._first_compute_ns,
+            "stall_ns": books.stall_ns() - manager._first_stall_ns,
             "time_ns": manager._reached_ns() - manager._first_ns,
         }
         return {**stats, **_judged(manager, stats)}
@@ -66,6 +66,7 @@ def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
     blocks = living_blocks(manager)
     weights = weights_nbytes(blocks)
     bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    stats = together(manager, stats)
     return {
         "weights_nbytes": weights,
         "bound_by": bound.by,

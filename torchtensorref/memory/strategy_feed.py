@@ -29,6 +29,7 @@ from ..strategy import (
     Strategy,
 )
 from ..strategy.answers import CheckedStrategy
+from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
 from .copies import Copier
@@ -52,7 +53,7 @@ class StrategyFeed:
         self._books = books
         self._copier = copier
         self._checked = CheckedStrategy(strategy)
-        books.notes_departures = self._checked.hears_evictions
+        self._follow(self._checked)
         self._at_first = _mind_of(strategy)
         self.lock = threading.RLock()
         #: Results that the strategy has not been told of, oldest first; and (operator, block) from
@@ -76,11 +77,22 @@ class StrategyFeed:
         with self.lock, self._books.lock:
             self._checked = checked
             self._books.departures.clear()
-            self._books.notes_departures = checked.hears_evictions
+            self._follow(checked)
             self._at_first = _mind_of(strategy)
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     block.ready = None
+
+    def follow_default(self, setting: Any, accelerator_count: int) -> None:
+        """Ask the default strategy for so many accelerators, unless the user has chosen one."""
+        if setting is None and settings.strategy is None:
+            strategy = make_strategy(None, accelerator_count)
+            if type(strategy) is not type(self.strategy):
+                self.change(strategy)
+
+    def _follow(self, checked: CheckedStrategy) -> None:
+        self._books.notes_departures = checked.hears_evictions
+        self._books.is_spread = checked.spreads
 
     def repair(self, doubts: Iterable[Doubt]) -> None:
         """Let a strategy that was interrupted while it thought begin anew: it costs time only."""
@@ -185,21 +197,38 @@ class StrategyFeed:
                     block.is_persistent = True
                 if is_at_home or not device.is_host:  # else the accelerator has no need of it
                     struct = struct_of(kind, block)
+                    by = device if self._books.is_spread and not is_at_home else None
                     self.tell_access(
-                        block, struct, tick, writes=block in written, is_at_home=is_at_home
+                        block, struct, tick, writes=block in written, is_at_home=is_at_home, by=by
                     )
 
     def tell_access(
-        self, block: Block, struct: int, tick: int, *, writes: bool, is_at_home: bool = False
+        self,
+        block: Block,
+        struct: int,
+        tick: int,
+        *,
+        writes: bool,
+        is_at_home: bool = False,
+        by: Device | None = None,
     ) -> None:
-        """Tell of one use by the main accelerator, or in its stead (the feed's lock held)."""
+        """Tell of one use by an accelerator, or in its stead (the feed's lock held).
+
+        Parameters
+        ----------
+        by : Device, optional
+            The main one, where the strategy does not spread.
+        """
         if block.is_persistent:
             self._told_tick = tick
-        replica = block.replicas.get(self._books.main)
+        by = by or self._books.main
+        replica = block.replicas.get(by)
         there = replica is not None and replica.state is not INVALID
         persists = block.is_persistent
         self._checked.on_access(
-            Access(block.block_id, block.nbytes, struct, persists, writes, there, is_at_home)
+            Access(
+                block.block_id, block.nbytes, struct, persists, writes, there, is_at_home, by.name
+            )
         )
 
     def tell_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
@@ -217,10 +246,15 @@ class StrategyFeed:
     def places(self) -> bool:
         """Whether the strategy says where operators run that lack an operand."""
         checked = self._checked
-        if not checked.places or settings.placement == "accelerator":
+        if not checked.places or checked.spreads or settings.placement == "accelerator":
             return False
         is_wanted = settings.placement == "hybrid" or self._books.main.knows_host
         return is_wanted or not checked.mixes_devices
+
+    @property
+    def spreads(self) -> bool:
+        """Whether the strategy chooses among several accelerators, as there are."""
+        return self._books.is_spread and len(self._books.accelerators) > 1
 
     def place(self, snapshot: OpSnapshot, default: Device) -> Device:
         """Ask where an operator runs, unless on the default device (no lock held)."""
@@ -290,8 +324,12 @@ class StrategyFeed:
         ledger = self._books.ledgers[device]
         clocks = device.clocks()
         now_ns = device.now_ns()
+        compute_free_ns = clocks.compute_free_ns
+        if self.spreads:  # the program comes to this one when it is through with the others
+            others = (other.clocks() for other in self._books.accelerators if other is not device)
+            compute_free_ns = max(compute_free_ns, *(clocks.compute_free_ns for clocks in others))
         # What compute gets to before it is through with what it has been given is no longer ahead.
-        filling = self._copier.in_flight.later_than(device, max(now_ns, clocks.compute_free_ns))
+        filling = self._copier.in_flight.later_than(device, max(now_ns, compute_free_ns))
         return DeviceSnapshot(
             name=device.name,
             limit_nbytes=ledger.budget.limit_nbytes,
@@ -303,7 +341,7 @@ class StrategyFeed:
             h2d_bytes_per_s=clocks.h2d_bytes_per_s,
             d2h_bytes_per_s=clocks.d2h_bytes_per_s,
             compute_ns=clocks.compute_ns,
-            compute_free_ns=clocks.compute_free_ns,
+            compute_free_ns=compute_free_ns,
             d2h_free_ns=clocks.d2h_free_ns,
             stall_ns=device.stall_ns,
         )

@@ -16,6 +16,7 @@ from .contract import (
     DeviceSnapshot,
     MissingBlock,
     Offer,
+    OperandSnapshot,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -31,6 +32,7 @@ __all__ = [
     "MissingBlock",
     "Offer",
     "OpSnapshot",
+    "OperandSnapshot",
     "Prefetch",
     "Strategy",
 ]

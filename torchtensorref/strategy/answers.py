@@ -73,6 +73,8 @@ class CheckedStrategy:
         self.places = kind.place is not Strategy.place
         #: Whether it does so only where operators may be computed at home for their time's sake.
         self.mixes_devices = bool(strategy.mixes_devices)
+        #: Whether it uses every accelerator there is.
+        self.spreads = bool(strategy.spreads)
         #: Whether it evicts what an operator has used as soon as it has ended.
         self.gives_back = kind.after_operator is not Strategy.after_operator
         #: Whether it asks for copies before they are needed.

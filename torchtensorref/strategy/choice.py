@@ -18,8 +18,10 @@ BUILT_IN = {
     "genoa": ("torchTensorRef.strategies.genoa", "Genoa"),
     "lru": ("torchTensorRef.strategies.lru", "LeastRecentlyUsed"),
     "flow": ("torchTensorRef.strategies.flow", "Flow"),
+    "venice": ("torchTensorRef.strategies.venice", "Venice"),
 }
-DEFAULT = "flow"
+#: What decides unless the user says otherwise: on one accelerator, on several.
+DEFAULT, DEFAULT_OF_SEVERAL = "flow", "venice"
 
 #: The entry-point group under which other packages offer theirs.
 ENTRY_POINTS = "torchTensorRef.strategies"
@@ -35,7 +37,7 @@ CONTRACT = {
 LIKENESS = 0.8
 
 
-def make_strategy(setting: Any) -> Strategy:
+def make_strategy(setting: Any, accelerator_count: int = 1) -> Strategy:
     """Make the strategy that a setting names.
 
     Parameters
@@ -43,6 +45,8 @@ def make_strategy(setting: Any) -> Strategy:
     setting : str, class, object or None
         A name (ours, or one that a package offers as an entry point), a subclass of `Strategy`, an
         object that keeps its contract, or None for the default.
+    accelerator_count : int, optional
+        How many there are: the default depends on it.
 
     Raises
     ------
@@ -52,7 +56,7 @@ def make_strategy(setting: Any) -> Strategy:
         The object does not keep the contract; the message says where.
     """
     if setting is None:
-        setting = DEFAULT
+        setting = DEFAULT if accelerator_count <= 1 else DEFAULT_OF_SEVERAL
     if isinstance(setting, str):
         setting = _class_named(setting)
     strategy = _made(setting) if inspect.isclass(setting) else setting

@@ -42,6 +42,8 @@ class Access(NamedTuple):
     was_resident: bool
     #: The host runs the operator because the strategy wanted that: it was not fetched for this.
     is_at_home: bool = False
+    #: Name of the accelerator that uses it, or that would have.
+    device: str = ""
 
 
 class Birth(NamedTuple):
@@ -122,6 +124,16 @@ class Offer(NamedTuple):
         return self.there_ns + self.run_ns + self.back_ns
 
 
+class OperandSnapshot(NamedTuple):
+    """One operand of an operator that may run on any of several accelerators."""
+
+    block_id: int
+    nbytes: int
+    is_persistent: bool
+    #: Names of the accelerators that hold it, or will before long.
+    devices: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class OpSnapshot:
     """One operator that lacks an operand, before it runs."""
@@ -138,8 +150,13 @@ class OpSnapshot:
     #: Whether anything had to be evicted so far.
     is_pressed: bool = False
     missing: tuple[MissingBlock, ...] = ()
-    #: Of the default device, and of the host.
+    #: Of the default device, and of the host; none where there are `accelerators`.
     offers: tuple[Offer, ...] = ()
+    #: For a strategy that spreads: its operands, all accelerators in use, and the one of them that
+    #: the program says its tensors are on; "" where it has not said.
+    operands: tuple[OperandSnapshot, ...] = ()
+    accelerators: tuple[DeviceSnapshot, ...] = ()
+    label: str = ""
 
     def offer(self, device: str) -> Offer:
         """Return what a device offers; one that is free at once and takes no time if none is."""
@@ -170,6 +187,11 @@ class Strategy:
     #: True if it computes at home what the accelerator computes as well: then `place` is asked only
     #: where `tensorsManager.placement` says so, or the machine says how fast its host is.
     mixes_devices: bool = False
+
+    #: True if it uses every accelerator there is. Then `place` is asked of each operator that lacks
+    #: an operand on the first one, with its operands and all accelerators; it is told what leaves
+    #: any of them, and asked for each what to fetch ahead and to write back.
+    spreads: bool = False
 
     #: False if it is there to hold as little as one operator needs: a native region holds more.
     allows_regions: bool = True

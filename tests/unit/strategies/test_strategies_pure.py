@@ -129,7 +129,7 @@ def learned(trace: Trace, **options: int) -> Flow:
 
 def test_each_strategy_is_found_by_its_name():
     assert {name: strategy.name for name, strategy in AVAILABLE.items()} == {
-        name: name for name in ("genoa", "lru", "flow")
+        name: name for name in ("genoa", "lru", "flow", "venice")
     }
 
 

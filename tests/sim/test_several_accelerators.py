@@ -1,0 +1,153 @@
+"""A model that is spread over several accelerators: the same bits, each budget obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import ConfigError, tensorsManager
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.machine import Machine
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory import once
+
+from ..support.differential import bits
+
+
+def on_two(*budgets: int, strategy: Any = "venice") -> Any:
+    """The manager on accelerators that hold so many bytes, and poison what is freed."""
+    specs = [DeviceSpec(name="test", capacity_nbytes=n) for n in budgets]
+    machine = Machine.of(specs[0])
+    tensorsManager.device = [
+        SimDevice(spec, k, machine=machine, poison=True, name=f"sim:test{k}")
+        for k, spec in enumerate(specs)
+    ]
+    tensorsManager.strategy = strategy
+    tensorsManager.budget = {f"sim:test{k}": n for k, n in enumerate(budgets)}
+    tensorsManager.reset_stats()
+    once.said.update(("room", "thrash"))
+    return tensorsManager
+
+
+def tower(depth: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*(part for layer in parts for part in layer))
+
+
+@pytest.mark.parametrize("budgets", [(80 << 10, 80 << 10), (40 << 10, 60 << 10, 30 << 10)])
+def test_inference_and_training_are_plain_torchs(manager, budgets):
+    plain = tower()
+    manager = on_two(*budgets)
+    ours = manager.adopt(tower())
+    for module in (plain, ours):
+        x = torch.rand(4, 64, generator=torch.Generator().manual_seed(1))
+        x = x if module is plain else manager.adopt(x)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(5):
+            with torch.no_grad():
+                module.seen = module(x)
+            module(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(bits(plain.seen), bits(ours.seen))
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(bits(a.detach()), bits(b.detach()))
+    used = manager.residency.books.accelerators
+    assert all(
+        0 < device.peak_nbytes <= budget for device, budget in zip(used, budgets, strict=True)
+    )
+    manager.check()
+
+
+def test_weights_stay_where_they_live_and_activations_cross_once_per_boundary(manager):
+    manager = on_two(80 << 10, 80 << 10)
+    model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        before = manager.stats()
+        model(x)
+    after = manager.stats()
+    # There and back at most: one boundary, and the input lies on the first accelerator.
+    assert after["fetch_count"] - before["fetch_count"] <= 2
+    assert after["evict_count"] == before["evict_count"]
+    where = {p.proxyInfo.device for p in model.parameters()}
+    assert where == {"sim:test0", "sim:test1"}
+
+
+def test_several_accelerators_have_a_default_of_their_own(manager):
+    assert manager.strategy is not None
+    manager._strategy_setting = None
+    spec = DeviceSpec(name="test", capacity_nbytes=1 << 20)
+    two = [SimDevice(spec, k, name=f"sim:test{k}") for k in (0, 1)]
+    manager.device = two
+    assert manager.strategy.name == "venice"
+    manager.device = two[0]
+    assert manager.strategy.name == "flow"
+    manager.strategy = "lru"
+    manager.device = two
+    assert manager.strategy.name == "lru"
+
+
+def test_names_may_be_separated_by_commas(manager):
+    manager.device = "sim:0, sim:1"
+    assert manager.device == ["sim:0", "sim:1"]
+    with pytest.raises(ConfigError, match="rtx3060"):
+        manager.device = "sim:0,sim:rtx306"
+    assert manager.device == ["sim:0", "sim:1"]
+
+
+def test_the_report_counts_the_room_of_all(manager):
+    manager = on_two(80 << 10, 80 << 10)
+    model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
+    with torch.no_grad():
+        model(x)
+        manager.reset_stats()
+        for _ in range(3):
+            model(x)
+    assert "all of them fit" in manager.report()
+    assert manager.stats()["advice"].startswith("everything fits")
+
+
+PROGRAM = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6))).eval()
+with torch.no_grad():
+    for _ in range(3):
+        out = model(torch.ones(1, 128))
+print(out.double().sum().item().hex())
+"""
+
+
+def test_the_command_line_takes_devices_and_budgets_in_order(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    wanted = tmp_path / "report.json"
+    run = [sys.executable, "-m", "torchTensorRef", "run"]
+    both = ["--device", "sim:0,sim:1", "--budget", "150KiB,300KiB", f"--report={wanted}"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TTR_")}
+
+    def done(*command: Any) -> Any:
+        return subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, env=environment, check=False
+        )
+
+    plain, ours = done(sys.executable, script), done(*run, *both, script)
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
+    report = json.loads(wanted.read_text())
+    assert report["strategy"] == "venice"
+    refused = done(*run, "--device", "sim:0,sim:1", "--budget", "1KiB,2KiB,3KiB", script)
+    assert refused.returncode == 2
+    assert "3 amounts, and --device names 2" in refused.stderr
+    refused = done(*run, "--device", "sim:0,sim:rtx306", script)
+    assert refused.returncode == 2
+    assert "rtx3060" in refused.stderr

@@ -1,0 +1,168 @@
+"""Venice, asked with numbers: where blocks live, and where operators run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from torchTensorRef.strategies.venice import WEIGHTS_SHARE, Venice, rounds_of, shares_of
+from torchTensorRef.strategy import Access, DeviceSnapshot, OperandSnapshot, OpSnapshot
+
+GB = 10**9
+
+
+def device(name, limit_nbytes, link=1e9):
+    return DeviceSnapshot(
+        name=name,
+        limit_nbytes=limit_nbytes,
+        resident_nbytes=0,
+        in_flight_nbytes=0,
+        in_flight_count=0,
+        now_ns=0,
+        link_free_ns=0,
+        h2d_bytes_per_s=link,
+        d2h_bytes_per_s=link,
+    )
+
+
+def op(accelerators, *operands, label=""):
+    return OpSnapshot(
+        name="mm",
+        operand_nbytes=sum(o.nbytes for o in operands),
+        missing_nbytes=0,
+        flops=0,
+        default_device=accelerators[0].name,
+        operands=operands,
+        accelerators=tuple(accelerators),
+        label=label,
+    )
+
+
+def weight(number, nbytes=100, *devices):
+    return OperandSnapshot(number, nbytes, True, devices)
+
+
+def activation(number, nbytes, *devices):
+    return OperandSnapshot(number, nbytes, False, devices)
+
+
+def use(strategy, number, where, nbytes=100):
+    strategy.on_access(Access(number, nbytes, 0, True, False, True, device=where))
+
+
+def test_shares_fill_the_first_or_let_all_links_work_equally_long():
+    two = [device("a", 20 * GB), device("b", 10 * GB)]
+    assert shares_of(two, 20 * GB) == [WEIGHTS_SHARE * 20 * GB, WEIGHTS_SHARE * 10 * GB]
+    fast, slow = device("a", 10 * GB, link=3e9), device("b", 10 * GB, link=1e9)
+    first, second = shares_of([fast, slow], 26 * GB)
+    assert first + second == pytest.approx(26 * GB)
+    room = WEIGHTS_SHARE * 10 * GB
+    assert (first - room) / 3e9 == pytest.approx((second - room) / 1e9)
+
+
+def test_weights_are_dealt_out_in_stretches_the_largest_first():
+    small, large = device("small", 1000), device("large", 2000)
+    strategy = Venice()
+    where = [strategy.place(op([small, large], weight(n))) for n in range(24)]
+    assert where == ["large"] * 18 + ["small"] * 6
+    assert strategy.dealt_nbytes == {"large": 1800, "small": 600}
+    assert [strategy.place(op([small, large], weight(n))) for n in (0, 20)] == ["large", "small"]
+
+
+def test_what_is_small_does_not_go_back_to_a_gap():
+    a, b = device("a", 2000), device("b", 1000)
+    strategy = Venice()
+    for n in range(2):
+        assert strategy.place(op([a, b], weight(n, 850))) == "a"
+    assert strategy.place(op([a, b], weight(2, 850))) == "b"
+    assert strategy.place(op([a, b], weight(3, 40))) == "b"
+
+
+def test_what_does_not_fit_is_dealt_out_anew_once_all_is_known():
+    a, b = device("a", 1_000_000), device("b", 1_000_000)
+    strategy = Venice()
+    for n in range(40):
+        use(strategy, n, strategy.place(op([a, b], weight(n, 100_000))), 100_000)
+    dealt = strategy.dealt_nbytes
+    assert dealt == {"a": 900_000, "b": 3_100_000}
+    use(strategy, 0, "a", 100_000)  # the program begins anew
+    strategy.place(op([a, b], weight(1, 100_000)))
+    assert abs(strategy.dealt_nbytes["a"] - strategy.dealt_nbytes["b"]) <= 200_000
+    where = [strategy.place(op([a, b], weight(n, 100_000))) for n in range(40)]
+    turns = sum(x != y for x, y in itertools.pairwise(where))
+    rounds = rounds_of([a, b], 4_000_000)
+    assert rounds > 1
+    assert 2 * rounds - 2 <= turns <= 2 * rounds
+
+
+def test_operators_without_weights_run_where_most_of_their_operands_are():
+    a, b = device("a", 10_000), device("b", 10_000)
+    strategy = Venice()
+    assert strategy.place(op([a, b], activation(1, 10, "a"), activation(2, 20, "b"))) == "b"
+    assert strategy.place(op([a, b], activation(1, 20, "a"), activation(2, 20, "b"))) == "b"
+    assert strategy.place(op([a, b], activation(1, 20, "a", "b"), activation(2, 1, "a"))) == "a"
+    assert strategy.place(op([a, b], activation(3, 20))) == "a"  # nowhere: the first one
+
+
+def test_tiny_weights_go_where_they_are_needed():
+    a, b = device("a", 1 << 20), device("b", 1 << 20)
+    strategy = Venice()
+    norm = weight(1, 100, "a")
+    assert strategy.place(op([a, b], activation(2, 200, "b"), norm)) == "b"
+    assert strategy.place(op([a, b], activation(3, 200, "a"), norm)) == "a"
+    assert strategy.dealt_nbytes == {"a": 0, "b": 0}
+
+
+def test_labels_are_obeyed_once_the_program_names_two():
+    a, b = device("a", 10_000), device("b", 10_000)
+    strategy = Venice()
+    there = weight(1, 100, "b")
+    assert strategy.place(op([a, b], there, label="a")) == "b"  # written for one accelerator
+    assert strategy.place(op([a, b], weight(2), label="b")) == "b"
+    assert strategy.place(op([a, b], there, label="a")) == "a"
+
+
+def test_what_is_gone_makes_room():
+    a, b = device("a", 1000), device("b", 1000)
+    strategy = Venice()
+    for n in range(12):
+        strategy.place(op([a, b], weight(n)))
+    assert strategy.dealt_nbytes == {"a": 900, "b": 300}
+    for n in range(12):
+        strategy.on_death(n)
+    assert strategy.dealt_nbytes == {"a": 0, "b": 0}
+    assert strategy.place(op([a, b], weight(20))) == "a"
+
+
+def test_other_accelerators_and_other_budgets_are_dealt_to_anew():
+    a, b = device("a", 1000), device("b", 1000)
+    strategy = Venice()
+    for n in range(12):
+        strategy.place(op([a, b], weight(n)))
+    strategy.place(op([device("a", 400), b], weight(0)))
+    assert strategy.dealt_nbytes == {"b": 900, "a": 300}
+    strategy.place(op([device("c", 2000)], weight(0)))
+    assert strategy.dealt_nbytes == {"c": 1200}
+
+
+def test_no_more_is_fetched_ahead_than_one_stretch_lacks():
+    a, b = device("a", 1_000_000), device("b", 1_000_000)
+    strategy = Venice()
+    for _ in range(2):
+        for n in range(40):
+            use(strategy, n, strategy.place(op([a, b], weight(n, 100_000))), 100_000)
+    lacks = (2_000_000 - 900_000) / rounds_of([a, b], 4_000_000)
+    asked: list[str] = []
+    strategy._flow("a").prefetch = lambda device, resident: asked.append(device.name) or ()
+    on_a = [n for n in range(40) if strategy.place(op([a, b], weight(n, 100_000))) == "a"]
+    for number in on_a[: int(lacks / 100_000) + 1]:
+        strategy.prefetch(a, [])
+        strategy.on_prefetch(number, 100_000)
+    count = len(asked)
+    assert count == int(lacks / 100_000) + 1
+    strategy.prefetch(a, [])
+    assert len(asked) == count  # enough is there
+    use(strategy, on_a[0], "a", 100_000)
+    strategy.prefetch(a, [])
+    assert len(asked) == count + 1
