@@ -18,6 +18,10 @@ from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
 MOST_COPIES = 4.0
+#: Of the operators that lacked a weight of late, this share has to have been better off at home
+#: before copies are planned around what is computed there; "of late" is about so many.
+OPEN_SHARE = 1 / 16
+OF_LATE_COUNT = 32
 
 
 class AtHome:
@@ -27,6 +31,7 @@ class AtHome:
         #: By struct, in ns: running there, and handing over what goes in and what comes out.
         self._ns_per_byte: dict[int, float] = {}
         self._struct_of: dict[int, int] = {}
+        self._share = 0.0  # of those asked about of late, that were computed at home
 
     def use(self, access: Access) -> None:
         """Note which operator uses a block that lasts: the last one says whether it may."""
@@ -55,14 +60,16 @@ class AtHome:
         largest = max(lasting, key=lambda block: block.nbytes)
         cost_ns = home.run_ns + 2 * home.back_ns
         self._ns_per_byte[largest.struct] = cost_ns / max(largest.nbytes, 1)
-        if cost_ns > MOST_COPIES * sum(block.copy_ns for block in lasting):
-            return None  # however long the link is busy: what crosses outweighs what does not
-        return home if home.end_ns < op.offer(op.default_device).end_ns else None
+        # However long the link is busy, what crosses may outweigh what does not.
+        is_cheap = cost_ns <= MOST_COPIES * sum(block.copy_ns for block in lasting)
+        is_sooner = is_cheap and home.end_ns < op.offer(op.default_device).end_ns
+        self._share += (is_sooner - self._share) / OF_LATE_COUNT
+        return home if is_sooner else None
 
     @property
     def is_open(self) -> bool:
-        """Whether anything was ever asked about that could be computed at home."""
-        return bool(self._ns_per_byte)
+        """Whether enough of what lacks weights is computed at home to plan copies around it."""
+        return self._share > OPEN_SHARE
 
     def in_time(
         self,

@@ -37,13 +37,15 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
 
 from ..support.differential import differences
+from ..support.programs import Scatter
 
 CAPACITY_NBYTES = 1 << 20
 BUDGETS_NBYTES = (8 << 10, 24 << 10, 96 << 10, 300 << 10, CAPACITY_NBYTES)
-STRATEGIES = ("flow", "lru", "genoa")
+STRATEGIES = ("flow", "lru", "genoa", "venice", Scatter)
 #: What is done while programs run, and how often.
 CHANGES = (
     *("budget", "budget", "strategy", "device", "switch"),
@@ -234,7 +236,7 @@ def work(number: int, until: float, tally: Tally) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         tally.programs[program.__name__] += 1
         if found:
-            settings = f"{tensorsManager.strategy.name}, {tensorsManager.budget:,} bytes"
+            settings = f"{tensorsManager.strategy.name}, {tensorsManager.budget} bytes"
             tally.wrong.append(
                 f"{program.__name__} with seed {seed}, then {settings}: {'; '.join(found[:3])}; "
                 f"{again(program, seed, plain)}"
@@ -251,7 +253,7 @@ def again(program: Callable[[torch.Generator], Any], seed: int, plain: Any) -> s
 
 def unsettle(chance: random.Random, tally: Tally) -> None:
     """Change something, or ask for something, while programs run."""
-    device = tensorsManager.residency.books.main
+    device: Any = chance.choice(tensorsManager.residency.books.accelerators)
     kind = chance.choice(CHANGES)
     tally.changes[kind] += 1
     if kind == "device":
@@ -475,7 +477,11 @@ def prepare(seed: int) -> random.Random:
     faulthandler.enable()
     torch.set_num_threads(1)
     spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES)
-    devices[:] = (SimDevice(spec, poison=True, name=name) for name in ("sim:soak", "sim:other"))
+    machine = Machine.of(spec)
+    devices[:] = (
+        SimDevice(spec, machine=machine, poison=True, name=name)
+        for name in ("sim:soak", "sim:other")
+    )
     tensorsManager.device = devices[0]
     tensorsManager.budget = CAPACITY_NBYTES
     tensorsManager.reset_stats()
