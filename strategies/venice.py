@@ -35,6 +35,8 @@ GONE_SHARE = 0.5
 #: What does not fit is dealt out in so many rounds, of stretches that take at least so long: each
 #: boundary takes tens of microseconds.
 ROUND_COUNT = 16
+#: What was fetched ahead and is not used yet comes to no more than so many stretches lack.
+AHEAD_STRETCHES = 4
 STRETCH_NS = 100_000
 #: Weights up to this share of the smallest budget have no home: they go where they are needed.
 TINY_SHARE = 1 / 4096
@@ -72,7 +74,7 @@ class Venice(Strategy):
         self._labels: set[str] = set()
         self._ahead: dict[int, tuple[str, int]] = {}  # fetched ahead, not used yet: where, bytes
         self._ahead_nbytes: dict[str, int] = {}  # of them, by accelerator
-        self._ahead_limits: dict[str, float] = {}  # so much may be: what one stretch lacks
+        self._ahead_limits: dict[str, float] = {}  # so much may be
 
     # -- where operators run ---------------------------------------------------------------------
 
@@ -141,7 +143,9 @@ class Venice(Strategy):
         shares = self.shares(ordered, total_nbytes)
         round_count = rounds_of(ordered, total_nbytes)
         self._ahead_limits = {
-            device.name: max(0.0, share - WEIGHTS_SHARE * device.limit_nbytes) / round_count
+            device.name: AHEAD_STRETCHES
+            * max(0.0, share - WEIGHTS_SHARE * device.limit_nbytes)
+            / round_count
             for device, share in zip(ordered, shares, strict=True)
         }
         ends = [share / round_count for share in accumulate(shares)]
