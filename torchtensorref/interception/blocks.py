@@ -16,6 +16,7 @@ from ..memory.manager import TensorsManager
 from ..operators.blocked.cut import Call, Cut
 from ..operators.blocked.sizes import TileTooLargeError, Tiling
 from ..operators.blocked.table import cut_of, rule_of
+from ..operators.substitutes import ByDevice
 from .block_plan import Plan, arguments_of
 from .operands import Operands
 from .staging import expected_results
@@ -72,43 +73,54 @@ class Blocks:
         OutOfBudgetError, torch.OutOfMemoryError, TransferError
             The first tile found no room. Nothing has changed.
         """
-        cut = self._cut(device)
-        if cut is None:
+        found = self._found(device)
+        if found is None:
             return NotImplemented
-        plan = Plan.of(self._operands, cut, device)
-        if plan is None:
-            return NotImplemented
-        try:
-            tiling = plan.tiling(self._room_nbytes(device))
-        except TileTooLargeError as error:
-            self.why_not = (
-                f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)}, "
-                "which a budget must leave"
-            )
-            return NotImplemented
+        plan, tiling = found
+        self.why_not = ""
         if Blocks.forced is not None:
-            tiling = Blocks.forced(cut, tiling)
+            tiling = Blocks.forced(plan.cut, tiling)
         run = Run(plan, tiling, self._manager, self._phases, device)
         result = run.run(self._born)
-        self._note(cut, tiling, run.tile_count)
+        self._note(tiling, run.tile_count)
         return result
 
-    def _cut(self, device: Device) -> Cut | None:
+    def _found(self, device: Device) -> tuple[Plan, Tiling] | None:
+        """Find tiles that fit: of the cuts that keep the bits, else of any, where that may be."""
+        whole = self._cut()
+        if whole is None:
+            return None
+        cuts = [whole.keeping_bits()]
+        if not device.has_host_kernels or settings.blocks == "any":
+            cuts.append(whole)
+        room_nbytes = self._room_nbytes(device)
+        for cut in cuts:
+            if not cut.can_be_cut:
+                self.why_not = "blocks would add in another order"
+                continue
+            plan = Plan.of(self._operands, cut, device)
+            if plan is None:
+                return None
+            try:
+                return plan, plan.tiling(room_nbytes)
+            except TileTooLargeError as error:
+                self.why_not = (
+                    f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of "
+                    f"the {format_nbytes(room_nbytes)} there are"
+                )
+        return None
+
+    def _cut(self) -> Cut | None:
+        """Ask the operator's rule."""
         operands, plan = self._operands, self._operands.plan
         if settings.blocks == "off" or operands.unmanaged or operands.on_accelerator is not None:
             return None
         if plan.has_device and operands.argument("device") is not None:
             return None
-        rule = rule_of(plan.op.op if hasattr(plan.op, "is_itself_at_home") else plan.op)
+        rule = rule_of(plan.op.op if isinstance(plan.op, ByDevice) else plan.op)
         if rule is None or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
             return None
-        cut = cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
-        if cut is None:
-            return None
-        if not cut.keeps_bits and device.has_host_kernels and settings.blocks != "any":
-            self.why_not = "blocks would add in another order"
-            return None
-        return cut
+        return cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
 
     def _room_nbytes(self, device: Device) -> int:
         books, holds = self._residency.books, self._residency.holds
@@ -118,13 +130,15 @@ class Blocks:
             room = min(budget.limit_nbytes, budget.high_nbytes) - holds.held_nbytes(device)
         return room - room // SCRATCH_SHARE if device.kernels_allocate else room
 
-    def _note(self, cut: Cut, tiling: Tiling, count: int) -> None:
+    def _note(self, tiling: Tiling, count: int) -> None:
         plan, counts = self._operands.plan, self._residency.books.counts
         counts.blocked_op_count += 1
         counts.blocked_tile_count += count
         counts.blocked_operators[plan.name] = counts.blocked_operators.get(plan.name, 0) + 1
-        order = "" if cut.keeps_bits else ", which adds in another order"
-        counts.reordered_op_count += not cut.keeps_bits
+        pairs = zip(tiling.axes, tiling.counts(), strict=True)
+        keeps_bits = all(axis.keeps_bits for axis, tiles in pairs if tiles > 1)
+        order = "" if keeps_bits else ", which adds in another order"
+        counts.reordered_op_count += not keeps_bits
         self._operands.in_blocks_nbytes = tiling.need_nbytes
         self._residency.books.log.note(
             "-", plan.name, f"in {count} blocks of {format_nbytes(tiling.need_nbytes)}{order}"

@@ -52,6 +52,8 @@ class Run:
         self._pieces: dict[Place, tuple[Any, Piece]] = {}
         self._on_their_way: list[Piece] = []
         self._has_landed = False
+        #: The fresh results at home.
+        self._results: list[torch.Tensor] = []
         self.tile_count = 0
 
     def run(self, born: list[Block]) -> Any:
@@ -63,11 +65,10 @@ class Run:
         held = residency.acquire(self._host, blocks, written, 0)
         try:
             homes = {place: self._home(ref) for place, (ref, _) in plan.cut_refs.items()}
-            results = [self._new_home(like) for like in plan.fresh]
             for block in written:
                 self._host.about_to_change(block.replicas[self._host].base)
                 residency.copier.written(block, self._host)
-            self._run_tiles(homes, [self._view(result) for result in results])
+            self._run_tiles(homes)
         finally:
             self._pieces.clear()
             residency.release(held)
@@ -76,7 +77,7 @@ class Run:
                     residency.settle_at_home(block)
         for block in written:
             residency.copier.has_been_written(block, self._host)
-        return self._wrapped(results, born)
+        return self._wrapped(born)
 
     def _home(self, ref: Any) -> torch.Tensor:
         return self._view(plain_on(ref, self._host))
@@ -84,16 +85,23 @@ class Run:
     def _view(self, plain: torch.Tensor) -> torch.Tensor:
         return flattened(plain) if self._plan.cut.is_flat and plain.dim() else plain
 
-    def _new_home(self, like: torch.Tensor) -> torch.Tensor:
-        """Make the memory of a fresh result."""
+    def _new_home(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Make the memory of a fresh result, of the dtype that the first tile's has.
+
+        Torch says it of tensors without bytes as an accelerator's kernel would have it.
+        """
+        with torch._C.DisableTorchFunction():
+            like = torch._C._VariableFunctions.empty_strided(
+                like.size(), like.stride(), dtype=dtype, device="meta"
+            )
         nbytes = like.untyped_storage().nbytes()
         base = self._device.home_memory(nbytes)
         base = empty_bytes(nbytes) if base is None else base
-        return view_with(like, base.untyped_storage(), like.storage_offset())
+        return view_with(like, base.untyped_storage(), 0)
 
     # -- tiles ----------------------------------------------------------------------------------
 
-    def _run_tiles(self, homes: dict[Place, torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _run_tiles(self, homes: dict[Place, torch.Tensor]) -> None:
         tiles = iter(self._tiling.tiles())
         first = next(tiles)
         pieces = self._cut_out(homes, first)
@@ -103,7 +111,7 @@ class Run:
             out = self._run_tile(tile, pieces)
             following = next(tiles, None)
             mine, pieces = pieces, {} if following is None else self._ahead(homes, following)
-            self._send_home(out, tile, mine, results, homes)
+            self._send_home(out, tile, mine)
             del mine, out
             self._land(1)
             tile = following
@@ -170,26 +178,21 @@ class Run:
 
     # -- results --------------------------------------------------------------------------------
 
-    def _send_home(
-        self,
-        out: Any,
-        tile: Tile,
-        pieces: dict[Place, Piece],
-        results: list[torch.Tensor],
-        homes: dict[Place, torch.Tensor],
-    ) -> None:
+    def _send_home(self, out: Any, tile: Tile, pieces: dict[Place, Piece]) -> None:
         """Issue the copies home of what a tile has made and written."""
         for place in self._plan.written():
             self._leave(pieces[place])
-        if not results:
+        fresh = self._plan.fresh
+        if not fresh:
             return
-        refs = [
-            one
-            for one in (out if isinstance(out, (list, tuple)) else (out,))
-            if isinstance(one, torch.Tensor)
-        ]
-        for ref, result, along in zip(refs, results, self._plan.cut.results, strict=True):
-            part = part_of(result, along, tile)
+        found = out if isinstance(out, (list, tuple)) else (out,)
+        refs = [one for one in found if isinstance(one, torch.Tensor)]
+        if not self._results:
+            self._results = [
+                self._new_home(like, ref.dtype) for like, ref in zip(fresh, refs, strict=True)
+            ]
+        for ref, result, along in zip(refs, self._results, self._plan.cut.results, strict=True):
+            part = part_of(self._view(result), along, tile)
             self._leave(result_piece(ref, part, self._device, self._residency))
 
     def _leave(self, piece: Piece) -> None:
@@ -213,13 +216,13 @@ class Run:
             self._has_landed = True
             self._on_their_way.pop(0)
 
-    def _wrapped(self, results: list[torch.Tensor], born: list[Block]) -> Any:
+    def _wrapped(self, born: list[Block]) -> Any:
         """Make the program's tensors of the results at home."""
         operands, plan = self._operands, self._operands.plan
-        if not results:
+        if not self._results:
             twins = [operands.argument(plan.argument_names[t]) for t in plan.result_of_write]  # type: ignore[index]
             return twins[0] if len(twins) == 1 else tuple(twins) or None
-        refs = iter([self._ref_of(result, born) for result in results])
+        refs = iter([self._ref_of(result, born) for result in self._results])
         out = self._plan.template
         if isinstance(out, torch.Tensor):
             return next(refs)

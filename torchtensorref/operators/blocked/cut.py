@@ -9,7 +9,7 @@ pieces of the operands that lie in it gives the piece of the results that lies i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,12 @@ class Axis(NamedTuple):
     """What may be cut.
 
     Cuts are at multiples of `step`, and no tile is shorter than that: the last one takes what is
-    left over.
+    left over. Cut there, the tiles' results are bit for bit parts of the whole one's, or not.
     """
 
     extent: int
     step: int = 1
+    keeps_bits: bool = True
 
     @property
     def most_tiles(self) -> int:
@@ -64,14 +65,24 @@ class Cut:
     localise: Localise | None = field(default=None)
     #: Operands and results are taken as the runs of elements that they are in memory.
     is_flat: bool = False
-    #: Whether the tiles' results are, bit for bit, parts of the whole one's.
-    keeps_bits: bool = True
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether there can be more than one tile."""
+        return any(axis.most_tiles > 1 for axis in self.axes)
+
+    def keeping_bits(self) -> Cut:
+        """Return the cut with those axes whole along which a cut changes bits."""
+        axes = tuple(
+            axis if axis.keeps_bits else Axis(axis.extent, axis.extent or 1) for axis in self.axes
+        )
+        return replace(self, axes=axes)
 
 
 class Call:
     """One call, as far as a rule looks at it: arguments by their names, and their sizes."""
 
-    __slots__ = ("arguments", "is_probed", "op", "thread_count")
+    __slots__ = ("arguments", "op", "thread_count")
 
     def __init__(self, op: Any, arguments: dict[str, Any]) -> None:
         self.op = op

@@ -1,19 +1,21 @@
 """Cuts of elementwise operators: along all that their results are.
 
 A vectorised kernel computes the last few elements of a run one by one, and some functions are
-computed otherwise there (`tanh`, `exp`): which elements these are depends on where it was cut. So
-it is asked, once per operator and dtype, whether that makes a difference to the bits. Where it
-does, only such cuts keep them that leave the same elements over.
+computed otherwise there (`tanh`, `exp`): which elements these are depends on where it was cut. Only
+for arithmetic that rounds each result once it makes no difference, and whether a compiler has made
+one of a product and a sum is tried, once per operator and dtype. What is not so is cut only where
+that leaves the same elements over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .cut import Axis, Call, Cut, Place, broadcast_along, is_dense
+from .cut import Axis, Call, Cut, Place, broadcast_along
 
 #: Elements of a vector, of several vectors that a loop does at once: cuts at multiples of it leave
 #: nothing over.
@@ -22,6 +24,19 @@ LINE = 256
 TRIED, AT_ONCE = 1155, 3
 #: Kernels give less than this to a thread of its own only where there are no more.
 GRAIN = 32768
+
+_ARITHMETIC = """
+    abs add add_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or bitwise_xor
+    ceil clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone copy_ div div_ eq fill_ floor
+    fmax fmin ge gt hardtanh hardtanh_ isinf isnan le lerp lerp_ logical_and logical_not logical_or
+    logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ nan_to_num
+    native_dropout_backward ne neg neg_ reciprocal relu relu_ round rsub sgn sign sqrt sqrt_ square
+    sub sub_ threshold threshold_backward trunc where zero_ _to_copy
+"""
+#: Operators each of whose results is rounded once, or is one of the operands.
+ROUNDS_ONCE = frozenset(_ARITHMETIC.split())
+#: Runs as long as this are cut no further for the sake of threads.
+MOST_STEP = 1 << 22
 
 _even: dict[Any, bool] = {}
 
@@ -40,19 +55,20 @@ def elementwise(call: Call) -> Cut | None:
     is_even = has_even_bits(call.op, call.arguments)
     numel = torch.Size(sizes).numel()
     if _are_alike(tensors):
-        leaves_same = call.thread_count == 1 or numel % (LINE * call.thread_count) == 0
+        # However many threads share a tile, or the whole, each is to get whole vectors.
+        step = LINE if is_even else LINE * math.lcm(*range(1, call.thread_count + 1))
+        leaves_same = call.thread_count == 1 or (step <= MOST_STEP and numel % step == 0)
+        keeps_bits = is_even or leaves_same or numel <= GRAIN
         return Cut(
-            axes=(Axis(numel, LINE * call.thread_count),),
+            axes=(Axis(numel, min(step, MOST_STEP), keeps_bits),),
             operands={place: (0,) for place, tensor in tensors if tensor.dim()},
             results=((0,),) * results,
             is_flat=True,
-            keeps_bits=is_even or leaves_same or numel <= GRAIN,
         )
     return Cut(
-        axes=tuple(Axis(size) for size in sizes),
+        axes=tuple(Axis(size, keeps_bits=is_even) for size in sizes),
         operands={place: broadcast_along(tensor, sizes) for place, tensor in tensors},
         results=(tuple(range(len(sizes))),) * results,
-        keeps_bits=is_even,
     )
 
 
@@ -78,21 +94,23 @@ def _results_of(op: Any) -> int | None:
 
 
 def _are_alike(tensors: Sequence[tuple[Place, torch.Tensor]]) -> bool:
-    """Whether all but single numbers are the same run of memory, element by element."""
+    """Whether all but single numbers are the same run of memory, element by element.
+
+    In another order than that of their dimensions some kernels go another way.
+    """
     large = [tensor for _, tensor in tensors if tensor.dim()]
     first = large[0]
-    return is_dense(first) and all(
-        tensor.size() == first.size() and _same_order(tensor, first) for tensor in large
-    )
-
-
-def _same_order(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    triples = zip(tensor.size(), tensor.stride(), other.stride(), strict=True)
-    return all(size == 1 or mine == its for size, mine, its in triples)
+    return all(tensor.size() == first.size() and tensor.is_contiguous() for tensor in large)
 
 
 def has_even_bits(op: Any, arguments: dict[str, Any]) -> bool:
     """Whether an elementwise operator gives an element the same bits wherever it stands."""
+    is_float = any(
+        isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        for value in arguments.values()
+    )
+    if is_float and op.overloadpacket.__name__ not in ROUNDS_ONCE:
+        return False
     kinds = tuple(
         (name, value.dtype if isinstance(value, torch.Tensor) else repr(value))
         for name, value in arguments.items()

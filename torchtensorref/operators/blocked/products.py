@@ -1,11 +1,11 @@
 """Cuts of products: by rows and columns of the result, and by what they are done for one by one.
 
 Kernels choose among ways to compute by the sizes of what they are given, and those add in different
-orders. Measured with torch 2.13 and MKL 2024.2 on an EPYC with AVX-512, 1 and 2 threads, 6,700
+orders. Measured with torch 2.13 and MKL 2024.2 on an EPYC with AVX-512, 1 and 2 threads, 8,000
 products of random sizes up to 4096, cut at random: in half precision no cut ever changed a bit. In
-single and double precision tiles of 384 and more did not, but where the second operand is in rows
-and the first has less than 16 rows (single) or fewer than 512 (double): there they did in one of
-thirty.
+single precision tiles of 128 and more did not, in double those of 384, but where the second operand
+is in rows and the first has less than 8 rows (single), or fewer than 512 (double): there they did
+in one of thirty. On other processors it may be otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from .cut import Along, Axis, Call, Cut, Place, broadcast_along
 
 #: Rows and columns of tiles, by the size of an element: multiples of it.
-STEP, STEP_OF_HALF = 384, 64
+STEPS = {torch.float32: 128, torch.float64: 512, torch.complex64: 128, torch.complex128: 512}
+STEP_OF_HALF = 64
 #: Rows from which on a product is cut in columns without changing a bit, in spite of the order of
 #: its second operand.
 SAFE_ROWS = {torch.float32: 16, torch.float64: 512}
@@ -31,7 +32,6 @@ def mm(call: Call) -> Cut | None:
         axes=_rows_and_columns(a, b),
         operands={("self", None): (0, None), ("mat2", None): (None, 1)},
         results=((0, 1),),
-        keeps_bits=_keeps_bits(a, b),
     )
 
 
@@ -49,7 +49,6 @@ def addmm(call: Call) -> Cut | None:
             ("mat2", None): (None, 1),
         },
         results=((0, 1),),
-        keeps_bits=_keeps_bits(a, b),
     )
 
 
@@ -62,7 +61,6 @@ def bmm(call: Call) -> Cut | None:
         axes=(Axis(a.size(0)), *_rows_and_columns(a, b)),
         operands={("self", None): (0, 1, None), ("mat2", None): (0, None, 2)},
         results=((0, 1, 2),),
-        keeps_bits=_keeps_bits(a, b),
     )
 
 
@@ -80,7 +78,6 @@ def baddbmm(call: Call) -> Cut | None:
             ("batch2", None): (0, None, 2),
         },
         results=((0, 1, 2),),
-        keeps_bits=_keeps_bits(a, b),
     )
 
 
@@ -98,29 +95,26 @@ def linear(call: Call) -> Cut | None:
     if bias is not None:
         operands["bias", None] = (lead,)
     last = lead - 1
-    rows = [Axis(size, step if i == last else 1) for i, size in enumerate(x.size()[:-1])]
+    is_safe = x.dtype in HALF
+    rows = [Axis(size, step if i == last else 1, is_safe) for i, size in enumerate(x.size()[:-1])]
     return Cut(
-        axes=(*rows, Axis(weight.size(0), step)),
+        axes=(*rows, Axis(weight.size(0), step, is_safe)),
         operands=operands,
         results=(tuple(range(lead + 1)),),
-        keeps_bits=x.dtype in HALF,
     )
 
 
 def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
-    step = _step(a.dtype)
-    return Axis(a.size(-2), step), Axis(b.size(-1), step)
+    step, dtype = _step(a.dtype), a.dtype
+    are_rows_safe = not dtype.is_complex
+    are_columns_safe = dtype not in SAFE_ROWS or b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[dtype]
+    return (
+        Axis(a.size(-2), step, keeps_bits=are_rows_safe),
+        Axis(b.size(-1), step, keeps_bits=are_rows_safe and are_columns_safe),
+    )
 
 
 def _step(dtype: torch.dtype) -> int:
     if dtype in HALF:
         return STEP_OF_HALF
-    return STEP if dtype.is_floating_point or dtype.is_complex else 1
-
-
-def _keeps_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype in HALF or not (a.dtype.is_floating_point or a.dtype.is_complex):
-        return True
-    if a.dtype.is_complex:
-        return False
-    return b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[a.dtype]
+    return STEPS.get(dtype, 1)

@@ -104,6 +104,4 @@ def cut_of(rule: Rule, call: Call) -> Cut | None:
         cut = rule(call)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
-    if cut is None or all(axis.most_tiles == 1 for axis in cut.axes):
-        return None
-    return cut
+    return cut if cut is not None and cut.can_be_cut else None
