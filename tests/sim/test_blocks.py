@@ -204,6 +204,33 @@ def test_the_host_runs_what_blocks_would_add_in_another_order(manage):
     torch.testing.assert_close(manager.release(ours), plain)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 0, 7])
+def test_cross_entropy_over_a_large_vocabulary(manage, reduction, ignored):
+    manager = manage(nbytes=150_000)
+    target = longs(4000, 60)
+    target[::7] = ignored
+
+    def loss(x, target):
+        x = x.requires_grad_()
+        found = F.cross_entropy(x, target, reduction=reduction, ignore_index=ignored)
+        found.sum().backward()
+        return found.detach(), x.grad
+
+    plain, ours = both(manager, loss, [rand(60, 4000), target])
+    assert not differences(plain, ours)
+    stats = manager.stats()
+    assert stats["host_fallback_count"] == stats["host_op_count"] == 0
+    assert stats["blocked_op_count"] == 4
+
+
+def test_a_target_that_is_no_column_is_the_program_s_own_mistake(manage):
+    manager = manage(nbytes=150_000)
+    x, target = manager.adopt(rand(60, 4000)), manager.adopt(longs(4000, 60) + 4000)
+    with pytest.raises(IndexError, match="is out of bounds"):
+        F.nll_loss(x, target)
+
+
 def test_blocks_can_be_turned_off(manage):
     manager = manage(nbytes=100_000)
     with options(blocks="off"):

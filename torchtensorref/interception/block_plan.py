@@ -63,6 +63,9 @@ class Plan:
             if ref is None:
                 continue  # a plain number
             along = cut.operands.get(place, (None,) * tensor.dim())
+            if cut.gather is not None and place in cut.operands:
+                self.cut_refs[place] = ref, along
+                continue
             nbytes = touched_nbytes(tensor)
             axes = frozenset(is_cut.intersection(a for a in along if a is not None))
             if axes or self._is_away(ref, nbytes):
@@ -71,6 +74,9 @@ class Plan:
             elif ref._ttr_block not in whole:
                 whole.add(ref._ttr_block)
                 self.parts.append(Part(ref._ttr_block.nbytes, frozenset()))
+        if cut.gather is not None:
+            self.parts.append(Part(cut.gathered_nbytes, frozenset()))
+            return all(place in self.cut_refs for place in cut.operands)
         return self._is_written_apart(call)
 
     def _is_away(self, ref: Any, nbytes: int) -> bool:

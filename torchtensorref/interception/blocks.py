@@ -20,7 +20,7 @@ from ..operators.substitutes import ByDevice
 from .block_plan import Plan, arguments_of
 from .operands import Operands
 from .staging import expected_results
-from .tiles import Phases, Run
+from .tiles import Phases, Run, UnfitError
 
 #: Of the room that kernels leave, which allocate in passing.
 SCRATCH_SHARE = 8
@@ -81,7 +81,10 @@ class Blocks:
         if Blocks.forced is not None:
             tiling = Blocks.forced(plan.cut, tiling)
         run = Run(plan, tiling, self._manager, self._phases, device)
-        result = run.run(self._born)
+        try:
+            result = run.run(self._born)
+        except UnfitError:
+            return NotImplemented
         self._note(tiling, run.tile_count)
         return result
 

@@ -58,11 +58,28 @@ class Piece:
 def piece_of(part: torch.Tensor, label: torch.device, residency: Residency) -> Piece:
     """Make the piece that a part of an operand at home is."""
     host = residency.books.host
-    if is_dense(part) and not part.is_meta:
+    if is_dense(part):
         base, plain, waits_for = *_over_the_same(part), None
     else:
         plain = _packed(part, host)
         base, waits_for = plain, part
+    return _piece(base, plain, waits_for, label, residency)
+
+
+def gathered_piece(made: torch.Tensor, label: torch.device, residency: Residency) -> Piece:
+    """Make the piece that stands for an operand of which only a part is read."""
+    residency.books.host.charge(0, 2 * made.nbytes, "uint8")
+    return _piece(made, made, None, label, residency)
+
+
+def _piece(
+    base: torch.Tensor,
+    plain: torch.Tensor,
+    waits_for: torch.Tensor | None,
+    label: torch.device,
+    residency: Residency,
+) -> Piece:
+    host = residency.books.host
     block = Block(base.untyped_storage().nbytes(), residency.books.tick)
     block.replicas[host] = Replica(block, host, base, CLEAN)
     return Piece(make_ref(plain, block, host, label), waits_for)
@@ -74,7 +91,6 @@ def result_piece(ref: Any, part: torch.Tensor, device: Device, residency: Reside
     host = residency.books.host
     if (
         block.readable_on(device) is None
-        or part.is_meta
         or not is_dense(part)
         or block.nbytes != part.numel() * part.element_size()
         or not _are_alike(ref, part)
@@ -101,6 +117,9 @@ def _over_the_same(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a base over the bytes of a dense part, and the part over that."""
     width, offset = part.element_size(), int(part.storage_offset())
     start, nbytes = offset * width, part.numel() * width
+    if part.is_meta:
+        base = empty_bytes(nbytes, part.device)
+        return base, view_with(part, base.untyped_storage(), 0)
     # It has the memory and keeps it alive, and is a storage object of its own.
     storage = part.untyped_storage()[start : start + nbytes]
     base = view_with(empty_bytes(0), storage, 0)

@@ -20,17 +20,21 @@ from ..memory.copies import RoomTakenError
 from ..memory.eviction import HeldByOthersError
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_with
-from ..operators.blocked.cut import Place, Tile
+from ..operators.blocked.cut import Gather, Place, Tile
 from ..operators.blocked.sizes import Tiling
 from .block_plan import Plan
 from .operands import Operands, analyse
-from .pieces import Piece, flattened, part_of, piece_of, result_piece
+from .pieces import Piece, flattened, gathered_piece, part_of, piece_of, result_piece
 from .staging import note_result
 
 #: Runs phases 3 to 6: operands, where, and what the blocks of fresh results are appended to.
 Phases = Callable[[Operands, Device, list[Block]], Any]
 
 _CPU = torch.device("cpu")
+
+
+class UnfitError(Exception):
+    """Internal: the values of the operands speak against it. Nothing has changed."""
 
 
 class Run:
@@ -104,7 +108,8 @@ class Run:
     def _run_tiles(self, homes: dict[Place, torch.Tensor]) -> None:
         tiles = iter(self._tiling.tiles())
         first = next(tiles)
-        pieces = self._cut_out(homes, first)
+        gather = self._plan.cut.gather
+        pieces = self._cut_out(homes, first) if gather is None else self._gathered(gather, homes)
         tile: Tile | None = first
         while tile is not None:
             self.tile_count += 1
@@ -131,6 +136,17 @@ class Run:
                 found[place] = where, piece_of(part, self._label, self._residency)
         self._pieces = found
         return {place: piece for place, (_, piece) in found.items()}
+
+    def _gathered(self, gather: Gather, homes: dict[Place, torch.Tensor]) -> dict[Place, Piece]:
+        """Return the pieces that stand for operands of which only a part is read."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            made = gather({name: home for (name, _), home in homes.items()})
+        if made is None:
+            raise UnfitError
+        return {
+            (name, None): gathered_piece(value, self._label, self._residency)
+            for name, value in made.items()
+        }
 
     def _ahead(self, homes: dict[Place, torch.Tensor], tile: Tile) -> dict[Place, Piece]:
         """Return the pieces of the next tile, on their way where there is room for them."""

@@ -23,6 +23,10 @@ Place = tuple[str, int | None]
 #: A range on each axis: where it begins, and where it ends.
 Tile = tuple[tuple[int, int], ...]
 
+#: Makes of operands at home, by their names, smaller ones that stand for them; None where the call
+#: is the program's own mistake.
+Gather = Callable[[dict[str, torch.Tensor]], "dict[str, torch.Tensor] | None"]
+
 #: Gives other arguments the values they have in a tile: sizes, a number of groups.
 Localise = Callable[[Tile], dict[str, Any]]
 
@@ -65,11 +69,15 @@ class Cut:
     localise: Localise | None = field(default=None)
     #: Operands and results are taken as the runs of elements that they are in memory.
     is_flat: bool = False
+    #: Where only a part of the operands is read, told by their values: what is fetched instead of
+    #: those that `operands` names, and how many bytes that takes. There is one tile then.
+    gather: Gather | None = field(default=None)
+    gathered_nbytes: int = 0
 
     @property
     def can_be_cut(self) -> bool:
         """Whether there can be more than one tile."""
-        return any(axis.most_tiles > 1 for axis in self.axes)
+        return self.gather is not None or any(axis.most_tiles > 1 for axis in self.axes)
 
     def keeping_bits(self) -> Cut:
         """Return the cut with those axes whole along which a cut changes bits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .cut import Along, Axis, Call, Cut
 
 
@@ -63,14 +65,40 @@ def gather(call: Call) -> Cut | None:
 
 
 def nll_loss_forward(call: Call) -> Cut | None:
-    """Row by row, where no mean or sum of them is asked for."""
-    x = call["self"]
-    if x.dim() != 2 or call["reduction"] != 0:
+    """Row by row, where no mean or sum of them is asked for; else of each row what is read of it.
+
+    The kernel adds one number per row, whichever columns they are in: so it gets them in the first
+    of two columns, and adds the same numbers in the same order.
+    """
+    x, target = call["self"], call["target"]
+    if x.dim() != 2:
         return None
+    if call["reduction"] == 0:
+        return Cut(
+            axes=(Axis(x.size(0)),),
+            operands={("self", None): (0, None), ("target", None): (0,)},
+            results=((0,), ()),
+        )
+    if call["weight"] is not None:
+        return None
+    ignored = call["ignore_index"]
+
+    def gather(homes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        logits, column = homes["self"], homes["target"]
+        is_read = column != ignored
+        column = column.where(is_read, 0)
+        if not column.is_meta and bool(((column < 0) | (column >= logits.size(1))).any()):
+            return None
+        picked = logits.gather(1, column.unsqueeze(1)).expand(-1, 2).contiguous()
+        return {"self": picked, "target": is_read.logical_not().mul(ignored).add(is_read * slot)}
+
+    slot = 1 if ignored == 0 else 0
     return Cut(
-        axes=(Axis(x.size(0)),),
-        operands={("self", None): (0, None), ("target", None): (0,)},
-        results=((0,), ()),
+        axes=(),
+        operands={("self", None): (None, None), ("target", None): (None,)},
+        results=((), ()),
+        gather=gather,
+        gathered_nbytes=x.size(0) * (2 * x.element_size() + target.element_size()),
     )
 
 

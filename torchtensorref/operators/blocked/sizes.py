@@ -118,7 +118,7 @@ def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copie
             if tiling.need_nbytes <= room_nbytes:
                 return tiling
     whole = chooser.tiling(lengths, tuple(range(len(axes))))
-    if not axes or whole.need_nbytes > room_nbytes:
+    if whole.need_nbytes > room_nbytes:
         raise TileTooLargeError(whole.need_nbytes)
     return whole
 
