@@ -18,6 +18,7 @@ from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
+from torchTensorRef.memory import once
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.differential import bits
@@ -92,6 +93,7 @@ class Programs(RuleBasedStateMachine):
         self.disabled.__enter__()
         self.shared_from, handlers.SHARE_FROM_NBYTES = handlers.SHARE_FROM_NBYTES, 1
         spec = DeviceSpec(name="test", capacity_nbytes=CAPACITY_NBYTES)
+        once.said.update(("room", "thrash"))  # sixty bytes of budget are what this is about
         self.manager: Any = tensorsManager
         self.manager.device = SimDevice(spec, poison=True, name="sim:test")
         self.manager.budget = CAPACITY_NBYTES

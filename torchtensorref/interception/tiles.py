@@ -115,10 +115,14 @@ class Run:
             self.tile_count += 1
             out = self._run_tile(tile, pieces)
             following = next(tiles, None)
-            mine, pieces = pieces, {} if following is None else self._ahead(homes, following)
-            self._send_home(out, tile, mine)
-            del mine, out
+            is_ahead = self._tiling.has_room_ahead and following is not None
+            after = self._ahead(homes, following) if is_ahead else None  # type: ignore[arg-type]
+            self._send_home(out, tile, pieces)
+            del pieces, out
             self._land(1)
+            if after is None and following is not None:
+                after = self._cut_out(homes, following)
+            pieces = after or {}
             tile = following
         self._land(0)
 

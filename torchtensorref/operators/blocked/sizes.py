@@ -42,6 +42,8 @@ class Tiling:
     order: tuple[int, ...]
     need_nbytes: int
     moved_nbytes: int
+    #: Whether the pieces of the next tile fit as well.
+    has_room_ahead: bool
 
     def counts(self) -> tuple[int, ...]:
         """How many tiles there are along each axis."""
@@ -184,7 +186,7 @@ class _Chooser:
             piece = self._piece_nbytes(part, lengths)
             need += piece * (self._copies if is_cut else 1)
             moved += part.nbytes if part.is_result else piece * _changes(part, counts, order)
-        return Tiling(self._axes, tuple(lengths), order, need, moved)
+        return Tiling(self._axes, tuple(lengths), order, need, moved, self._copies > 1)
 
     def _piece_nbytes(self, part: Part, lengths: Sequence[int]) -> int:
         """The bytes of its largest piece: the last one may be longer than the others."""
