@@ -204,6 +204,22 @@ def test_the_host_runs_what_blocks_would_add_in_another_order(manage):
     torch.testing.assert_close(manager.release(ours), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sums_are_cut_where_nothing_else_fits(manage, dtype):
+    manager = manage(nbytes=2_000_000)
+    tensors = [rand(200, 9000, dtype=dtype), rand(9000, 300, dtype=dtype)]
+    with options(blocks="any"):
+        plain, ours = both(manager, torch.mm, tensors)
+    stats = manager.stats()
+    assert stats["blocked_op_count"] == stats["reordered_op_count"] == 1
+    assert stats["host_fallback_count"] == 0
+    assert stats["peak_resident_nbytes"] <= 2_000_000
+    exact = tensors[0].double() @ tensors[1].double()
+    error = (manager.release(ours).double() - exact).abs().max()
+    assert ours.dtype is dtype
+    assert error <= 1.5 * (plain.double() - exact).abs().max()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [-100, 0, 7])
 def test_cross_entropy_over_a_large_vocabulary(manage, reduction, ignored):

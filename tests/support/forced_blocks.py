@@ -45,8 +45,9 @@ def forced_blocks(seed: int, *, keep_bits: bool) -> Iterator[dict[str, int]]:
             axis.step * generator.randint(1, axis.most_tiles) if axis.extent else 0
             for axis in cut.axes
         ]
-        order = list(range(len(lengths)))
+        order = [axis for axis in range(len(lengths)) if axis != cut.inner]
         generator.shuffle(order)
+        order += [] if cut.inner is None else [cut.inner]  # sums are finished one by one
         return replace(chosen, lengths=tuple(lengths), order=tuple(order))
 
     def anywhere(rule: Any, call: Any) -> Cut | None:

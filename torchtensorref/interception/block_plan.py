@@ -16,6 +16,8 @@ from .operands import Operands
 
 #: An operand of which a call takes less than this share of its block is packed, and not fetched.
 MOST_OF = 0.8
+#: Sums of these are added up in single precision.
+HALF = (torch.float16, torch.bfloat16)
 
 
 def arguments_of(plan: OpPlan, operands: Operands) -> dict[str, Any]:
@@ -47,7 +49,7 @@ class Plan:
 
     def tiling(self, room_nbytes: int) -> Tiling:
         """Choose the tiles."""
-        return choose(self.cut.axes, self.parts, room_nbytes)
+        return choose(self.cut.axes, self.parts, room_nbytes, self.cut.inner)
 
     def written(self) -> list[Place]:
         """Return where the operands stand that are written."""
@@ -70,7 +72,8 @@ class Plan:
             axes = frozenset(is_cut.intersection(a for a in along if a is not None))
             if axes or self._is_away(ref, nbytes):
                 self.cut_refs[place] = ref, along
-                self.parts.append(Part(nbytes, axes))
+                share = _in_single(tensor) if tensor.dtype in HALF else 0.0
+                self.parts.append(Part(nbytes, axes, sums_share=share))
             elif ref._ttr_block not in whole:
                 whole.add(ref._ttr_block)
                 self.parts.append(Part(ref._ttr_block.nbytes, frozenset()))
@@ -119,13 +122,19 @@ class Plan:
             elif not _fits(like, along, cut):
                 return False
             axes = frozenset(a for a in along if a is not None and cut.axes[a].most_tiles > 1)
-            self.parts.append(Part(like.numel() * like.element_size(), axes, is_result=True))
+            nbytes, share = like.numel() * like.element_size(), _in_single(like)
+            self.parts.append(Part(nbytes, axes, is_result=True, sums_share=share))
         return True
 
     def _is_like_operands(self, like: torch.Tensor) -> bool:
         ref = next(ref for ref, _ in self.cut_refs.values())
         triples = zip(like.size(), like.stride(), ref.stride(), strict=True)
         return is_dense(like) and all(size == 1 or a == b for size, a, b in triples)
+
+
+def _in_single(tensor: torch.Tensor) -> float:
+    """Return what it takes in single precision, or its own if that is more, as a share of it."""
+    return max(4 / tensor.element_size(), 1.0)
 
 
 def _fits(like: torch.Tensor, along: Along, cut: Cut) -> bool:

@@ -14,7 +14,7 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
 from ..operators.blocked.cut import Call, Cut
-from ..operators.blocked.sizes import TileTooLargeError, Tiling
+from ..operators.blocked.sizes import MUCH_LESS, TileTooLargeError, Tiling
 from ..operators.blocked.table import cut_of, rule_of
 from ..operators.substitutes import ByDevice
 from .block_plan import Plan, arguments_of
@@ -97,21 +97,26 @@ class Blocks:
         if not device.has_host_kernels or settings.blocks == "any":
             cuts.append(whole)
         room_nbytes = self._room_nbytes(device)
+        found: tuple[Plan, Tiling] | None = None
         for cut in cuts:
             if not cut.can_be_cut:
                 self.why_not = "blocks would add in another order"
                 continue
             plan = Plan.of(self._operands, cut, device)
             if plan is None:
-                return None
+                continue
             try:
-                return plan, plan.tiling(room_nbytes)
+                tiling = plan.tiling(room_nbytes)
+                if found is None or tiling.moved_nbytes < MUCH_LESS * found[1].moved_nbytes:
+                    found = plan, tiling
+                if settings.blocks != "any":
+                    break  # bits are changed where nothing else fits, and not to save time
             except TileTooLargeError as error:
                 self.why_not = (
                     f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of "
                     f"the {format_nbytes(room_nbytes)} there are"
                 )
-        return None
+        return found
 
     def _cut(self) -> Cut | None:
         """Ask the operator's rule."""

@@ -116,7 +116,7 @@ class Fallback:
             return self._run_on(device)
         except SHORTAGES as error:
             result = self._run_again(device, error, generators)
-            if result is _NO_ROOM and not needs_blocks:
+            if result is _NO_ROOM and not (needs_blocks or isinstance(error, TransferError)):
                 generators.restore()
                 result = self._in_blocks(device)
             if result is not _NO_ROOM:

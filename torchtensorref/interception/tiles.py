@@ -22,8 +22,10 @@ from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_with
 from ..operators.blocked.cut import Gather, Place, Tile
 from ..operators.blocked.sizes import Tiling
+from ..operators.plan import OpPlan
 from .block_plan import Plan
 from .operands import Operands, analyse
+from .partial_sums import PartialSums
 from .pieces import Piece, flattened, gathered_piece, part_of, piece_of, result_piece
 from .staging import note_result
 
@@ -56,6 +58,12 @@ class Run:
         self._pieces: dict[Place, tuple[Any, Piece]] = {}
         self._on_their_way: list[Piece] = []
         self._has_landed = False
+        inner = plan.cut.inner
+        #: Where a result is the sum of what several tiles make.
+        self._sums: PartialSums | None = None
+        if inner is not None and tiling.counts()[inner] > 1:
+            extent = tiling.axes[inner].extent
+            self._sums = PartialSums(self._run_operator, inner, extent)
         #: The fresh results at home.
         self._results: list[torch.Tensor] = []
         self.tile_count = 0
@@ -168,14 +176,20 @@ class Run:
 
     def _run_tile(self, tile: Tile, pieces: dict[Place, Piece]) -> Any:
         args, kwargs = self._arguments(tile, pieces)
-        operands = analyse(self._operands.plan, args, kwargs, self._manager)
+        if self._sums is not None:
+            a, b = args
+            return self._sums.add(a, b, tile)
+        return self._run_operator(self._operands.plan, args, kwargs)
+
+    def _run_operator(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = analyse(plan, args, kwargs, self._manager)
         try:
             return self._phases(operands, self._device, [])
         except SHORTAGES:
             if not self._has_landed and not self._on_their_way:
                 raise
         # What has been done stays: this one tile runs at home.
-        self._residency.books.log.note("-", operands.plan.name, "one block at home: no room")
+        self._residency.books.log.note("-", plan.name, "one block at home: no room")
         return self._phases(operands, self._host, [])
 
     def _arguments(
@@ -203,7 +217,7 @@ class Run:
         for place in self._plan.written():
             self._leave(pieces[place])
         fresh = self._plan.fresh
-        if not fresh:
+        if not fresh or out is None:
             return
         found = out if isinstance(out, (list, tuple)) else (out,)
         refs = [one for one in found if isinstance(one, torch.Tensor)]

@@ -69,6 +69,9 @@ class Cut:
     localise: Localise | None = field(default=None)
     #: Operands and results are taken as the runs of elements that they are in memory.
     is_flat: bool = False
+    #: The axis that is summed over, if the operator is `mm`: its tiles are added up in single
+    #: precision or more, and it is cut only where that is so much better or nothing else fits.
+    inner: int | None = field(default=None)
     #: Where only a part of the operands is read, told by their values: what is fetched instead of
     #: those that `operands` names, and how many bytes that takes. There is one tile then.
     gather: Gather | None = field(default=None)

@@ -17,6 +17,7 @@ from .cut import Along, Axis, Call, Cut, Place, broadcast_along
 #: Rows and columns of tiles, by the size of an element: multiples of it.
 STEPS = {torch.float32: 128, torch.float64: 512, torch.complex64: 128, torch.complex128: 512}
 STEP_OF_HALF = 64
+STEP_OF_SUMS = 128
 #: Rows from which on a product is cut in columns without changing a bit, in spite of the order of
 #: its second operand.
 SAFE_ROWS = {torch.float32: 16, torch.float64: 512}
@@ -24,14 +25,17 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def mm(call: Call) -> Cut | None:
-    """Rows of the first, columns of the second."""
+    """Rows of the first, columns of the second; at last what is summed over."""
     a, b = call["self"], call["mat2"]
     if a.dim() != 2 or b.dim() != 2:
         return None
+    axes = _rows_and_columns(a, b)
+    is_float = a.dtype in HALF or a.dtype in STEPS
     return Cut(
-        axes=_rows_and_columns(a, b),
-        operands={("self", None): (0, None), ("mat2", None): (None, 1)},
+        axes=(*axes, Axis(a.size(1), STEP_OF_SUMS if is_float else a.size(1), keeps_bits=False)),
+        operands={("self", None): (0, 2), ("mat2", None): (2, 1)},
         results=((0, 1),),
+        inner=2,
     )
 
 

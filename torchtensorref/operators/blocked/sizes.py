@@ -19,6 +19,8 @@ from .cut import Axis, Tile
 GOOD_NBYTES = 32 << 20
 #: What is computed while something is copied needs so many tiles.
 GOOD_COUNT = 3
+#: Sums are cut where that moves so much less than what keeps the bits.
+MUCH_LESS = 0.7
 #: What may move more than the least if it takes less room.
 SLACK = 1.02
 
@@ -30,6 +32,8 @@ class Part:
     nbytes: int
     axes: frozenset[int]
     is_result: bool = False
+    #: What stands beside a piece where sums are cut: it in single precision, as a share of it.
+    sums_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,9 @@ class TileTooLargeError(Exception):
         self.need_nbytes = need_nbytes
 
 
-def choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int) -> Tiling:
+def choose(
+    axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, inner: int | None = None
+) -> Tiling:
     """Choose tiles that fit, if possible with room for the pieces of the next one.
 
     Parameters
@@ -86,12 +92,55 @@ def choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int) -> Til
         Operands and results, each of which has its piece in a tile.
     room_nbytes : int
         What the pieces may take.
+    inner : int, optional
+        The axis that is summed over. It is cut if nothing fits otherwise, or much less moves.
 
     Raises
     ------
     TileTooLargeError
         The smallest tile does not fit.
     """
+    if inner is None or axes[inner].most_tiles == 1:
+        return _choose_patiently(axes, parts, room_nbytes)
+    whole = [Axis(a.extent, a.extent) if i == inner else a for i, a in enumerate(axes)]
+    try:
+        outer = _choose_patiently(whole, parts, room_nbytes)
+    except TileTooLargeError:
+        outer = None
+    sums = _choose_sums(tuple(axes), parts, room_nbytes, inner)
+    if outer is None and sums is None:
+        raise TileTooLargeError(_smallest_nbytes(tuple(axes), parts, inner))
+    if outer is None or (sums is not None and sums.moved_nbytes < MUCH_LESS * outer.moved_nbytes):
+        assert sums is not None
+        return sums
+    return outer
+
+
+def _choose_sums(
+    axes: tuple[Axis, ...], parts: Sequence[Part], room_nbytes: int, inner: int
+) -> Tiling | None:
+    """Choose tiles whose sums are added up, the inner axis gone through for each of the others."""
+    for copies in (2, 1):
+        chooser = _Chooser(axes, parts, room_nbytes, copies, inner)
+        found: list[Tiling] = []
+        most = axes[inner].most_tiles
+        for count in [*(1 << power for power in range(1, most.bit_length())), most]:
+            lengths = [axis.extent for axis in axes]
+            lengths[inner] = _length(axes[inner], count)
+            rows, columns = [a for a in range(len(axes)) if a != inner]
+            found += chooser.two(lengths, rows, columns)
+        if found:
+            return min(found, key=lambda tiling: tiling.moved_nbytes)
+    return None
+
+
+def _smallest_nbytes(axes: tuple[Axis, ...], parts: Sequence[Part], inner: int) -> int:
+    chooser = _Chooser(axes, parts, 0, 1, inner)
+    lengths = [min(axis.step, axis.extent) for axis in axes]
+    return chooser.tiling(lengths, tuple(range(len(axes)))).need_nbytes
+
+
+def _choose_patiently(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int) -> Tiling:
     try:
         return _choose(axes, parts, room_nbytes, 2)
     except TileTooLargeError:
@@ -129,10 +178,15 @@ class _Chooser:
     """Tries lengths for one call."""
 
     def __init__(
-        self, axes: tuple[Axis, ...], parts: Sequence[Part], room_nbytes: int, copies: int
+        self,
+        axes: tuple[Axis, ...],
+        parts: Sequence[Part],
+        room_nbytes: int,
+        copies: int,
+        inner: int | None = None,
     ) -> None:
         self._axes, self._parts = axes, parts
-        self._room, self._copies = room_nbytes, copies
+        self._room, self._copies, self._inner = room_nbytes, copies, inner
 
     def one(self, lengths: list[int], a: int) -> Tiling | None:
         """Cut one axis further; no longer tiles than are good, if shorter ones are none the worse.
@@ -164,13 +218,14 @@ class _Chooser:
 
     def two(self, lengths: list[int], a: int, b: int) -> Iterator[Tiling]:
         """Cut an outer and an inner axis in all ways that may be worth it."""
-        rest = [c for c in range(len(self._axes)) if c not in (a, b)]
+        rest = [c for c in range(len(self._axes)) if c not in (a, b, self._inner)]
+        last = () if self._inner is None else (self._inner,)
         for count in _counts(self._axes[a]):
             cut = list(lengths)
             cut[a] = _length(self._axes[a], count)
             for inner in _counts(self._axes[b]):
                 cut[b] = _length(self._axes[b], inner)
-                tiling = self.tiling(cut, (*rest, a, b))
+                tiling = self.tiling(cut, (*rest, a, b, *last))
                 if tiling.need_nbytes <= self._room:
                     yield tiling
                     break
@@ -185,6 +240,8 @@ class _Chooser:
             is_cut = any(counts[a] > 1 for a in part.axes)
             piece = self._piece_nbytes(part, lengths)
             need += piece * (self._copies if is_cut else 1)
+            if self._inner is not None:
+                need += int(piece * part.sums_share)
             moved += part.nbytes if part.is_result else piece * _changes(part, counts, order)
         return Tiling(self._axes, tuple(lengths), order, need, moved, self._copies > 1)
 
@@ -213,6 +270,8 @@ def _length(axis: Axis, count: int) -> int:
     """The length that cuts an axis into about so many tiles: a multiple of its step."""
     if count <= 1:
         return axis.extent
+    if count >= axis.most_tiles:
+        return axis.step
     steps = -(-axis.extent // (count * axis.step))
     return max(steps * axis.step, axis.step)
 
