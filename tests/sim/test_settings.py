@@ -369,7 +369,7 @@ def test_an_option_as_the_environment_has_it(tmp_path: Any) -> None:
         "sync": "2", "poison": "true", "shadow": "on", "regions": "of", "device": "gpu",
         "tracebacks": "long", "budget": "6", "page_lock": "0.5", "faults": "cpoy:1",
         "inject_to": "a b", "exclude": "a-b", "core": "rust",
-        "placement": "hybird",
+        "placement": "hybird", "blocks": "eaxct",
     }  # fmt: skip
     # A strategy's name is looked up when it is made, and `run` is what a run tells its children.
     assert {*wrong, "strategy", "run"} == set(OPTIONS)

@@ -50,9 +50,8 @@ def _row(
     An option that says how to begin is of no use in a scope; `instead` is what a program writes,
     "" where there is nothing.
     """
-    metadata = {
-        "parse": parse, "values": values, "effect": effect, "cost": cost, "instead": instead,
-    }  # fmt: skip
+    metadata = {"parse": parse, "values": values, "effect": effect, "cost": cost}
+    metadata["instead"] = instead
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -146,6 +145,11 @@ class Settings:
         "machine says how fast its host is; wherever it pays; never",
         "hybrid: last bits may differ on a real accelerator",
     )
+    blocks: str = _row(
+        "exact", texts.one_of("exact", "any", "off"), "exact, any, off",
+        "cut what is larger than the budget: where no bit changes; wherever it can be; never",
+        "any: last bits may differ",
+    )  # fmt: skip
     device: str | None = _row(
         None,
         texts.device,

@@ -1,4 +1,7 @@
-"""Where an operator runs when the accelerator has no room, or no kernel, for it."""
+"""Where an operator runs when the accelerator has no room, or no kernel, for it.
+
+What does not fit runs in blocks (`blocks.py`) where it can, else on the host.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from ..memory.manager import TensorsManager
 from ..memory.once import note_lack_of_room
 from ..memory.residency import Residency
 from ..operators.plan import OpPlan
+from .blocks import Blocks
 from .operands import Operands
 
 #: What is evicted for a second try at least; what the kernel wanted is not known.
@@ -66,17 +70,24 @@ class Fallback:
     run_on : callable
         Runs the operator on a device, from fetching its operands to its results, and raises what
         speaks against it.
+    blocks : Blocks
+        Runs it in blocks.
     """
 
-    __slots__ = ("_operands", "_residency", "_run_on", "_unsupported")
+    __slots__ = ("_blocks", "_operands", "_residency", "_run_on", "_unsupported")
 
     def __init__(
-        self, operands: Operands, manager: TensorsManager, run_on: Callable[[Device], Any]
+        self,
+        operands: Operands,
+        manager: TensorsManager,
+        run_on: Callable[[Device], Any],
+        blocks: Blocks,
     ) -> None:
         self._operands = operands
         self._residency = manager.residency
         self._unsupported = manager.unsupported
         self._run_on = run_on
+        self._blocks = blocks
 
     def run(self, device: Device) -> Any:
         """Run on a device; where it cannot, on the host."""
@@ -89,14 +100,25 @@ class Fallback:
             if done is not _NO_ROOM:
                 return done
             device = self._operands.accelerator
-        if self._could_not_run_again():
+        needs_blocks = self._blocks.is_needed(device)
+        if not needs_blocks and self._could_not_run_again():
             self._note(SHORT_OF_MEMORY[-1])
             return self._run_on(host)
         generators = Generators(plan.is_random, device)
         try:
+            if needs_blocks:
+                result = self._in_blocks(device)
+                if result is not _NO_ROOM:
+                    return result
+                if self._could_not_run_again():
+                    self._note(SHORT_OF_MEMORY[-1])
+                    return self._run_on(host)
             return self._run_on(device)
         except SHORTAGES as error:
             result = self._run_again(device, error, generators)
+            if result is _NO_ROOM and not (needs_blocks or isinstance(error, TransferError)):
+                generators.restore()
+                result = self._in_blocks(device)
             if result is not _NO_ROOM:
                 return result
             self._note(reason_of(error))
@@ -115,6 +137,17 @@ class Fallback:
             return result
         generators.restore()
         return self._run_on(host)
+
+    def _in_blocks(self, device: Device) -> Any:
+        """Run it in blocks; `_NO_ROOM` where it cannot be, or where not even one finds room."""
+        try:
+            result = self._blocks.run(device)
+        except SHORTAGES:
+            return _NO_ROOM
+        if self._blocks.why_not:
+            name = self._operands.plan.name
+            self._residency.books.log.note("-", f"not in blocks {name}", self._blocks.why_not)
+        return _NO_ROOM if result is NotImplemented else result
 
     def _run_at_home(self) -> Any:
         """Run at home what the accelerator could run as well; `_NO_ROOM` where it has to.

@@ -25,6 +25,7 @@ class Operands:
         "adopted",
         "args",
         "blocks",
+        "in_blocks_nbytes",
         "is_at_home",
         "kwargs",
         "label",
@@ -54,6 +55,8 @@ class Operands:
         self.label: torch.device | None = None
         #: It runs on the host because the strategy wants that.
         self.is_at_home = False
+        #: What it took where it ran in blocks; 0: it did not.
+        self.in_blocks_nbytes = 0
         #: The distinct blocks of all operands, and of those that are written.
         self.blocks: list[Block] = []
         self.written: list[Block] = []

@@ -29,6 +29,7 @@ from ..memory.residency import Residency
 from ..memory.states import INVALID
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
+from .blocks import Blocks
 from .fallback import Fallback
 from .handlers import HANDLERS
 from .operands import Operands, analyse
@@ -95,7 +96,7 @@ class SlowPath:
         note_operator(operands, device, manager.residency)
         born: list[Block] = []
 
-        def run_on(device: Device) -> Any:
+        def run_phases(operands: Operands, device: Device, born: list[Block]) -> Any:
             with fetch(operands, device, manager) as staged:
                 check = before_kernel(staged)
                 timing = begin_timing(staged)
@@ -109,7 +110,9 @@ class SlowPath:
                 after_kernel(staged, out, check, timing)
                 return wrap(out, staged, born)
 
-        result = Fallback(operands, manager, run_on).run(device)
+        blocks = Blocks(operands, manager, run_phases, born)
+        fallback = Fallback(operands, manager, lambda d: run_phases(operands, d, born), blocks)
+        result = fallback.run(device)
         # Not after an error, which may have come halfway: it would be lost behind the next one.
         after_operator(operands, device, born, manager)
         return result
@@ -239,7 +242,8 @@ def after_operator(
 ) -> None:
     """Let the strategy evict, write back and prefetch; tell it which blocks have died."""
     if not device.is_host:
-        need_nbytes = operands.nbytes + sum(block.nbytes for block in born)
+        whole_nbytes = operands.nbytes + sum(block.nbytes for block in born)
+        need_nbytes = operands.in_blocks_nbytes or whole_nbytes
         manager.residency.books.counts.costs.note_operator(operands.plan.name, need_nbytes)
     manager.residency.feed.tell_deaths()
     if not operands.accelerator.is_host:

@@ -48,6 +48,12 @@ class Counts:
     #: And by operator; and how many of them for want of room.
     host_fallback_operators: dict[str, int] = field(default_factory=dict)
     out_of_budget_count: int = 0
+    #: Operators that ran in blocks, the blocks, those of them that add in another order than the
+    #: whole; and how often by operator.
+    blocked_op_count: int = 0
+    blocked_tile_count: int = 0
+    reordered_op_count: int = 0
+    blocked_operators: dict[str, int] = field(default_factory=dict)
     #: What single blocks and operators have cost.
     costs: Costs = field(default_factory=Costs)
 

@@ -233,7 +233,22 @@ def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str
 def _fallbacks(stats: dict[str, Any]) -> list[str]:
     reasons = sorted(stats["host_fallback_reasons"].items(), key=lambda row: -row[1])
     lines = [f"host fallbacks: {stats['host_fallback_count'] or 'none'}"]
-    return lines + _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
+    lines += _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
+    return [*_in_blocks(stats), *lines]
+
+
+def _in_blocks(stats: dict[str, Any]) -> list[str]:
+    """The operators that were larger than the room; nothing where there were none."""
+    if not stats["blocked_op_count"]:
+        return []
+    names = sorted(stats["blocked_operators"].items(), key=lambda row: -row[1])[:CAUSES]
+    told = ", ".join(f"{name.removeprefix('aten.')} {count}x" for name, count in names)
+    reordered = stats["reordered_op_count"]
+    order = f"; {reordered} added in another order" if reordered else ""
+    return [
+        f"in blocks: {stats['blocked_op_count']} operators in {stats['blocked_tile_count']} "
+        f"blocks{order}: {told}"[:LINE]
+    ]
 
 
 def _held(blocks: Iterable[Block]) -> list[str]:

@@ -79,6 +79,7 @@ PRODUCTS = (
         flops=flops.add_contraction,
         seen_as=aten.mm.default,
     ),
+    Row(aten.addmm_.default, flops=flops.add_contraction),
     Row(
         aten.baddbmm.default,
         binding=_functions.baddbmm,

@@ -1,0 +1,69 @@
+"""A seeded sample of torch's operators, each forced into blocks of random sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchTensorRef.strategy.choice import make_strategy
+
+from ..support.forced_blocks import forced_blocks
+from ..support.operator_cases import Outcome, cases_of, compare, operators, turn_of
+from .known_differences import KNOWN
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+#: Operators whose backward or forward is made of those that have a rule of their own.
+ALWAYS = frozenset(
+    {
+        "addmm",
+        "baddbmm",
+        "cat",
+        "cumsum",
+        "gather",
+        "index_select",
+        "log_softmax",
+        "nn.functional.conv2d",
+        "nn.functional.embedding",
+        "nn.functional.group_norm",
+        "nn.functional.layer_norm",
+        "nn.functional.linear",
+        "nn.functional.nll_loss",
+        "nn.functional.scaled_dot_product_attention",
+        "sort",
+        "sum",
+        "topk",
+        "var",
+    }
+)
+SAMPLE = [name for name in operators() if name in ALWAYS or turn_of(name) % 40 == 0]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("keeps_bits", [True, False], ids=["exact", "anywhere"])
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name not in KNOWN])
+def test_the_operator_in_blocks_does_what_plain_torch_does(manage, name, keeps_bits):
+    manage(make_strategy("lru"))
+    outcome = Outcome()
+    with forced_blocks(turn_of(name), keep_bits=keeps_bits):
+        for dtype in DTYPES:
+            for case in cases_of(operators()[name], dtype, samples=2):
+                outcome.note(case.variant, dtype, compare(case))
+    assert not outcome.failures
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_rules_are_met(manage):
+    manage("lru", nbytes=1 << 24)
+    with forced_blocks(0, keep_bits=False) as counts:
+        for name in ALWAYS:
+            for case in cases_of(operators()[name], torch.float32, samples=6):
+                compare(case)
+    assert len(counts) > 20

@@ -1,0 +1,343 @@
+"""Operators that are larger than the budget: in blocks, with the bits of plain torch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchTensorRef.base.options import options
+
+from ..support.differential import differences
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+def rand(*sizes, dtype=torch.float32):
+    return torch.randn(sizes).to(dtype)
+
+
+def halves(*sizes):
+    return rand(*sizes, dtype=torch.bfloat16)
+
+
+def signs(*sizes):
+    return rand(*sizes) > 0
+
+
+def longs(most, *sizes):
+    return torch.randint(most, sizes)
+
+
+def both(manager, function, tensors):
+    """What plain torch makes, and what we make, of copies of the same tensors."""
+    plain = function(*[t.clone() for t in tensors])
+    return plain, function(*[manager.adopt(t.clone()) for t in tensors])
+
+
+#: Name, what is run, what its operands are made by (in the test: here they would be ours), the
+#: budget as a share of the operands.
+CASES = {
+    "mm": (torch.mm, [(rand, 1500, 500), (rand, 500, 2000)], 0.9),
+    "mm of a transposed": (lambda a, b: a @ b.t(), [(rand, 3, 256), (rand, 9000, 256)], 0.3),
+    "mm in half precision": (torch.mm, [(halves, 70, 300), (halves, 300, 999)], 0.5),
+    "mm of integers": (torch.mm, [(longs, 9, 100, 300), (longs, 9, 300, 100)], 0.4),
+    "addmm": (torch.addmm, [(rand, 1900), (rand, 800, 300), (rand, 300, 1900)], 1.4),
+    "bmm": (torch.bmm, [(rand, 8, 100, 200), (rand, 8, 200, 100)], 0.4),
+    "baddbmm": (torch.baddbmm, [(rand, 100), (rand, 8, 100, 200), (rand, 8, 200, 100)], 0.4),
+    "add": (torch.add, [(rand, 300, 400), (rand, 300, 400)], 0.25),
+    "add a row": (torch.add, [(rand, 300, 400), (rand, 400)], 0.25),
+    "add a column": (torch.add, [(rand, 300, 400), (rand, 300, 1)], 0.25),
+    "compare columns": (lambda a: a[:, :300] > a[:, 100:], [(rand, 300, 400)], 0.25),
+    "exp": (torch.exp, [(rand, 300, 401)], 0.25),
+    "gelu": (F.gelu, [(rand, 300, 400)], 0.25),
+    "relu of a transposed": (lambda a: F.relu(a.t()), [(rand, 300, 401)], 0.25),
+    "where": (torch.where, [(signs, 300, 400), (rand, 300, 400), (rand, 300, 400)], 0.25),
+    "add in place": (lambda a, b: a.add_(b), [(rand, 300, 400), (rand, 300, 400)], 0.25),
+    "mul in place": (lambda a, b: a.mul_(b), [(rand, 300, 400), (rand, 300, 1)], 0.25),
+    "copy": (lambda a, b: a.copy_(b), [(rand, 300, 400), (rand, 400)], 0.25),
+    "columns in place": (lambda a: a[:, 50:].mul_(2), [(rand, 300, 400)], 0.25),
+    "zero": (lambda a: a.zero_(), [(rand, 300, 400)], 0.25),
+    "cast": (lambda a: a.to(torch.float64), [(rand, 300, 400)], 0.3),
+    "sum": (lambda a: a.sum(-1), [(rand, 300, 400)], 0.25),
+    "mean of two": (lambda a: a.mean((1, 2), keepdim=True), [(rand, 300, 20, 20)], 0.25),
+    "amax over the first": (lambda a: a.amax(0), [(rand, 300, 400)], 0.25),
+    "var": (lambda a: a.var(1), [(rand, 300, 400)], 0.25),
+    "max": (lambda a: a.max(1), [(rand, 300, 400)], 0.25),
+    "softmax": (lambda a: a.softmax(-1), [(rand, 300, 400)], 0.25),
+    "log_softmax": (lambda a: a.log_softmax(1), [(rand, 40, 3000)], 0.25),
+    "softmax of another": (lambda a: a.softmax(1), [(rand, 30, 40, 100)], 0.25),
+    "cumsum": (lambda a: a.cumsum(0), [(rand, 300, 400)], 0.25),
+    "topk": (lambda a: a.topk(3, dim=0), [(rand, 300, 400)], 0.25),
+    "sort": (lambda a: a.sort(1, descending=True), [(rand, 300, 400)], 0.25),
+    "layer_norm": (
+        lambda a, w: F.layer_norm(a, (400,), w, w),
+        [(rand, 300, 400), (rand, 400)],
+        0.25,
+    ),
+    "group_norm": (lambda a, w: F.group_norm(a, 4, w, w), [(rand, 30, 16, 250), (rand, 16)], 0.25),
+    "cat": (lambda a, b: torch.cat([a, b]), [(rand, 300, 400), (rand, 100, 400)], 0.25),
+    "cat of columns": (
+        lambda a, b: torch.cat([a, b], 1),
+        [(rand, 300, 400), (rand, 300, 50)],
+        0.25,
+    ),
+    "stack": (lambda a, b: torch.stack([a, b], -1), [(rand, 300, 400), (rand, 300, 400)], 0.25),
+    "a table's gradient": (
+        lambda g, i: aten.embedding_dense_backward(g, i, 50, -1, False),
+        [(rand, 30, 20, 100), (longs, 50, 30, 20)],
+        0.3,
+    ),
+    "convolution": (
+        lambda a, w, b: F.conv2d(a, w, b),
+        [(rand, 2, 8, 32, 32), (rand, 512, 8, 3, 3), (rand, 512)],
+        7,
+    ),
+    "grouped convolution": (
+        lambda a, w: F.conv1d(a, w, groups=4),
+        [(halves, 32, 8, 500), (halves, 8, 2, 3)],
+        0.25,
+    ),
+    "attention": (
+        F.scaled_dot_product_attention,
+        [(rand, 4, 4, 500, 16), (rand, 4, 4, 300, 16), (rand, 4, 4, 300, 16)],
+        0.25,
+    ),
+    "attention of many": (
+        F.scaled_dot_product_attention,
+        [(rand, 1, 1, 4000, 32), (rand, 1, 1, 300, 32), (rand, 1, 1, 300, 32)],
+        1.1,
+    ),
+    "nll_loss of each": (
+        lambda a, t: F.nll_loss(a, t, reduction="none"),
+        [(rand, 300, 400), (longs, 400, 300)],
+        0.25,
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["lru", "genoa", "flow"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs_in_blocks_with_the_bits_of_plain_torch(manage, name, strategy):
+    function, operands, share = CASES[name]
+    tensors = [make(*sizes) for make, *sizes in operands]
+    nbytes = int(share * sum(t.nbytes for t in tensors))
+    manager = manage(strategy, nbytes=nbytes)
+    with torch.no_grad():
+        plain, ours = both(manager, function, tensors)
+    stats = manager.stats()
+    assert stats["blocked_op_count"] == 1
+    assert stats["blocked_tile_count"] > 1
+    assert stats["host_fallback_count"] == stats["host_op_count"] == 0
+    assert 0 < stats["peak_resident_nbytes"] <= nbytes
+    assert not differences(plain, ours)
+
+
+def test_what_is_written_in_place_is_written_for_all_who_look_at_it(manage):
+    manager = manage(nbytes=100_000)
+    plain, ours = rand(300, 400), None
+    ours = manager.adopt(plain.clone())
+    rows, plain_rows = ours[10:20], plain[10:20]
+    version = ours._version
+    ours.add_(1)
+    plain.add_(1)
+    assert manager.stats()["blocked_op_count"] == 1
+    assert ours._version == version + 1
+    assert not differences(plain_rows * 2, rows * 2)
+
+
+def test_a_copy_that_shares_bytes_is_not_written(manage):
+    manager = manage(nbytes=100_000)
+    ours = manager.adopt(rand(300, 400))
+    before = manager.release(ours.clone()).clone()
+    twin = ours.clone()
+    twin.mul_(3)
+    assert manager.stats()["blocked_op_count"] == 1
+    assert not differences(before, ours)
+    assert not differences(before * 3, twin)
+
+
+def test_what_was_made_on_the_accelerator_is_cut_too(manage):
+    manager = manage(nbytes=450_000)
+    small = rand(100, 500)
+    plain, ours = both(manager, lambda a: (a + 1).expand(20, 100, 500) * 2, [small])
+    assert manager.stats()["blocked_op_count"] == 1
+    assert not differences(plain, ours)
+
+
+def test_both_gradients_of_a_layer_are_cut(manage):
+    manager = manage(nbytes=6_000_000)
+    x, w = rand(800, 700), rand(2500, 700)
+
+    def loss(x, w):
+        x, w = x.requires_grad_(), w.requires_grad_()
+        F.relu(x @ w.t()).sum(-1).sum().backward()
+        return x.grad, w.grad
+
+    plain, ours = both(manager, loss, [x, w])
+    stats = manager.stats()
+    assert stats["blocked_operators"]["aten.mm.default"] == 3
+    assert "aten.threshold_backward.default" in stats["blocked_operators"]
+    assert not differences(plain, ours)
+
+
+def test_the_host_runs_what_blocks_would_add_in_another_order(manage):
+    """Two rows: MKL takes another way for them, by the number of columns."""
+    manager = manage(nbytes=2_000_000)
+    tensors = [rand(2, 500), rand(500, 2525)]
+    plain, ours = both(manager, torch.mm, tensors)
+    assert manager.stats()["host_fallback_operators"] == {"aten.mm.default": 1}
+    assert not differences(plain, ours)
+    with options(blocks="any"):
+        _, ours = both(manager, torch.mm, tensors)
+    stats = manager.stats()
+    assert stats["host_fallback_operators"] == {"aten.mm.default": 1}
+    assert stats["blocked_op_count"] == stats["reordered_op_count"] == 1
+    assert "1 added in another order: mm.default 1x" in manager.report()
+    torch.testing.assert_close(manager.release(ours), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_sums_are_cut_where_nothing_else_fits(manage, dtype):
+    manager = manage(nbytes=2_000_000)
+    tensors = [rand(200, 9000, dtype=dtype), rand(9000, 300, dtype=dtype)]
+    with options(blocks="any"):
+        plain, ours = both(manager, torch.mm, tensors)
+    stats = manager.stats()
+    assert stats["blocked_op_count"] == stats["reordered_op_count"] == 1
+    assert stats["host_fallback_count"] == 0
+    assert stats["peak_resident_nbytes"] <= 2_000_000
+    exact = tensors[0].double() @ tensors[1].double()
+    error = (manager.release(ours).double() - exact).abs().max()
+    assert ours.dtype is dtype
+    assert error <= 1.5 * (plain.double() - exact).abs().max()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 0, 7])
+def test_cross_entropy_over_a_large_vocabulary(manage, reduction, ignored):
+    manager = manage(nbytes=150_000)
+    target = longs(4000, 60)
+    target[::7] = ignored
+
+    def loss(x, target):
+        x = x.requires_grad_()
+        found = F.cross_entropy(x, target, reduction=reduction, ignore_index=ignored)
+        found.sum().backward()
+        return found.detach(), x.grad
+
+    plain, ours = both(manager, loss, [rand(60, 4000), target])
+    assert not differences(plain, ours)
+    stats = manager.stats()
+    assert stats["host_fallback_count"] == stats["host_op_count"] == 0
+    assert stats["blocked_op_count"] == 4
+
+
+def test_a_target_that_is_no_column_is_the_program_s_own_mistake(manage):
+    manager = manage(nbytes=150_000)
+    x, target = manager.adopt(rand(60, 4000)), manager.adopt(longs(4000, 60) + 4000)
+    with pytest.raises(IndexError, match="is out of bounds"):
+        F.nll_loss(x, target)
+
+
+def test_blocks_can_be_turned_off(manage):
+    manager = manage(nbytes=100_000)
+    with options(blocks="off"):
+        plain, ours = both(manager, torch.neg, [rand(300, 400)])
+    assert manager.stats()["blocked_op_count"] == 0
+    assert manager.stats()["host_fallback_count"] == 1
+    assert not differences(plain, ours)
+
+
+def test_random_operators_are_never_cut(manage):
+    manager = manage(nbytes=100_000)
+    ours = manager.adopt(rand(300, 400))
+    torch.manual_seed(1)
+    dropped = F.dropout(ours, 0.5)
+    torch.manual_seed(1)
+    assert not differences(F.dropout(manager.release(ours.clone()), 0.5), dropped)
+    assert "bernoulli" not in str(manager.stats()["blocked_operators"])
+
+
+def test_no_tile_at_all_fits(manage):
+    manager = manage(nbytes=1000)
+    plain, ours = both(manager, lambda a: a.softmax(-1), [rand(4, 4000)])
+    assert manager.stats()["host_fallback_count"] == 1
+    assert not differences(plain, ours)
+    story = "\n".join(map(str, manager.residency.books.log.tail(50)))
+    assert "even in blocks: the smallest takes" in story
+
+
+def test_the_copies_of_the_next_tile_go_on_while_one_is_computed(manage):
+    """One after the other they would take as long as both."""
+    size = 2048
+    manager = manage(nbytes=24 << 20, flops_per_s={"default": 4e12})
+    ours = [manager.adopt(rand(size, size)) for _ in range(2)]
+    device = manager.residency.books.main
+    began = device.now_ns()
+    torch.mm(*ours)
+    device.synchronize()
+    stats = manager.stats()
+    assert stats["blocked_tile_count"] > 3
+    link_ns = stats["fetched_nbytes"] / device.spec.h2d_bytes_per_s * 1e9
+    assert device.now_ns() - began < 0.9 * (link_ns + stats["compute_ns"])
+
+
+@pytest.mark.parametrize("number", range(1, 30, 3))
+@pytest.mark.parametrize("kind", ["copy", "alloc"])
+def test_a_copy_or_an_allocation_fails_in_between(manage, kind, number):
+    manager = manage(nbytes=100_000)
+    device = manager.residency.books.main
+    plain = rand(300, 400)
+    ours, other = manager.adopt(plain.clone()), manager.adopt(plain.clone())
+    for more in range(3 if kind == "copy" else 1):
+        device.fail_next(kind, number + more)
+    ours.add_(other, alpha=2)
+    assert not differences(plain.add(plain, alpha=2), ours)
+    assert not differences(plain, other)
+
+
+def test_a_program_s_own_mistake_is_raised(manage):
+    manager = manage(nbytes=10_000)
+    ours = [manager.adopt(rand(300, 40)), manager.adopt(rand(300, 41))]
+    with pytest.raises(RuntimeError, match="must match"):
+        ours[0] + ours[1]
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        ours[0] @ ours[1]
+    index = manager.adopt(torch.full((3000,), 400))
+    with pytest.raises(IndexError, match="index out of range"):
+        ours[0].index_select(0, index)
+
+
+def test_the_report_says_what_ran_in_blocks(manage):
+    manager = manage(nbytes=100_000)
+    both(manager, torch.neg, [rand(300, 400)])
+    count = manager.stats()["blocked_tile_count"]
+    assert f"in blocks: 1 operators in {count} blocks: neg.default 1x" in manager.report()
+
+
+def test_a_head_three_times_the_budget_writes_the_same_tokens(manage):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=24576, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompt = torch.tensor([[1, 17, 4, 33, 256, 12]])
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(prompt, **how)
+    head: nn.Module = model.lm_head
+    manager = manage("flow", nbytes=head.weight.nbytes // 3)
+    model = manager.adopt(model)
+    tokens = model.generate(manager.adopt(prompt.clone()), **how)
+    assert not differences(plain, tokens)
+    stats = manager.stats()
+    assert stats["blocked_operators"] == {"aten.mm.default": 4}
+    assert stats["host_fallback_count"] == 0

@@ -1,0 +1,99 @@
+"""The sizes of tiles: that they fit, cover everything once, and move little."""
+
+import random
+from itertools import pairwise
+from math import prod
+
+import pytest
+
+from torchTensorRef.operators.blocked.cut import Axis
+from torchTensorRef.operators.blocked.sizes import Part, TileTooLargeError, choose
+
+MIB = 1 << 20
+
+
+def product(n: int, k: int, m: int, *, cuts_sums: bool = False) -> tuple[list[Axis], list[Part]]:
+    axes = [Axis(n, 128), Axis(m, 128), Axis(k, 128 if cuts_sums else k)]
+    parts = [
+        Part(4 * n * k, frozenset({0, 2})),
+        Part(4 * k * m, frozenset({1, 2})),
+        Part(4 * n * m, frozenset({0, 1}), is_result=True, sums_share=1.0),
+    ]
+    return axes, parts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_cover_everything_once_and_fit(seed):
+    generator = random.Random(seed)
+    axes = [Axis(generator.randint(1, 40), generator.randint(1, 4)) for _ in range(3)]
+    parts = [
+        Part(1000 * prod(axes[a].extent for a in along), frozenset(along))
+        for along in ((0, 1), (1, 2), (0, 2))
+    ]
+    room = generator.randint(100_000, 1_000_000)
+    try:
+        tiling = choose(axes, parts, room)
+    except TileTooLargeError as error:
+        room = error.need_nbytes
+        tiling = choose(axes, parts, room)
+    assert tiling.need_nbytes <= room
+    seen = set()
+    for tile in tiling.tiles():
+        for where in _points(tile):
+            assert where not in seen
+            seen.add(where)
+    assert len(seen) == prod(axis.extent for axis in axes)
+
+
+def _points(tile):
+    (a, b), (c, d), (e, f) = tile
+    return [(i, j, k) for i in range(a, b) for j in range(c, d) for k in range(e, f)]
+
+
+@pytest.mark.parametrize("extent", range(1, 40))
+def test_no_tile_is_shorter_than_a_step(extent):
+    axis = Axis(extent, 4)
+    for length in range(1, extent + 8):
+        ranges = axis.ranges(length)
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == extent
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+        assert min(b - a for a, b in ranges) >= min(4, extent)
+        assert len(ranges) <= axis.most_tiles
+
+
+def test_one_axis_is_cut_where_the_other_operand_fits():
+    """A row times a large matrix: each number of it crosses once."""
+    axes, parts = product(1, 4096, 131072)
+    tiling = choose(axes, parts, 256 * MIB)
+    assert tiling.moved_nbytes == sum(part.nbytes for part in parts)
+    assert tiling.need_nbytes < 80 * MIB
+
+
+def test_tiles_are_gone_through_like_a_snake():
+    axes, parts = product(1024, 1024, 1024)
+    tiling = choose(axes, parts, 3 * MIB)
+    tiles = list(tiling.tiles())
+    assert min(tiling.counts()[:2]) > 1
+    changed = [
+        sum(a != b for a, b in zip(one, other, strict=True)) for one, other in pairwise(tiles)
+    ]
+    assert set(changed) == {1}
+
+
+def test_sums_are_cut_where_much_less_moves():
+    axes, parts = product(2048, 131072, 4096, cuts_sums=True)
+    whole = choose([*axes[:2], Axis(131072, 131072)], parts, 320 * MIB)
+    sums = choose(axes, parts, 320 * MIB, inner=2)
+    assert sums.counts()[2] > 1
+    assert sums.order[-1] == 2
+    assert sums.moved_nbytes < 0.5 * whole.moved_nbytes
+    assert sums.need_nbytes <= 320 * MIB
+
+
+def test_what_not_even_the_smallest_tile_takes_is_told():
+    axes, parts = product(1024, 1024, 1024)
+    with pytest.raises(TileTooLargeError) as raised:
+        choose(axes, parts, 100_000)
+    need_nbytes = raised.value.need_nbytes
+    assert choose(axes, parts, need_nbytes).need_nbytes == need_nbytes

@@ -1,0 +1,156 @@
+"""What a cut means for one call: what is cut, what stays whole, and what the results are like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..devices.base import Device
+from ..memory.block import Block
+from ..operators.blocked.cut import Along, Call, Cut, Place, is_dense
+from ..operators.blocked.sizes import Part, Tiling, choose
+from ..operators.costs import touched_nbytes
+from ..operators.plan import OpPlan
+from .operands import Operands
+
+#: An operand of which a call takes less than this share of its block is packed, and not fetched.
+MOST_OF = 0.8
+#: Sums of these are added up in single precision.
+HALF = (torch.float16, torch.bfloat16)
+
+
+def arguments_of(plan: OpPlan, operands: Operands) -> dict[str, Any]:
+    """Return the arguments of a call by their names, those that it leaves out included."""
+    return {name: operands.argument(name) for name in plan.argument_names}
+
+
+class Plan:
+    """What a cut means for one call: what is cut, what is whole, what results will be like."""
+
+    def __init__(self, operands: Operands, cut: Cut, device: Device) -> None:
+        self.operands = operands
+        self.cut = cut
+        self.device = device
+        self.arguments = arguments_of(operands.plan, operands)
+        #: The operands that are cut, or of which little is used, with what they lie along.
+        self.cut_refs: dict[Place, tuple[Any, Along]] = {}
+        #: What fresh results will be like; None where an operand is handed back.
+        self.fresh: list[torch.Tensor] = []
+        self.parts: list[Part] = []
+
+    @classmethod
+    def of(cls, operands: Operands, cut: Cut, device: Device) -> Plan | None:
+        """Work it out; None where the call is other than the rule thinks."""
+        plan = cls(operands, cut, device)
+        if not plan._look_at_operands() or not plan._look_at_results():
+            return None
+        return plan
+
+    def tiling(self, room_nbytes: int) -> Tiling:
+        """Choose the tiles."""
+        return choose(self.cut.axes, self.parts, room_nbytes, self.cut.inner)
+
+    def written(self) -> list[Place]:
+        """Return where the operands stand that are written."""
+        return [(name, None) for name in self.operands.plan.write_names]
+
+    def _look_at_operands(self) -> bool:
+        operands, cut = self.operands, self.cut
+        call = Call(operands.plan.op, self.arguments)
+        is_cut = {a for a, axis in enumerate(cut.axes) if axis.most_tiles > 1}
+        whole: set[Block] = set()
+        for place, tensor in call.tensors():
+            ref = operands.ref_of(tensor)
+            if ref is None:
+                continue  # a plain number
+            along = cut.operands.get(place, (None,) * tensor.dim())
+            if cut.gather is not None and place in cut.operands:
+                self.cut_refs[place] = ref, along
+                continue
+            nbytes = touched_nbytes(tensor)
+            axes = frozenset(is_cut.intersection(a for a in along if a is not None))
+            if axes or self._is_away(ref, nbytes):
+                self.cut_refs[place] = ref, along
+                share = _in_single(tensor) if tensor.dtype in HALF else 0.0
+                self.parts.append(Part(nbytes, axes, sums_share=share))
+            elif ref._ttr_block not in whole:
+                whole.add(ref._ttr_block)
+                self.parts.append(Part(ref._ttr_block.nbytes, frozenset()))
+        if cut.gather is not None:
+            self.parts.append(Part(cut.gathered_nbytes, frozenset()))
+            return all(place in self.cut_refs for place in cut.operands)
+        return self._is_written_apart(call)
+
+    def _is_away(self, ref: Any, nbytes: int) -> bool:
+        block: Block = ref._ttr_block
+        return nbytes < MOST_OF * block.nbytes and block.readable_on(self.device) is None
+
+    def _is_written_apart(self, call: Call) -> bool:
+        """Whether what is written is cut, and read by nothing else in the call."""
+        for place in self.written():
+            if place not in self.cut_refs:
+                return False
+            block = self.cut_refs[place][0]._ttr_block
+            readers = [t for at, t in call.tensors() if at != place]
+            if any(getattr(self.operands.ref_of(t), "_ttr_block", None) is block for t in readers):
+                return False
+        return True
+
+    def _look_at_results(self) -> bool:
+        """Ask torch what the results will be like, by tensors without bytes."""
+        operands, cut = self.operands, self.cut
+        twins = operands.plan.result_of_write
+        if twins and all(twin is not None for twin in twins):
+            return True
+        args = [_without_bytes(arg) for arg in operands.args]
+        kwargs = {name: _without_bytes(arg) for name, arg in operands.kwargs.items()}
+        op = operands.plan.op
+        try:
+            out = getattr(op, "op", op)(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
+            return False  # the program's own mistake is raised where it really runs
+        found = list(out) if isinstance(out, (list, tuple)) else [out]
+        self.fresh = [one for one in found if isinstance(one, torch.Tensor)]
+        if len(self.fresh) != len(cut.results):
+            return False
+        self.template = out
+        for like, along in zip(self.fresh, cut.results, strict=True):
+            if cut.is_flat:
+                if not self._is_like_operands(like):
+                    return False
+            elif not _fits(like, along, cut):
+                return False
+            axes = frozenset(a for a in along if a is not None and cut.axes[a].most_tiles > 1)
+            nbytes, share = like.numel() * like.element_size(), _in_single(like)
+            self.parts.append(Part(nbytes, axes, is_result=True, sums_share=share))
+        return True
+
+    def _is_like_operands(self, like: torch.Tensor) -> bool:
+        ref = next(ref for ref, _ in self.cut_refs.values())
+        triples = zip(like.size(), like.stride(), ref.stride(), strict=True)
+        return is_dense(like) and all(size == 1 or a == b for size, a, b in triples)
+
+
+def _in_single(tensor: torch.Tensor) -> float:
+    """Return what it takes in single precision, or its own if that is more, as a share of it."""
+    return max(4 / tensor.element_size(), 1.0)
+
+
+def _fits(like: torch.Tensor, along: Along, cut: Cut) -> bool:
+    return like.dim() == len(along) and all(
+        axis is None or cut.axes[axis].extent == size
+        for axis, size in zip(along, like.size(), strict=True)
+    )
+
+
+def _without_bytes(value: Any) -> Any:
+    """Exchange tensors for such as have no bytes."""
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunction():
+            return torch._C._VariableFunctions.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="meta"
+            )
+    if isinstance(value, (list, tuple)):
+        return type(value)(_without_bytes(part) for part in value)
+    return value

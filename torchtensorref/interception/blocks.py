@@ -1,0 +1,153 @@
+"""An operator that does not fit, in blocks: whether it can be cut, and into which tiles.
+
+`block_plan.py` says what a cut means for a call, `tiles.py` runs the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..base.options import settings
+from ..base.units import format_nbytes
+from ..devices.base import Device
+from ..memory.block import Block
+from ..memory.manager import TensorsManager
+from ..operators.blocked.cut import Call, Cut
+from ..operators.blocked.sizes import MUCH_LESS, TileTooLargeError, Tiling
+from ..operators.blocked.table import cut_of, rule_of
+from ..operators.substitutes import ByDevice
+from .block_plan import Plan, arguments_of
+from .operands import Operands
+from .staging import expected_results
+from .tiles import Phases, Run, UnfitError
+
+#: Of the room that kernels leave, which allocate in passing.
+SCRATCH_SHARE = 8
+
+
+class Blocks:
+    """One call of an operator that may run in blocks.
+
+    Attributes
+    ----------
+    why_not : str
+        Why it did not; empty where it has no rule, or was not tried.
+    """
+
+    #: For tests: chooses the tiles of every operator that has a rule, whether it fits or not.
+    forced: Callable[[Cut, Tiling], Tiling] | None = None
+
+    def __init__(
+        self, operands: Operands, manager: TensorsManager, phases: Phases, born: list[Block]
+    ) -> None:
+        self._operands = operands
+        self._manager = manager
+        self._residency = manager.residency
+        self._phases = phases
+        self._born = born
+        self.why_not = ""
+
+    def is_needed(self, device: Device) -> bool:
+        """Whether the operator is known not to fit on a device, before it is tried."""
+        operands = self._operands
+        if Blocks.forced is not None:
+            return True
+        limit_nbytes = self._residency.books.ledgers[device].budget.limit_nbytes
+        nbytes = operands.nbytes
+        return nbytes > limit_nbytes or (
+            nbytes + expected_results(operands, self._manager) > limit_nbytes
+        )
+
+    def run(self, device: Device) -> Any:
+        """Run it in blocks.
+
+        Returns
+        -------
+        Any
+            The operator's result; NotImplemented where it cannot be cut, or where that would not
+            keep the bits. Then nothing has changed.
+
+        Raises
+        ------
+        OutOfBudgetError, torch.OutOfMemoryError, TransferError
+            The first tile found no room. Nothing has changed.
+        """
+        found = self._found(device)
+        if found is None:
+            return NotImplemented
+        plan, tiling = found
+        self.why_not = ""
+        if Blocks.forced is not None:
+            tiling = Blocks.forced(plan.cut, tiling)
+        run = Run(plan, tiling, self._manager, self._phases, device)
+        try:
+            result = run.run(self._born)
+        except UnfitError:
+            return NotImplemented
+        self._note(tiling, run.tile_count)
+        return result
+
+    def _found(self, device: Device) -> tuple[Plan, Tiling] | None:
+        """Find tiles that fit: of the cuts that keep the bits, else of any, where that may be."""
+        whole = self._cut()
+        if whole is None:
+            return None
+        cuts = [whole.keeping_bits()]
+        if not device.has_host_kernels or settings.blocks == "any":
+            cuts.append(whole)
+        room_nbytes = self._room_nbytes(device)
+        found: tuple[Plan, Tiling] | None = None
+        for cut in cuts:
+            if not cut.can_be_cut:
+                self.why_not = "blocks would add in another order"
+                continue
+            plan = Plan.of(self._operands, cut, device)
+            if plan is None:
+                continue
+            try:
+                tiling = plan.tiling(room_nbytes)
+                if found is None or tiling.moved_nbytes < MUCH_LESS * found[1].moved_nbytes:
+                    found = plan, tiling
+                if settings.blocks != "any":
+                    break  # bits are changed where nothing else fits, and not to save time
+            except TileTooLargeError as error:
+                self.why_not = (
+                    f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of "
+                    f"the {format_nbytes(room_nbytes)} there are"
+                )
+        return found
+
+    def _cut(self) -> Cut | None:
+        """Ask the operator's rule."""
+        operands, plan = self._operands, self._operands.plan
+        if settings.blocks == "off" or operands.unmanaged or operands.on_accelerator is not None:
+            return None
+        if plan.has_device and operands.argument("device") is not None:
+            return None
+        rule = rule_of(plan.op.op if isinstance(plan.op, ByDevice) else plan.op)
+        if rule is None or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
+            return None
+        return cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
+
+    def _room_nbytes(self, device: Device) -> int:
+        books, holds = self._residency.books, self._residency.holds
+        with books.lock:
+            books.bury()
+            budget = books.ledgers[device].budget
+            room = min(budget.limit_nbytes, budget.high_nbytes) - holds.held_nbytes(device)
+        return room - room // SCRATCH_SHARE if device.kernels_allocate else room
+
+    def _note(self, tiling: Tiling, count: int) -> None:
+        plan, counts = self._operands.plan, self._residency.books.counts
+        counts.blocked_op_count += 1
+        counts.blocked_tile_count += count
+        counts.blocked_operators[plan.name] = counts.blocked_operators.get(plan.name, 0) + 1
+        pairs = zip(tiling.axes, tiling.counts(), strict=True)
+        keeps_bits = all(axis.keeps_bits for axis, tiles in pairs if tiles > 1)
+        order = "" if keeps_bits else ", which adds in another order"
+        counts.reordered_op_count += not keeps_bits
+        self._operands.in_blocks_nbytes = tiling.need_nbytes
+        self._residency.books.log.note(
+            "-", plan.name, f"in {count} blocks of {format_nbytes(tiling.need_nbytes)}{order}"
+        )

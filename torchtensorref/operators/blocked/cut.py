@@ -1,0 +1,150 @@
+"""A cut: the axes along which one call of an operator may be taken apart, and what lies along them.
+
+An axis is a range of numbers, such as the rows of a product. Each operand has, for each of its
+dimensions, the axis it lies along, or none: then it is whole in every tile. Each result has an axis
+for each of its dimensions that is cut. A *tile* is a range on each axis; the operator called on the
+pieces of the operands that lie in it gives the piece of the results that lies in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+#: For each dimension of a tensor the number of the axis it lies along; None: it is never cut.
+Along = tuple[int | None, ...]
+
+#: Where an operand stands in a call: the argument's name, and its place if that is a list.
+Place = tuple[str, int | None]
+
+#: A range on each axis: where it begins, and where it ends.
+Tile = tuple[tuple[int, int], ...]
+
+#: Makes of operands at home, by their names, smaller ones that stand for them; None where the call
+#: is the program's own mistake.
+Gather = Callable[[dict[str, torch.Tensor]], "dict[str, torch.Tensor] | None"]
+
+#: Gives other arguments the values they have in a tile: sizes, a number of groups.
+Localise = Callable[[Tile], dict[str, Any]]
+
+
+class Axis(NamedTuple):
+    """What may be cut.
+
+    Cuts are at multiples of `step`, and no tile is shorter than that: the last one takes what is
+    left over. Cut there, the tiles' results are bit for bit parts of the whole one's, or not.
+    """
+
+    extent: int
+    step: int = 1
+    keeps_bits: bool = True
+
+    @property
+    def most_tiles(self) -> int:
+        """How many tiles there can be."""
+        return max(self.extent // self.step, 1)
+
+    def ranges(self, length: int) -> list[tuple[int, int]]:
+        """Cut it into tiles of about `length`."""
+        length = max(length // self.step, 1) * self.step
+        count = max(self.extent // length, 1)
+        if self.extent - count * length >= self.step:
+            count += 1
+        ends = [length * (i + 1) for i in range(count - 1)] + [self.extent]
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How one call may be cut."""
+
+    axes: tuple[Axis, ...]
+    #: What operands lie along; one that is not named is whole in every tile.
+    operands: dict[Place, Along]
+    #: The same for each tensor that the operator returns.
+    results: tuple[Along, ...]
+    localise: Localise | None = field(default=None)
+    #: Operands and results are taken as the runs of elements that they are in memory.
+    is_flat: bool = False
+    #: The axis that is summed over, if the operator is `mm`: its tiles are added up in single
+    #: precision or more, and it is cut only where that is so much better or nothing else fits.
+    inner: int | None = field(default=None)
+    #: Where only a part of the operands is read, told by their values: what is fetched instead of
+    #: those that `operands` names, and how many bytes that takes. There is one tile then.
+    gather: Gather | None = field(default=None)
+    gathered_nbytes: int = 0
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether there can be more than one tile."""
+        return self.gather is not None or any(axis.most_tiles > 1 for axis in self.axes)
+
+    def keeping_bits(self) -> Cut:
+        """Return the cut with those axes whole along which a cut changes bits."""
+        axes = tuple(
+            axis if axis.keeps_bits else Axis(axis.extent, axis.extent or 1) for axis in self.axes
+        )
+        return replace(self, axes=axes)
+
+
+class Call:
+    """One call, as far as a rule looks at it: arguments by their names, and their sizes."""
+
+    __slots__ = ("arguments", "op", "thread_count")
+
+    def __init__(self, op: Any, arguments: dict[str, Any]) -> None:
+        self.op = op
+        self.arguments = arguments
+        self.thread_count = torch.get_num_threads()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def tensors(self) -> list[tuple[Place, torch.Tensor]]:
+        """Return the tensors in the call, with where they stand."""
+        found: list[tuple[Place, torch.Tensor]] = []
+        for name, value in self.arguments.items():
+            if isinstance(value, torch.Tensor):
+                found.append(((name, None), value))
+            elif isinstance(value, (list, tuple)):
+                found += [
+                    ((name, i), part)
+                    for i, part in enumerate(value)
+                    if isinstance(part, torch.Tensor)
+                ]
+        return found
+
+
+#: Says how a call may be cut; None where it may not.
+Rule = Callable[[Call], Cut | None]
+
+
+def broadcast_along(tensor: torch.Tensor, sizes: Sequence[int], first: int = 0) -> Along:
+    """What a tensor lies along that is broadcast to sizes, each of which is an axis.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        What it is broadcast to.
+    first : int, optional
+        The number of the axis that the first of the sizes is.
+    """
+    lead = len(sizes) - tensor.dim()
+    return tuple(
+        None if size != sizes[lead + i] else first + lead + i
+        for i, size in enumerate(tensor.size())
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their range of memory without gaps or repetition, in some order."""
+    expected = 1
+    pairs = zip(tensor.stride(), tensor.size(), strict=True)
+    for stride, size in sorted((stride, size) for stride, size in pairs if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

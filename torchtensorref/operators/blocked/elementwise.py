@@ -1,0 +1,169 @@
+"""Cuts of elementwise operators: along all that their results are.
+
+A vectorised kernel computes the last few elements of a run one by one, and some functions are
+computed otherwise there (`tanh`, `exp`): which elements these are depends on where it was cut. Only
+for arithmetic that rounds each result once it makes no difference, and whether a compiler has made
+one of a product and a sum is tried, once per operator and dtype. What is not so is cut only where
+that leaves the same elements over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .cut import Axis, Call, Cut, Place, broadcast_along
+
+#: Elements of a vector, of several vectors that a loop does at once: cuts at multiples of it leave
+#: nothing over.
+LINE = 256
+#: Elements that are tried, and how many at a time: fewer than a vector has.
+TRIED, AT_ONCE = 1155, 3
+#: Kernels give less than this to a thread of its own only where there are no more.
+GRAIN = 32768
+
+_ARITHMETIC = """
+    abs add add_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or bitwise_xor
+    ceil clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clone copy_ div div_ eq fill_ floor
+    fmax fmin ge gt hardtanh hardtanh_ isinf isnan le lerp lerp_ logical_and logical_not logical_or
+    logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ nan_to_num
+    native_dropout_backward ne neg neg_ reciprocal relu relu_ round rsub sgn sign sqrt sqrt_ square
+    sub sub_ threshold threshold_backward trunc where zero_ _to_copy
+"""
+#: Operators each of whose results is rounded once, or is one of the operands.
+ROUNDS_ONCE = frozenset(_ARITHMETIC.split())
+#: Runs as long as this are cut no further for the sake of threads.
+MOST_STEP = 1 << 22
+
+_even: dict[Any, bool] = {}
+
+
+def elementwise(call: Call) -> Cut | None:
+    """Every dimension of the result is an axis; where all are dense alike, memory is."""
+    tensors = call.tensors()
+    if not tensors or any(_is_odd(tensor) for _, tensor in tensors):
+        return None
+    sizes = torch.broadcast_shapes(*(tensor.size() for _, tensor in tensors))
+    if not sizes:
+        return None
+    results = _results_of(call.op)
+    if results is None or (_writes_first(call.op) and tensors[0][1].size() != sizes):
+        return None
+    is_even = has_even_bits(call.op, call.arguments)
+    numel = torch.Size(sizes).numel()
+    if _are_alike(tensors):
+        # However many threads share a tile, or the whole, each is to get whole vectors.
+        step = LINE if is_even else LINE * math.lcm(*range(1, call.thread_count + 1))
+        leaves_same = call.thread_count == 1 or (step <= MOST_STEP and numel % step == 0)
+        keeps_bits = is_even or leaves_same or numel <= GRAIN
+        return Cut(
+            axes=(Axis(numel, min(step, MOST_STEP), keeps_bits),),
+            operands={place: (0,) for place, tensor in tensors if tensor.dim()},
+            results=((0,),) * results,
+            is_flat=True,
+        )
+    return Cut(
+        axes=tuple(Axis(size, keeps_bits=is_even) for size in sizes),
+        operands={place: broadcast_along(tensor, sizes) for place, tensor in tensors},
+        results=(tuple(range(len(sizes))),) * results,
+    )
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+
+
+def _writes_first(op: Any) -> bool:
+    return bool(op._schema.is_mutable)
+
+
+def _results_of(op: Any) -> int | None:
+    """How many tensors it returns; None where it writes something else than its first argument."""
+    schema = op._schema
+    written = [
+        i
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if written not in ([], [0]) or any(str(result.type) != "Tensor" for result in schema.returns):
+        return None
+    return len(schema.returns)
+
+
+def _are_alike(tensors: Sequence[tuple[Place, torch.Tensor]]) -> bool:
+    """Whether all but single numbers are the same run of memory, element by element.
+
+    In another order than that of their dimensions some kernels go another way.
+    """
+    large = [tensor for _, tensor in tensors if tensor.dim()]
+    first = large[0]
+    return all(tensor.size() == first.size() and tensor.is_contiguous() for tensor in large)
+
+
+def has_even_bits(op: Any, arguments: dict[str, Any]) -> bool:
+    """Whether an elementwise operator gives an element the same bits wherever it stands."""
+    is_float = any(
+        isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        for value in arguments.values()
+    )
+    if is_float and op.overloadpacket.__name__ not in ROUNDS_ONCE:
+        return False
+    kinds = tuple(
+        (name, value.dtype if isinstance(value, torch.Tensor) else repr(value))
+        for name, value in arguments.items()
+        if not isinstance(value, (list, tuple, torch.Generator))
+    )
+    key = (op, kinds)
+    if key not in _even:
+        _even[key] = _try(op, arguments)
+    return _even[key]
+
+
+def _try(op: Any, arguments: dict[str, Any]) -> bool:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        samples = {
+            name: _sample(value.dtype, i) if isinstance(value, torch.Tensor) else value
+            for i, (name, value) in enumerate(arguments.items())
+        }
+        try:
+            whole = _run(op, samples, 0, TRIED)
+            parts = [_run(op, samples, i, i + AT_ONCE) for i in range(0, TRIED, AT_ONCE)]
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+    return all(
+        bytes_equal(result, torch._C._VariableFunctions.cat([part[i] for part in parts]))
+        for i, result in enumerate(whole)
+    )
+
+
+def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors are equal in every bit."""
+    return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
+
+
+def _sample(dtype: torch.dtype, number: int) -> torch.Tensor:
+    """Values of all sizes, the same every time, without a look at anybody's generator."""
+    position = torch._C._VariableFunctions.arange(TRIED, dtype=torch.float64)
+    value = ((position + 1.0) * (12.9898 + number)).sin_().mul_(43758.5453)
+    value = value.sub_(value.floor()).sub_(0.5).mul_(20.0)
+    if dtype.is_complex:
+        return torch._C._VariableFunctions.complex(value, value.flip(0)).to(dtype)
+    return value.gt(0) if dtype is torch.bool else value.to(dtype)
+
+
+def _run(op: Any, samples: dict[str, Any], start: int, end: int) -> list[torch.Tensor]:
+    schema = op._schema
+    args, kwargs = [], {}
+    for argument in schema.arguments:
+        value = samples[argument.name]
+        if isinstance(value, torch.Tensor):
+            value = value[start:end].clone()
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    out = op(*args, **kwargs)
+    return list(out) if isinstance(out, (list, tuple)) else [out]

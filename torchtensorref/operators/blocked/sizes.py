@@ -1,0 +1,288 @@
+"""How large tiles are: they fit the room there is, move least, and are no smaller than they must.
+
+A part that does not lie along an axis is used again while the tiles go along it. So where one axis
+is cut alone, everything moves once; where two are, what lies along the inner one alone moves once
+per tile of the outer one. Tiles are gone through like a snake: at each turn of the outer axis the
+inner one goes back the way it came, and what is there is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .cut import Axis, Tile
+
+#: A tile moves so many bytes if it can: less, and the latency of the copies shows; more, and there
+#: is nothing to overlap the first and the last one with.
+GOOD_NBYTES = 32 << 20
+#: What is computed while something is copied needs so many tiles.
+GOOD_COUNT = 3
+#: Sums are cut where that moves so much less than what keeps the bits.
+MUCH_LESS = 0.7
+#: What may move more than the least if it takes less room.
+SLACK = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An operand or a result, as far as its bytes go."""
+
+    nbytes: int
+    axes: frozenset[int]
+    is_result: bool = False
+    #: What stands beside a piece where sums are cut: it in single precision, as a share of it.
+    sums_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The lengths of tiles along each axis, and the order in which the axes are gone through."""
+
+    axes: tuple[Axis, ...]
+    lengths: tuple[int, ...]
+    #: The outermost first.
+    order: tuple[int, ...]
+    need_nbytes: int
+    moved_nbytes: int
+    #: Whether the pieces of the next tile fit as well.
+    has_room_ahead: bool
+
+    def counts(self) -> tuple[int, ...]:
+        """How many tiles there are along each axis."""
+        pairs = zip(self.axes, self.lengths, strict=True)
+        return tuple(len(axis.ranges(length)) for axis, length in pairs)
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the tiles like a snake."""
+        ranges = [axis.ranges(length) for axis, length in zip(self.axes, self.lengths, strict=True)]
+        counts = [len(ranges[a]) for a in self.order]
+        for number in range(prod(counts)):
+            tile = [(0, 0)] * len(ranges)
+            rest, outer = number, prod(counts)
+            turns = 0
+            for a, count in zip(self.order, counts, strict=True):
+                outer //= count
+                i, rest = divmod(rest, outer)
+                # The number of turns so far decides which way this axis is gone.
+                tile[a] = ranges[a][i if turns % 2 == 0 else count - 1 - i]
+                turns = turns * count + i
+            yield tuple(tile)
+
+
+class TileTooLargeError(Exception):
+    """Internal: not even the smallest tile fits."""
+
+    def __init__(self, need_nbytes: int) -> None:
+        super().__init__(f"the smallest tile takes {need_nbytes:,} bytes")
+        self.need_nbytes = need_nbytes
+
+
+def choose(
+    axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, inner: int | None = None
+) -> Tiling:
+    """Choose tiles that fit, if possible with room for the pieces of the next one.
+
+    Parameters
+    ----------
+    axes : sequence of Axis
+        What may be cut, what is best cut first.
+    parts : sequence of Part
+        Operands and results, each of which has its piece in a tile.
+    room_nbytes : int
+        What the pieces may take.
+    inner : int, optional
+        The axis that is summed over. It is cut if nothing fits otherwise, or much less moves.
+
+    Raises
+    ------
+    TileTooLargeError
+        The smallest tile does not fit.
+    """
+    if inner is None or axes[inner].most_tiles == 1:
+        return _choose_patiently(axes, parts, room_nbytes)
+    whole = [Axis(a.extent, a.extent) if i == inner else a for i, a in enumerate(axes)]
+    try:
+        outer = _choose_patiently(whole, parts, room_nbytes)
+    except TileTooLargeError:
+        outer = None
+    sums = _choose_sums(tuple(axes), parts, room_nbytes, inner)
+    if outer is None and sums is None:
+        raise TileTooLargeError(_smallest_nbytes(tuple(axes), parts, inner))
+    if outer is None or (sums is not None and sums.moved_nbytes < MUCH_LESS * outer.moved_nbytes):
+        assert sums is not None
+        return sums
+    return outer
+
+
+def _choose_sums(
+    axes: tuple[Axis, ...], parts: Sequence[Part], room_nbytes: int, inner: int
+) -> Tiling | None:
+    """Choose tiles whose sums are added up, the inner axis gone through for each of the others."""
+    for copies in (2, 1):
+        chooser = _Chooser(axes, parts, room_nbytes, copies, inner)
+        found: list[Tiling] = []
+        most = axes[inner].most_tiles
+        for count in [*(1 << power for power in range(1, most.bit_length())), most]:
+            lengths = [axis.extent for axis in axes]
+            lengths[inner] = _length(axes[inner], count)
+            rows, columns = [a for a in range(len(axes)) if a != inner]
+            found += chooser.two(lengths, rows, columns)
+        if found:
+            return min(found, key=lambda tiling: tiling.moved_nbytes)
+    return None
+
+
+def _smallest_nbytes(axes: tuple[Axis, ...], parts: Sequence[Part], inner: int) -> int:
+    chooser = _Chooser(axes, parts, 0, 1, inner)
+    lengths = [min(axis.step, axis.extent) for axis in axes]
+    return chooser.tiling(lengths, tuple(range(len(axes)))).need_nbytes
+
+
+def _choose_patiently(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int) -> Tiling:
+    try:
+        return _choose(axes, parts, room_nbytes, 2)
+    except TileTooLargeError:
+        return _choose(axes, parts, room_nbytes, 1)
+
+
+def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copies: int) -> Tiling:
+    """Choose tiles of which so many fit at a time."""
+    chooser = _Chooser(tuple(axes), parts, room_nbytes, copies)
+    lengths = [axis.extent for axis in axes]
+    left = [a for a, axis in enumerate(axes) if axis.most_tiles > 1]
+    while left:
+        found = [tiling for a in left if (tiling := chooser.one(lengths, a)) is not None]
+        if found:
+            return found[0]
+        for a, b in [(a, b) for a in left for b in left if a != b] if len(left) <= 2 else ():
+            found += chooser.two(lengths, a, b)
+        if found:
+            least = min(tiling.moved_nbytes for tiling in found)
+            good = [tiling for tiling in found if tiling.moved_nbytes <= least * SLACK]
+            return min(good, key=lambda tiling: (tiling.need_nbytes, tiling.moved_nbytes))
+        first = left.pop(0)
+        lengths[first] = min(axes[first].step, lengths[first])
+        if not left:
+            tiling = chooser.tiling(lengths, tuple(range(len(axes))))
+            if tiling.need_nbytes <= room_nbytes:
+                return tiling
+    whole = chooser.tiling(lengths, tuple(range(len(axes))))
+    if whole.need_nbytes > room_nbytes:
+        raise TileTooLargeError(whole.need_nbytes)
+    return whole
+
+
+class _Chooser:
+    """Tries lengths for one call."""
+
+    def __init__(
+        self,
+        axes: tuple[Axis, ...],
+        parts: Sequence[Part],
+        room_nbytes: int,
+        copies: int,
+        inner: int | None = None,
+    ) -> None:
+        self._axes, self._parts = axes, parts
+        self._room, self._copies, self._inner = room_nbytes, copies, inner
+
+    def one(self, lengths: list[int], a: int) -> Tiling | None:
+        """Cut one axis further; no longer tiles than are good, if shorter ones are none the worse.
+
+        Where another axis has been cut before, this is the inner one.
+        """
+        axis, count = self._axes[a], 1
+        order = (*(b for b in range(len(self._axes)) if b != a), a)
+        fits = None
+        for count in _counts(axis):
+            fits = self._fitting(lengths, a, count, order)
+            if fits is not None:
+                break
+        if fits is None:
+            return None
+        piece_nbytes = self._moved_by_one(fits.lengths)
+        wanted = max(count * piece_nbytes // GOOD_NBYTES, GOOD_COUNT)
+        if wanted > count and piece_nbytes > GOOD_NBYTES // GOOD_COUNT:
+            return self._fitting(lengths, a, min(wanted, axis.most_tiles), order) or fits
+        return fits
+
+    def _fitting(
+        self, lengths: Sequence[int], a: int, count: int, order: tuple[int, ...]
+    ) -> Tiling | None:
+        cut = list(lengths)
+        cut[a] = _length(self._axes[a], count)
+        tiling = self.tiling(cut, order)
+        return tiling if tiling.need_nbytes <= self._room else None
+
+    def two(self, lengths: list[int], a: int, b: int) -> Iterator[Tiling]:
+        """Cut an outer and an inner axis in all ways that may be worth it."""
+        rest = [c for c in range(len(self._axes)) if c not in (a, b, self._inner)]
+        last = () if self._inner is None else (self._inner,)
+        for count in _counts(self._axes[a]):
+            cut = list(lengths)
+            cut[a] = _length(self._axes[a], count)
+            for inner in _counts(self._axes[b]):
+                cut[b] = _length(self._axes[b], inner)
+                tiling = self.tiling(cut, (*rest, a, b, *last))
+                if tiling.need_nbytes <= self._room:
+                    yield tiling
+                    break
+
+    def tiling(self, lengths: Sequence[int], order: tuple[int, ...]) -> Tiling:
+        """Say what tiles of such lengths take and move."""
+        counts = [
+            len(axis.ranges(length)) for axis, length in zip(self._axes, lengths, strict=True)
+        ]
+        need = moved = 0
+        for part in self._parts:
+            is_cut = any(counts[a] > 1 for a in part.axes)
+            piece = self._piece_nbytes(part, lengths)
+            need += piece * (self._copies if is_cut else 1)
+            if self._inner is not None:
+                need += int(piece * part.sums_share)
+            moved += part.nbytes if part.is_result else piece * _changes(part, counts, order)
+        return Tiling(self._axes, tuple(lengths), order, need, moved, self._copies > 1)
+
+    def _piece_nbytes(self, part: Part, lengths: Sequence[int]) -> int:
+        """The bytes of its largest piece: the last one may be longer than the others."""
+        nbytes = float(part.nbytes)
+        for a in part.axes:
+            longest = max(end - start for start, end in self._axes[a].ranges(lengths[a]))
+            nbytes *= longest / max(self._axes[a].extent, 1)
+        return int(nbytes + 0.999)
+
+    def _moved_by_one(self, lengths: Sequence[int]) -> int:
+        return sum(self._piece_nbytes(part, lengths) for part in self._parts)
+
+
+def _counts(axis: Axis) -> Iterator[int]:
+    """Numbers of tiles that are tried: all small ones, then in steps of a fifth."""
+    count = 1
+    while count < axis.most_tiles:
+        yield count
+        count += max(count // 5, 1)
+    yield axis.most_tiles
+
+
+def _length(axis: Axis, count: int) -> int:
+    """The length that cuts an axis into about so many tiles: a multiple of its step."""
+    if count <= 1:
+        return axis.extent
+    if count >= axis.most_tiles:
+        return axis.step
+    steps = -(-axis.extent // (count * axis.step))
+    return max(steps * axis.step, axis.step)
+
+
+def _changes(part: Part, counts: Sequence[int], order: Sequence[int]) -> int:
+    """How often a part's piece is another one than for the tile before."""
+    reached = [i for i, a in enumerate(order) if a in part.axes and counts[a] > 1]
+    if not reached:
+        return 1
+    total = prod(counts[a] for a in order[: reached[-1] + 1])
+    # At each turn of an axis that it does not lie along, the inner ones go back: it stays.
+    if len(reached) == 1:
+        total -= prod(counts[a] for a in order[: reached[0]]) - 1
+    return total

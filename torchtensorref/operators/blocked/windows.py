@@ -1,0 +1,92 @@
+"""Cuts of convolutions and attention: by samples, channels, heads and queries."""
+
+from __future__ import annotations
+
+import torch
+
+from .cut import Along, Axis, Call, Cut
+
+#: Output channels of a tile: kernels take them by the vector.
+CHANNELS = 64
+#: So many queries at once are what torch's kernel for the host takes, if there are enough.
+QUERIES, ENOUGH = 256, 768
+
+
+def convolution(call: Call) -> Cut | None:
+    """Samples and output channels.
+
+    Measured: in single precision oneDNN sometimes takes another way for fewer samples (21 of 54
+    convolutions, one sample each); by output channels none of 120 changed a bit.
+    """
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if call["transposed"] or x.dim() != weight.dim():
+        return None
+    rest: Along = (None,) * (x.dim() - 2)
+    is_grouped = call["groups"] != 1
+    operands: dict[tuple[str, int | None], Along] = {("input", None): (0, None, *rest)}
+    axes = [Axis(x.size(0), keeps_bits=x.dtype is not torch.float32)]
+    if not is_grouped:
+        axes.append(Axis(weight.size(0), CHANNELS))
+        operands["weight", None] = (1, None, *rest)
+        if bias is not None:
+            operands["bias", None] = (1,)
+    return Cut(
+        axes=tuple(axes),
+        operands=operands,
+        results=((0, None if is_grouped else 1, *rest),),
+    )
+
+
+def convolution_backward(call: Call) -> Cut | None:
+    """Samples for the gradient of the input, output channels for those of weight and bias.
+
+    What the bits do has not been measured.
+    """
+    x, weight, wants = call["input"], call["weight"], call["output_mask"]
+    if call["transposed"] or x.dim() != weight.dim() or call["groups"] != 1:
+        return None
+    rest: Along = (None,) * (x.dim() - 2)
+    if not (wants[1] or wants[2]):
+        along: Along = (0, None, *rest)
+        return Cut(
+            axes=(Axis(x.size(0), keeps_bits=False),),
+            operands={("grad_output", None): along, ("input", None): along},
+            results=(along,),
+        )
+    if wants[0]:
+        return None
+    results: list[Along] = []
+    if wants[1]:
+        results.append((0, None, *rest))
+    if wants[2]:
+        results.append((0,))
+    return Cut(
+        axes=(Axis(weight.size(0), CHANNELS, keeps_bits=False),),
+        operands={("grad_output", None): (None, 0, *rest), ("weight", None): (0, None, *rest)},
+        results=tuple(results),
+        localise=lambda tile: {"bias_sizes": [tile[0][1] - tile[0][0]]},
+    )
+
+
+def attention_for_cpu(call: Call) -> Cut | None:
+    """Samples and heads; queries, where each sees all keys."""
+    query, mask = call["query"], call["attn_mask"]
+    if query.dim() != 4 or call["key"].size(1) != query.size(1) or call["dropout_p"]:
+        return None
+    length = query.size(2)
+    is_even = not call["is_causal"] and length >= 2 * ENOUGH
+    axes = [Axis(query.size(0)), Axis(query.size(1)), Axis(length, ENOUGH if is_even else length)]
+    of_key: Along = (0, 1, None, None)
+    operands: dict[tuple[str, int | None], Along] = {
+        ("query", None): (0, 1, 2, None),
+        ("key", None): of_key,
+        ("value", None): of_key,
+    }
+    if mask is not None:
+        sizes = (*query.size()[:3], call["key"].size(2))
+        lead = 4 - mask.dim()
+        operands["attn_mask", None] = tuple(
+            None if lead + i == 3 or size != sizes[lead + i] else lead + i
+            for i, size in enumerate(mask.size())
+        )
+    return Cut(axes=tuple(axes), operands=operands, results=((0, 1, 2, None), (0, 1, 2)))
