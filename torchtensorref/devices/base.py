@@ -240,6 +240,12 @@ class Device(ABC):
     def about_to_move(self, base: Tensor) -> None:
         """Do what `about_to_change` does; the memory itself is about to be replaced."""
 
+    def has_changed(self, base: Tensor) -> None:
+        """These bytes have been written, perhaps while a copy was reading them."""
+
+    def forget_mirror(self, base: Tensor) -> None:
+        """Copy these bytes of the host's from where they are: somebody may write them unseen."""
+
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a host base is copied from, so that it may be page-locked if that recurs.
 

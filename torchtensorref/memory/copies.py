@@ -328,6 +328,10 @@ class Copier:
         Meanwhile another thread may have begun to copy what was being written: an evictor that had
         chosen the replica before the operator held it, or a reader. What it has got is stale.
         """
+        if device.is_host:
+            home = block.replicas.get(device)
+            if home is not None:
+                device.has_changed(home.base)
         with self._books.lock:
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -99,9 +98,9 @@ class LinkCopier:
         if not self._vendor.has_streams:
             return self._copy_in_order(source, target, after)
         waits = events_of(after)
-        mirror = host_readers.mirror(source)
+        mirror = host_readers.mirrors.of(source)
         if mirror is not None:
-            return self._keep(base, self._issue(self.in_lane, mirror, target, waits))
+            return self._keep(base, self._issue(self.in_lane, mirror.memory, target, waits))
         if source.numel() < STAGED_FROM_NBYTES:
             # From a clone: the source may be written at once.
             return self._keep(base, self._issue(self.in_lane, source.clone(), target, waits))
@@ -128,11 +127,8 @@ class LinkCopier:
         return self._keep(base, StagedEvent(self._out_ring.submit(copy), self))
 
     def _stage_in(self, source: Tensor, target: Tensor, waits: tuple[Any, ...]) -> StagedEvent:
-        mirror = self._page_locks.take_prepared(source)
-        when_filled = None
-        if mirror is not None:
-            when_filled = functools.partial(host_readers.set_mirror, source, mirror)
-        copy = StagedCopy(source, target, waits, mirror=mirror, when_filled=when_filled)
+        mirror = host_readers.mirrors.take(source)
+        copy = StagedCopy(source, target, waits, mirror=mirror)
         return StagedEvent(self._in_ring.submit(copy), self)
 
     def _issue(

@@ -16,6 +16,7 @@ from ..base import DONE, Device, Event, bytes_of, empty_bytes, storage_nbytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
+from ..host.readers import host_readers
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
@@ -319,8 +320,16 @@ class AcceleratorDevice(Device):
 
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a block was copied from home; if it recurs, its memory is page-locked."""
+        if not may_mirror:
+            host_readers.have_changed(
+                base
+            )  # this copy may have filled one
         if self.vendor.has_streams and not self._copier.is_page_locked(bytes_of(base)):
             self.page_locks.wish(base, may_mirror=may_mirror)
+
+    def forget_mirror(self, base: Tensor) -> None:
+        """Copy these bytes from where they are: somebody may write them unseen."""
+        host_readers.have_changed(base)
 
     @property
     def page_locked_nbytes(self) -> int:

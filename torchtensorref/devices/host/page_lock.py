@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.progress import Lines
 from ..background import Background
+from .mirrors import Mirror
 from .readers import host_readers
 
 if TYPE_CHECKING:
@@ -162,8 +163,6 @@ class PageLocks:
         self._by_base: dict[int, _Locked] = {}
         #: How often a base was copied from pageable memory, by its id.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
-        #: Empty mirrors that the next copy of a source may fill, by its address.
-        self._prepared: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         #: Memory of our own, page-locked: its size by its address.
         self._own: dict[int, int] = {}
         self._background = Background("torchTensorRef-page-lock")
@@ -181,14 +180,6 @@ class PageLocks:
         found = self._locked.get(address)
         nbytes = self._own.get(address, 0) if found is None else found.nbytes
         return nbytes >= source.numel() and nbytes > 0
-
-    def take_prepared(self, source: Tensor) -> Tensor | None:
-        """Give an empty mirror away to the copy that will fill it."""
-        with self._lock:
-            owner, mirror = self._prepared.pop(source.data_ptr(), (None, None))
-        if mirror is None or owner is None or owner() is None:
-            return None
-        return mirror if mirror.numel() == source.numel() else None
 
     # wishing ------------------------------------------------------------------------------
 
@@ -259,9 +250,7 @@ class PageLocks:
             return
         mirror = self.allocate(nbytes) if may_mirror and _has_spare_ram(nbytes) else None
         if mirror is not None:
-            weakref.finalize(base, host_readers.drop_mirror, address).atexit = False
-            with self._lock:
-                self._prepared[address] = (weakref.ref(base), mirror)
+            host_readers.mirrors.offer(base, Mirror(base, mirror))
 
     def _lock_in_place(self, base: Tensor, address: int, nbytes: int) -> bool:
         locker = self._locker

@@ -21,6 +21,7 @@ from torchTensorRef.devices.host.readers import host_readers
 from ....support.device_double import Runtime
 
 N = LEAST_NBYTES
+mirrors = host_readers.mirrors
 
 
 def base(nbytes=N):
@@ -117,13 +118,14 @@ def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
     weight = mapped()
     wish(locks, weight)
     assert not locks.is_locked(weight)
-    mirror = locks.take_prepared(weight)
+    mirror = mirrors.take(weight)
     assert mirror is not None
-    assert mirror.numel() == N
-    assert runtime.registered == {mirror.data_ptr(): N}, "of exactly its size"
-    assert locks.take_prepared(weight) is None, "given away once"
-    host_readers.set_mirror(weight, mirror)
-    assert host_readers.mirror(weight) is mirror
+    assert mirror.memory.numel() == N
+    assert runtime.registered == {mirror.memory.data_ptr(): N}, "of exactly its size"
+    assert mirrors.take(weight) is None, "given away once"
+    assert mirrors.of(weight) is None
+    mirror.filled()
+    assert mirrors.of(weight) is mirror
     del mirror, weight
     gc.collect()
     assert runtime.registered == {}
@@ -133,16 +135,16 @@ def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
 def test_bytes_that_others_may_write_get_no_mirror(locks):
     weight = mapped()
     wish(locks, weight, may_mirror=False)
-    assert locks.take_prepared(weight) is None
+    assert mirrors.take(weight) is None
     assert locks.locked_nbytes == 0
 
 
 def test_a_write_ends_a_mirror(locks):
     weight = mapped()
     wish(locks, weight)
-    host_readers.set_mirror(weight, locks.take_prepared(weight))
+    mirrors.take(weight).filled()
     host_readers.about_to_change(weight)
-    assert host_readers.mirror(weight) is None
+    assert mirrors.of(weight) is None
     assert locks.locked_nbytes == 0
 
 
