@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,3 +163,89 @@ def test_what_an_array_is_over_gets_no_mirror(manage, device, scale):
     del array
     for _ in range(4):
         assert used(manager, device, x) == [4.0]
+
+
+# -- at home in page-locked memory ----------------------------------------------------------------
+
+
+def own_ref(manager: Any, value: float = 0.0) -> Any:
+    return manager.adopt(torch.full((N + 100,), value), sole=True)
+
+
+def is_at_home_in_locked_pages(device: Any, x: Any) -> bool:
+    home = x._ttr_block.replicas[host_of(x)]
+    return bool(device.page_locks.is_locked(bytes_of(home.base)))
+
+
+def host_of(x: Any) -> Any:
+    return next(device for device in x._ttr_block.replicas if device.is_host)
+
+
+def test_what_recurs_moves_to_page_locked_memory_and_leaves_the_heap(manage, device, scale):
+    manager = manage("lru", scale.nbytes(64 * N))
+    x, y = own_ref(manager, 3.0), own_ref(manager, 4.0)
+    view = x[7:]
+    old = weakref.ref(x._ttr_block.replicas[host_of(x)].base)
+    for _ in range(5):
+        manager.bring_all_home()
+        assert manager.release(x + y).unique().tolist() == [7.0]
+        settle(device)
+    assert is_at_home_in_locked_pages(device, x)
+    gc.collect()
+    assert old() is None, "the heap has its memory back"
+    assert not host_readers.mirrors.of(bytes_of(x._ttr_block.replicas[host_of(x)].base))
+    view.add_(1)  # views, and what is written through them, go with it
+    manager.bring_all_home()
+    assert x[:9].tolist() == [3.0] * 7 + [4.0] * 2
+    x.random_(5, 6)
+    assert manager.release(view * 1).unique().tolist() == [5.0]
+    x.resize_(2 * N)
+    assert x[: N + 100].unique().tolist() == [5.0]
+    manager.check()
+
+
+def test_what_an_array_is_over_stays_where_it_is(manage, device, scale):
+    manager = manage("lru", scale.nbytes(64 * N))
+    x, y = own_ref(manager, 3.0), own_ref(manager, 4.0)
+    for _ in range(WORTH_IT_AFTER):
+        manager.bring_all_home()
+        x + y
+        settle(device)
+    array = x.numpy()
+    for turn in range(4):
+        array[:] = turn
+        manager.bring_all_home()
+        assert manager.release(x + y).unique().tolist() == [4.0 + turn]
+        settle(device)
+    assert not is_at_home_in_locked_pages(device, x)
+    x.fill_(9)
+    manager.bring_all_home()
+    assert array[0] == 9
+
+
+def test_a_storage_at_home_in_locked_pages_can_be_shared(manage, device, scale):
+    manager = manage("lru", scale.nbytes(64 * N))
+    x, y = own_ref(manager, 3.0), own_ref(manager, 4.0)
+    for _ in range(5):
+        manager.bring_all_home()
+        x + y
+        settle(device)
+    assert is_at_home_in_locked_pages(device, x)
+    x.share_memory_()
+    x.add_(1)
+    assert manager.release(x + y).unique().tolist() == [8.0]
+    assert x.is_shared()
+
+
+def test_weights_of_neighbours_in_a_heap_are_copied_whole(manage, device, scale):
+    """The double refuses a copy of memory that is locked in part, as a card does."""
+    manager = manage("lru", scale.nbytes(4 * N))
+    heap = torch.zeros(30 * N)
+    del heap
+    weights = [manager.adopt(torch.full((N // 4 + 300,), float(n)), sole=True) for n in range(16)]
+    for turn in range(6):
+        for n, w in enumerate(weights):
+            assert manager.release(w[:5] * 1).unique().tolist() == [n]
+            if turn % 3 == 2 and n % 2:
+                w.mul_(1.0)
+        settle(device)

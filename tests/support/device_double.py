@@ -14,6 +14,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
@@ -73,21 +74,42 @@ class LateEvent:
 
 
 class Runtime:
-    """Registers host memory, within reason, and remembers what is registered."""
+    """Registers host memory by whole pages, as drivers do, and remembers what is registered."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.registered: dict[int, int] = {}
+        self.pages: set[int] = set()
+        #: The threads that have given memory back.
+        self.unregistered_by: list[str] = []
         self.refuses = refuses
 
+    @staticmethod
+    def pages_of(address: int, nbytes: int) -> set[int]:
+        return set(range(address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)))
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if self.refuses or address in self.registered:
-            return 1
+        wanted = self.pages_of(address, nbytes)
+        if self.refuses or wanted & self.pages:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
         self.registered[address] = nbytes
+        self.pages |= wanted
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
+        self.pages -= self.pages_of(address, self.registered.pop(address))
+        self.unregistered_by.append(threading.current_thread().name)
         return 0
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Whether the first byte lies on a locked page: what `is_pinned` asks."""
+        return memory.data_ptr() // PAGESIZE in self.pages
+
+    def state_of(self, memory: torch.Tensor) -> str:
+        """How much of some memory is locked; what is locked in part no copy engine takes."""
+        wanted = self.pages_of(memory.data_ptr(), memory.numel() * memory.element_size())
+        if wanted <= self.pages:
+            return "locked"
+        return "locked in part" if wanted & self.pages else "pageable"
 
 
 class LateModule:
@@ -151,11 +173,22 @@ class LateLane(StreamLane):
         self._jitter = jitter
 
     def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
-        self.stream.issue(functools.partial(self._copy, source, destination))
+        self._look_at(source, destination)
+        self.stream.issue(functools.partial(self._look_and_copy, source, destination))
         event = self._vendor.record(self.stream)
         if self._jitter.random() < 0.2:
             self.stream.pump()  # sometimes the link is fast
         return event
+
+    def _look_at(self, *ends: torch.Tensor) -> None:
+        runtime = self._vendor.host_runtime()
+        for end in ends:
+            if end.device.type == "cpu":
+                assert runtime.state_of(end) != "locked in part", "cudaErrorInvalidValue"
+
+    def _look_and_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        self._look_at(source, destination)  # what was unlocked meanwhile was so too early
+        self._copy(source, destination)
 
     @staticmethod
     def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:

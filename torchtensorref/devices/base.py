@@ -237,9 +237,6 @@ class Device(ABC):
         On the host: wait until no copy reads them any more.
         """
 
-    def about_to_move(self, base: Tensor) -> None:
-        """Do what `about_to_change` does; the memory itself is about to be replaced."""
-
     def has_changed(self, base: Tensor) -> None:
         """These bytes have been written, perhaps while a copy was reading them."""
 

@@ -15,6 +15,7 @@ from .block import Block, Replica
 from .bookkeeping import Books
 from .holds import Holds
 from .in_flight import InFlight
+from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer
 
@@ -41,6 +42,7 @@ class Copier:
         self._holds = holds
         self.transfer = Transfer()
         self.in_flight = InFlight()
+        self.rehousing = Rehousing(books, holds)
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
 
@@ -244,6 +246,8 @@ class Copier:
             The copy failed; the block is where it was.
         """
         books, holds = self._books, self._holds
+        if self.rehousing.waiting:
+            self.rehousing.move_some()
         home = self.bring_home(block)
         with books.lock:
             replica = self.replica_on(block, device)
@@ -264,6 +268,7 @@ class Copier:
             replica.become(FILLING, "fetch issued")
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
+            self.rehousing.note_copy(home)
             if ahead:
                 with books.lock:
                     self.in_flight.add(replica)

@@ -141,7 +141,7 @@ class LinkCopier:
 
     def is_page_locked(self, memory: Tensor) -> bool:
         """Whether copies from host memory need no staging."""
-        return self._page_locks.is_locked(memory) or memory.is_pinned()
+        return self._page_locks.is_locked(memory) or self._vendor.is_pinned(memory)
 
     def _keep(self, base: Tensor, event: Event) -> Event:
         """Hold a copy's ends until it has fired, even if the caller drops its event."""

@@ -321,9 +321,7 @@ class AcceleratorDevice(Device):
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a block was copied from home; if it recurs, its memory is page-locked."""
         if not may_mirror:
-            host_readers.have_changed(
-                base
-            )  # this copy may have filled one
+            host_readers.have_changed(base)  # this copy may have filled one
         if self.vendor.has_streams and not self._copier.is_page_locked(bytes_of(base)):
             self.page_locks.wish(base, may_mirror=may_mirror)
 

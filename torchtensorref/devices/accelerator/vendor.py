@@ -164,6 +164,15 @@ class Vendor:
 
     # host memory --------------------------------------------------------------------------
 
+    @staticmethod
+    def is_pinned(memory: torch.Tensor) -> bool:
+        """Whether the program has page-locked all of some host memory.
+
+        Torch asks the driver about the first byte only. What is locked in part is an error for
+        copies, so the last byte is asked about, too.
+        """
+        return memory.is_pinned() and memory[-1:].is_pinned()
+
     def host_runtime(self) -> Any | None:
         """The runtime that can page-lock memory where it lies (cuda, hip); None elsewhere."""
         runtime = getattr(self._module, "cudart", None)

@@ -98,6 +98,11 @@ class Mirrors:
             mirror.is_taken = True
             return mirror
 
+    def being_filled(self, owner: Tensor) -> Mirror | None:
+        """Return the mirror of a base that a copy fills, or has filled."""
+        mirror = self._mirrors.get(owner.untyped_storage().data_ptr())
+        return mirror if mirror is not None and mirror.is_taken else None
+
     def of(self, source: Tensor) -> Mirror | None:
         """Return the mirror that has the same bytes as a source, if there is one."""
         mirror = self._mirrors.get(source.data_ptr())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from .mirrors import Mirrors
@@ -12,7 +10,7 @@ from .mirrors import Mirrors
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HostReaders", "Reader", "Watcher", "host_readers"]
+__all__ = ["HostReaders", "Reader", "host_readers"]
 
 
 class Reader(Protocol):
@@ -24,18 +22,6 @@ class Reader(Protocol):
 
     def finish_reading(self) -> None:
         """Make the host wait until it needs the source no more."""
-        ...
-
-
-class Watcher(Protocol):
-    """What has page-locked host memory, and must undo it before that is freed."""
-
-    def forget(self, base: Tensor) -> None:
-        """Undo it: the memory of this base is about to be exchanged."""
-        ...
-
-    def look_after(self, base: Tensor) -> None:
-        """Undo it if an operator has exchanged the memory of this base."""
         ...
 
 
@@ -59,8 +45,6 @@ class HostReaders:
         self._lock = threading.Lock()
         self._readers: dict[int, list[Reader]] = {}
         self.mirrors = Mirrors()
-        #: What has page-locked host bytes, and must undo it before they are freed.
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
     @property
     def are_watched(self) -> bool:
@@ -119,18 +103,6 @@ class HostReaders:
             if getattr(reader, "device", None) is not device:
                 reader.finish_reading()
         self.mirrors.drop(address)
-
-    def about_to_move(self, base: Tensor) -> None:
-        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
-        self.about_to_change(base)
-        for watcher in list(self.watchers):
-            watcher.forget(base)
-
-    def were_written(self, bases: Sequence[Tensor]) -> None:
-        """See whether an operator has exchanged the memory of what it wrote."""
-        for watcher in list(self.watchers):
-            for base in bases:
-                watcher.look_after(base)
 
     def have_changed(self, base: Tensor) -> None:
         """Forget the mirror of bytes that have been written: a copy may have begun to fill one."""

@@ -11,7 +11,11 @@ from torchTensorRef.base.errors import ConfigError, TransferError
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.accelerator import vendor
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
+from torchTensorRef.devices.host import page_lock
+
+from ....support.device_double import LateDevice, LateModule
 
 
 class FakeEvent:
@@ -357,3 +361,23 @@ def test_one_that_can_is_taken(mps, monkeypatch):
     monkeypatch.setattr(vendor, "can_refill", lambda device: True)
     assert AcceleratorDevice("mps").capacity_nbytes == 500
     assert registry.default_name() == "mps"
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_memory_that_a_program_has_locked_in_part_is_staged(monkeypatch, part):
+    device = LateDevice(LateModule())
+    runtime = device.double.runtime
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: runtime.is_locked(memory))
+    memory = page_lock.own_pages(1 << 20)
+    source = torch.frombuffer(memory, dtype=torch.uint8)
+    runtime.cudaHostRegister(source.data_ptr(), int(part * source.numel()), 1)
+    source.fill_(5)
+    base = device.allocate(source.numel())
+    event = device.copy_in(source, base)  # the double refuses a copy of what is locked in part
+    assert isinstance(event, AcceleratorEvent) == (part == 1.0)
+    event.synchronize()
+    assert base.unique().tolist() == [5]
+    home = torch.zeros_like(source)
+    device.copy_out(base, source).synchronize()
+    device.copy_out(base, home).synchronize()
+    assert home.unique().tolist() == [5]
