@@ -12,6 +12,7 @@ from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .staging import HostCopier, StagedCopy, StagingRing
+from .streams import ComputeStreams
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class LinkCopier:
         Has the accelerator's streams, or none: then copies are in the order of compute.
     page_locks : PageLocks
         What host memory is page-locked for it.
+    compute : ComputeStreams
+        What operators run on.
     lock : threading.RLock
         The device's: finalizers may run under it and need it.
     new_lane : callable
@@ -71,12 +74,14 @@ class LinkCopier:
         self,
         vendor: Vendor,
         page_locks: PageLocks,
+        compute: ComputeStreams,
         *,
         lock: threading.RLock,
         new_lane: Callable[[Vendor], StreamLane],
     ) -> None:
         self._vendor = vendor
         self._page_locks = page_locks
+        self._compute = compute
         self._lock = lock
         #: Copies that may still run, with the bases they touch; see `_retire`.
         self._in_flight: deque[tuple[int, Event]] = deque()
@@ -88,9 +93,9 @@ class LinkCopier:
         self._in_ring = StagingRing(self.in_lane, into=True, make_slot=make_slot, copier=copier)
         self._out_ring = StagingRing(self.out_lane, into=False, make_slot=make_slot, copier=copier)
 
-    def compute_stream(self) -> Any:
-        """The stream that operators of this thread go to."""
-        return self._vendor.current_stream()
+    def hold_compute_back(self, event: Any) -> None:
+        """Let operators that are issued from now on wait for an event of the device module."""
+        self._compute.hold_back(event)
 
     def copy_in(self, source: Tensor, base: Tensor, after: Event | None) -> Event:
         """Issue a copy to the accelerator, as `Device.copy_in` does."""
@@ -118,7 +123,7 @@ class LinkCopier:
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.
-        waits = (self._vendor.record_compute(),) if after is None else events_of(after)
+        waits = (self._compute.record(),) if after is None else events_of(after)
         host_readers.about_to_be_filled(destination, self)
         if self.is_page_locked(destination):
             return self._keep(base, self._issue(self.out_lane, source, destination, waits))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
@@ -20,7 +18,8 @@ from ..host.readers import host_readers
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
-from .freed_room import FreedRoom, UseMarks
+from .rooms import Rooms
+from .streams import ComputeStreams
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -30,22 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["AcceleratorDevice", "AcceleratorEvent"]
-
-#: Freed ranges that are kept before those that wait for nothing are joined.
-SETTLE_ROOM_FROM = 256
-
-
-class _Room(weakref.ref[Any]):
-    """The memory of one fetched replica. A weak reference: its callback gets the whole record."""
-
-    __slots__ = ("after", "is_known", "key", "mark", "nbytes", "start")
-
-    key: int  # id(base)
-    start: int
-    nbytes: int
-    after: list[Any]  # events before which it must not be written,
-    is_known: bool  # and whether they are all: else it may have unknown users
-    mark: int  # `UseMarks.mark` after the last use; -1: operators use it without a note
 
 
 class AcceleratorDevice(Device):
@@ -91,7 +74,7 @@ class AcceleratorDevice(Device):
     * *Retirement.* Room that is still being copied home is freed at once where only copies take it
       (the next one waits for the event); in compute's pool, compute waits for it.
 
-    Operators are expected on one stream per device, the current one of the thread that runs them.
+    Operators may run on several streams (`ComputeStreams`); then what is evicted waits for all.
     """
 
     kernels_allocate = True
@@ -121,16 +104,14 @@ class AcceleratorDevice(Device):
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
-        self._marks = UseMarks(self.vendor.record_compute)
-        self._freed = FreedRoom()
-        self._settle_freed_at = SETTLE_ROOM_FROM
-        self._rooms: dict[int, _Room] = {}
-        self._dead_rooms: deque[_Room] = deque()
+        self._compute = ComputeStreams(self.vendor)
+        self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        self._copies_own_their_room = self.vendor.has_pool_per_stream
         self.page_locks = PageLocks(_locker_of(self.vendor), share_of_ram(settings.page_lock))
         self._page_locked_pool = PageLockedPool(self.page_locks)
-        self._copier = LinkCopier(self.vendor, self.page_locks, lock=self._lock, new_lane=new_lane)
+        self._copier = LinkCopier(
+            self.vendor, self.page_locks, self._compute, lock=self._lock, new_lane=new_lane
+        )
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
@@ -156,26 +137,22 @@ class AcceleratorDevice(Device):
         storage = base.untyped_storage()
         with self._lock:
             self._settle_rooms()
+            # Asked each time: the settings of torch's allocator can be changed while it runs.
+            is_copies_own = self.vendor.has_pool_per_stream
             try:
-                if self._copies_own_their_room:
+                if is_copies_own:
                     with self.vendor.on(self._copier.in_lane.stream):
                         storage.resize_(nbytes)
                 else:
                     storage.resize_(nbytes)
             except RuntimeError as error:
                 self._raise_out_of_memory(error)
-            if self._copies_own_their_room and nbytes:
-                self._take_room(base, storage.data_ptr(), nbytes)
+            if is_copies_own and nbytes:
+                self._rooms.take(base, storage.data_ptr(), nbytes)
             self._residents.settle()
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)
-
-    def _take_room(self, base: Tensor, start: int, nbytes: int) -> None:
-        room = _Room(base, self._dead_rooms.append)
-        room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, -1
-        room.after, room.is_known = self._freed.take(start, nbytes)
-        self._rooms[room.key] = room
 
     def empty(self, base: Tensor) -> None:  # noqa: D102
         storage = base.untyped_storage()
@@ -185,51 +162,25 @@ class AcceleratorDevice(Device):
             if resident is not None:
                 self._residents.leave(resident)
             leaving = self._copier.copies_of(base)
-            room = self._room_of(base)
-            if room is not None:
-                del self._rooms[room.key]
-                if room.nbytes == storage.nbytes() and room.start == storage.data_ptr():
-                    self._free_room(room, leaving)
-                    leaving = []
-            for event in leaving:
-                # The allocator gives this room out again in the order of the compute stream.
-                event.wait()
+            events = [part for event in leaving for part in events_of(event)]
+            if not self._rooms.leave(base, events):
+                # The allocator gives this room out again in the order of the stream it is of.
+                self._compute.fence()
+                for event in events:
+                    self._compute.hold_back(event)
             storage.resize_(0)
 
-    def _free_room(self, room: _Room, leaving: list[Event]) -> None:
-        """Note what the next copy into this room has to wait for."""
-        last_use = self._marks.now() if room.mark < 0 else self._marks.after(room.mark)
-        events = () if last_use is None else (last_use,)
-        for event in leaving:
-            events += events_of(event)
-        self._freed.free(room.start, room.nbytes, events)
-        if len(self._freed) > self._settle_freed_at:
-            self._freed.settle()
-            self._settle_freed_at = max(SETTLE_ROOM_FROM, 2 * len(self._freed))
-
-    def _room_of(self, base: Tensor) -> _Room | None:
-        room = self._rooms.get(id(base))
-        return room if room is not None and room() is base else None
-
     def _settle_rooms(self) -> None:
-        """Forget the rooms of replicas that died: their last readers are not known."""
         self._residents.settle()
-        while self._dead_rooms:
-            room = self._dead_rooms.popleft()
-            if self._rooms.get(room.key) is room:
-                del self._rooms[room.key]
+        self._rooms.settle()
 
     def note_use(self, base: Tensor) -> None:
         """Operators on this base were issued; later ones will be noted again."""
-        room = self._rooms.get(id(base))
-        if room is not None and room() is base:
-            room.mark = self._marks.mark
+        self._rooms.note_use(base)
 
     def forget_use(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
-        room = self._rooms.get(id(base))
-        if room is not None and room() is base:
-            room.mark = -1
+        self._rooms.forget_use(base)
 
     def about_to_change(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
@@ -240,12 +191,7 @@ class AcceleratorDevice(Device):
         if not self.vendor.has_streams:
             return None
         with self._lock:
-            room = self._room_of(base)
-            if room is None:
-                return AcceleratorEvent(self._marks.now(), self._copier)
-            waits = [event for event in room.after if not event.query()]
-            if not room.is_known:
-                waits.append(self._marks.now())
+            waits = self._rooms.waits_of(base)
         return AllOf(waits, self._copier) if waits else None
 
     def account(self, base: Tensor) -> None:
@@ -341,10 +287,15 @@ class AcceleratorDevice(Device):
 
     # compute ------------------------------------------------------------------------------
 
+    def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """See what stream the operator goes to."""
+        if self.vendor.has_streams:
+            self._compute.note()
+
     def record(self) -> Event:  # noqa: D102
         if not self.vendor.has_streams:
             return DONE
-        return AcceleratorEvent(self.vendor.record_compute(), self._copier)
+        return AcceleratorEvent(self._compute.record(), self._copier)
 
     def synchronize(self) -> None:  # noqa: D102
         self.vendor.synchronize()
@@ -356,7 +307,7 @@ class AcceleratorDevice(Device):
         began, ended = vendor.timed_event(), vendor.timed_event()
         if began is None or ended is None:
             return None
-        return EventStopwatch(began, ended, vendor.current_stream())
+        return EventStopwatch(began, ended, self._compute.current())
 
     def random_state(self) -> Tensor | None:
         """The state of the device's generator, to be set again before a second try."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
 from ..base import empty_bytes
+from .own_stream import new_stream
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vendor", "can_refill"]
+__all__ = ["Vendor", "can_refill", "has_expandable_segments"]
+
+#: Where the settings of torch's allocator are, for those that cannot be asked.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class Vendor:
@@ -35,6 +42,8 @@ class Vendor:
         self._device = device
         self._kind = kind
         self._index = index
+        self._here = threading.local()
+        self._raw_stream = _raw_stream_of(module)
         self.has_streams = all(
             hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")
         )
@@ -42,30 +51,42 @@ class Vendor:
     # streams and events -------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        """Make a stream beside the one that operators go to."""
-        try:
-            return self._module.Stream(device=self._device)
-        except TypeError:  # modules of one device (`torch.cpu`) take no device for it
-            return self._module.Stream()
+        """Make a stream beside those that operators go to."""
+        import torch
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Let this thread issue its work on a stream."""
-        context: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
-        return context
+        is_hip = self._kind == "cuda" and torch.version.hip is not None
+        return new_stream(self._module, self._device, "hip" if is_hip else self._kind)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Let this thread issue its work on a stream of ours."""
+        was, self._here.is_on_side = self.is_on_side_stream, True
+        try:
+            with self._module.stream(stream):
+                yield
+        finally:
+            self._here.is_on_side = was
+
+    @property
+    def is_on_side_stream(self) -> bool:
+        """Whether this thread's current stream is one of ours, inside `on`."""
+        return getattr(self._here, "is_on_side", False)
 
     def current_stream(self) -> Any:
         """The stream that operators of this thread go to."""
         return self._module.current_stream(self._device)
+
+    def current_stream_number(self) -> Any:
+        """What tells that stream from others, and costs as little as can be."""
+        if self._raw_stream is not None:
+            return self._raw_stream(self._index)
+        return self.current_stream()
 
     def record(self, stream: Any) -> Any:
         """Make an event at the end of what a stream was given so far."""
         event = self._module.Event()
         event.record(stream)
         return event
-
-    def record_compute(self) -> Any:
-        """Make an event at the end of what operators of this thread have given so far."""
-        return self.record(self.current_stream())
 
     def timed_event(self) -> Any:
         """An event that keeps the time; None where the module has none."""
@@ -85,9 +106,14 @@ class Vendor:
 
     @property
     def has_pool_per_stream(self) -> bool:
-        """Whether room freed on one stream is never given out on another."""
+        """Whether room freed on one stream is never given out on another, nor unmapped.
+
+        Expandable segments are: torch gives what is free of them back to the driver when only the
+        stream that had allocated it is done. So we keep to compute's stream there.
+        """
         backend = getattr(self._module, "get_allocator_backend", None)
-        return self.has_streams and (backend is None or backend() == "native")
+        is_native = backend is None or backend() == "native"
+        return self.has_streams and is_native and not has_expandable_segments()
 
     def total_nbytes(self) -> int:
         """What the device has."""
@@ -216,6 +242,26 @@ class Vendor:
                 name=f"{kind}:{index}",
             )
         return cls(module, device, kind, index)
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator was told to grow its segments, and to unmap parts of them."""
+    import torch
+
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    said = [ask()] if ask is not None else [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
+    options = [option for text in said for option in text.lower().replace(" ", "").split(",")]
+    return "expandable_segments:true" in options
+
+
+def _raw_stream_of(module: Any) -> Callable[[int], int] | None:
+    """Torch's own quick look at the current stream, where a module is torch's and has one."""
+    import torch
+
+    name = getattr(module, "__name__", "")
+    if name not in ("torch.cuda", "torch.xpu"):
+        return None
+    return getattr(torch._C, f"_{name.removeprefix('torch.')}_getCurrentRawStream", None)
 
 
 def can_refill(device: torch.device) -> bool:

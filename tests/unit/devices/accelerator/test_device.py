@@ -184,8 +184,8 @@ def same_room(device, base, monkeypatch):
     """Empty a base and fetch another one into its room, as the card's allocator would."""
     start = base.untyped_storage().data_ptr()
     device.empty(base)
-    take = device._freed.take
-    monkeypatch.setattr(device._freed, "take", lambda _, nbytes: take(start, nbytes))
+    take = device._rooms.freed.take
+    monkeypatch.setattr(device._rooms.freed, "take", lambda _, nbytes: take(start, nbytes))
     other = fetched(device)
     monkeypatch.undo()
     return other
@@ -204,8 +204,8 @@ def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operator
     base = fetched(device)
     device.note_use(base)  # an operator has read it
     device.record()
-    later = device._marks.now()  # the first event after that
-    device._marks.now()  # and much more work
+    later = device._rooms.marks.now()  # the first event after that
+    device._rooms.marks.now()  # and much more work
     other = same_room(device, base, monkeypatch)
     module.calls.clear()
     assert device.available(other).events == (later,)
@@ -218,7 +218,7 @@ def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatc
     base = fetched(device)
     device.note_use(base)
     device.forget_use(base)  # the ready path is open
-    device._marks.now()
+    device._rooms.marks.now()
     module.calls.clear()
     other = same_room(device, base, monkeypatch)
     assert module.calls[0] == ("record", "compute")  # at the time it was given up

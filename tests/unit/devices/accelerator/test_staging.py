@@ -65,10 +65,7 @@ class Device:
     def __init__(self):
         self.waited = []
 
-    def compute_stream(self):
-        return self
-
-    def wait_event(self, event):
+    def hold_compute_back(self, event):
         self.waited.append(event)
 
 
