@@ -6,9 +6,10 @@ import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks, Stopwatch
+from .events import DONE, DoneEvent, Event
 
 if TYPE_CHECKING:
     import torch
@@ -27,51 +28,6 @@ __all__ = [
     "move_bytes",
     "storage_nbytes",
 ]
-
-
-class Event(Protocol):
-    """A point in a device's work; it *fires* when the work before it is finished."""
-
-    @property
-    def start_ns(self) -> int:
-        """When the copy began that it is the end of; 0 for others, and where it is not known."""
-        ...
-
-    @property
-    def end_ns(self) -> int:
-        """When it fires, on the device's clock; 0 where that is not known."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether it has fired. Never blocks."""
-        ...
-
-    def wait(self) -> None:
-        """Make the device's compute engine wait for it: operators issued later see the bytes."""
-        ...
-
-    def synchronize(self) -> None:
-        """Make the host wait for it."""
-        ...
-
-
-class DoneEvent:
-    """The event of work that was finished at once."""
-
-    start_ns = end_ns = 0
-
-    def is_done(self) -> bool:
-        """Whether it has fired: always."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-DONE = DoneEvent()
 
 
 class Device(ABC):
@@ -240,9 +196,6 @@ class Device(ABC):
     def has_changed(self, base: Tensor) -> None:
         """These bytes have been written, perhaps while a copy was reading them."""
 
-    def forget_mirror(self, base: Tensor) -> None:
-        """Copy these bytes of the host's from where they are: somebody may write them unseen."""
-
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a host base is copied from, so that it may be page-locked if that recurs.
 
@@ -274,6 +227,14 @@ class Device(ABC):
     def limit(self, nbytes: int) -> bool:
         """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
         return False
+
+    def slack_nbytes(self, limit_nbytes: int) -> int:
+        """Of a limit on what the allocator may take, what has to be left for it to find room."""
+        return 0
+
+    def release_count(self) -> int:
+        """How often the allocator had to give up all its caches, which waits for the device."""
+        return 0
 
     def give_up_caches(self) -> None:
         """Give back to the driver what an allocator keeps for later."""

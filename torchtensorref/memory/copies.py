@@ -13,6 +13,7 @@ from ..devices.base import Device, empty_bytes, storage_nbytes
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
+from .external_pressure import ReleaseWatch, note_shortage
 from .holds import Holds
 from .in_flight import InFlight
 from .rehousing import Rehousing
@@ -43,6 +44,7 @@ class Copier:
         self.transfer = Transfer()
         self.in_flight = InFlight()
         self.rehousing = Rehousing(books, holds)
+        self._releases = ReleaseWatch()
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
 
@@ -260,10 +262,13 @@ class Copier:
                 raise RoomTakenError
             try:
                 device.refill(replica.base, block.nbytes)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    note_shortage(ledger)
                 if not storage_nbytes(replica.base):  # else it counts until it is repaired
                     books.remove(replica)
                 raise
+            self._releases.note_fetch(ledger)
             holds.issuing[replica] = threading.get_ident()
             replica.become(FILLING, "fetch issued")
         try:

@@ -11,6 +11,7 @@ import torch
 from ..base.errors import TransferError
 from ..base.options import settings
 from ..devices.base import Device, Event, bytes_of, empty_bytes
+from ..devices.host.readers import host_readers
 from .block import Replica
 from .names import names
 
@@ -52,7 +53,7 @@ class Transfer:
         source = bytes_of(home.base)
         was_exposed = is_exposed(home)
         if was_exposed:
-            device.forget_mirror(home.base)
+            host_readers.have_changed(home.base)  # or may have, by now: no mirror is trusted
         with in_profile("prefetch" if ahead else "fetch", replica):
             event = self._retry(
                 lambda: device.copy_in(source, replica.base, after=device.available(replica.base))

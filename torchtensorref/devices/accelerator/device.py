@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratorDevice", "AcceleratorEvent"]
 
 
+#: Of a budget, left for what is lost when blocks of different sizes follow one another: with none
+#: a model whose matrices have two sizes makes the allocator give up its cache at every token.
+SLACK_SHARE = 0.03
+SLACK_NBYTES = 64 << 20
+#: And the most of it, where the budget is small.
+MOST_SLACK_SHARE = 1 / 8
+
+
 class AcceleratorDevice(Device):
     """One accelerator that torch can use.
 
@@ -246,6 +254,17 @@ class AcceleratorDevice(Device):
         """Let torch's allocator itself refuse more than `nbytes`; False where it cannot."""
         return self.vendor.cap(nbytes, self.capacity_nbytes)
 
+    def slack_nbytes(self, limit_nbytes: int) -> int:
+        """What is lost between blocks of different sizes, which the allocator's limit counts."""
+        if not self.vendor.counts_segments:
+            return 0
+        wanted_nbytes = max(int(limit_nbytes * SLACK_SHARE), SLACK_NBYTES)
+        return min(wanted_nbytes, int(limit_nbytes * MOST_SLACK_SHARE))
+
+    def release_count(self) -> int:
+        """How often torch's allocator had to give back all that it keeps, waiting for compute."""
+        return self.vendor.alloc_retry_count()
+
     def give_up_caches(self) -> None:
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
         self.vendor.empty_cache()
@@ -270,10 +289,6 @@ class AcceleratorDevice(Device):
             host_readers.have_changed(base)  # this copy may have filled one
         if self.vendor.has_streams and not self._copier.is_page_locked(bytes_of(base)):
             self.page_locks.wish(base, may_mirror=may_mirror)
-
-    def forget_mirror(self, base: Tensor) -> None:
-        """Copy these bytes from where they are: somebody may write them unseen."""
-        host_readers.have_changed(base)
 
     @property
     def page_locked_nbytes(self) -> int:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Vendor", "can_refill", "has_expandable_segments"]
 
+#: What lets torch's allocator refuse more than a share of the device.
+CAP = "set_per_process_memory_fraction"
+
 #: Where the settings of torch's allocator are, for those that cannot be asked.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -140,6 +143,16 @@ class Vendor:
         """What torch's allocator holds of the driver, given out or not."""
         return self._figure("memory_reserved", "driver_allocated_memory")
 
+    @property
+    def counts_segments(self) -> bool:
+        """Whether a cap counts the allocator's segments, of which parts can be of no use."""
+        return all(hasattr(self._module, n) for n in ("memory_stats", CAP))
+
+    def alloc_retry_count(self) -> int:
+        """How often the allocator found no memory, and gave up its cache to find some."""
+        stats = getattr(self._module, "memory_stats", None)
+        return 0 if stats is None else int(stats(self._index).get("num_alloc_retries", 0))
+
     def reset_peak(self) -> None:
         """Start `peak_allocated_nbytes` again."""
         reset = getattr(self._module, "reset_peak_memory_stats", None)
@@ -155,7 +168,7 @@ class Vendor:
 
     def cap(self, nbytes: int, total_nbytes: int) -> bool:
         """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
-        cap = getattr(self._module, "set_per_process_memory_fraction", None)
+        cap = getattr(self._module, CAP, None)
         if cap is None or not total_nbytes:
             return False
         fraction = min(1.0, nbytes / total_nbytes)
