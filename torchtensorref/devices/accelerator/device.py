@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,8 @@ SLACK_SHARE = 0.03
 SLACK_NBYTES = 64 << 20
 #: And the most of it, where the budget is small.
 MOST_SLACK_SHARE = 1 / 8
+#: Of what is free, the most to be taken where the driver gives the host's memory beyond it.
+SHARE_WHERE_SPILLED = 0.9
 
 
 class AcceleratorDevice(Device):
@@ -251,7 +255,14 @@ class AcceleratorDevice(Device):
         return free + (reserved or 0) - (allocated or 0)
 
     def limit(self, nbytes: int) -> bool:
-        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot."""
+        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot.
+
+        Where the driver would rather use the host's memory than refuse, never all that is free.
+        """
+        if spills_silently():
+            reserved_nbytes = self.vendor.reserved_nbytes() or 0
+            free_nbytes = (self.vendor.driver_free_nbytes() or 0) + reserved_nbytes
+            nbytes = min(nbytes, int(free_nbytes * SHARE_WHERE_SPILLED)) if free_nbytes else nbytes
         return self.vendor.cap(nbytes, self.capacity_nbytes)
 
     def slack_nbytes(self, limit_nbytes: int) -> int:
@@ -335,6 +346,11 @@ class AcceleratorDevice(Device):
     def now_ns(self) -> int:
         """The clock on the wall."""
         return time.perf_counter_ns()
+
+
+def spills_silently() -> bool:
+    """Whether the driver answers a lack of memory with the host's (Windows, and WSL2 over it)."""
+    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 def _locker_of(vendor: Vendor) -> Locker | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchTensorRef.base.errors import ConfigError, TransferError
 from torchTensorRef.devices import registry
+from torchTensorRef.devices.accelerator import device as device_module
 from torchTensorRef.devices.accelerator import vendor
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
 from torchTensorRef.devices.host import page_lock
+from torchTensorRef.memory.budget import resolve_budget
 
 from ....support.device_double import LateDevice, LateModule
 
@@ -381,3 +384,25 @@ def test_memory_that_a_program_has_locked_in_part_is_staged(monkeypatch, part):
     device.copy_out(base, source).synchronize()
     device.copy_out(base, home).synchronize()
     assert home.unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("release", ["6.8.0-generic", "5.15.153.1-microsoft-standard-WSL2"])
+def test_where_the_driver_spills_not_all_that_is_free_is_taken(
+    device, module, monkeypatch, release
+):
+    real = device_module.platform.uname()
+    monkeypatch.setattr(device_module.platform, "uname", lambda: real._replace(release=release))
+    device.limit(1000)  # 400 are free, and 70 are reserved by us
+    device.limit(100)
+    spills = "microsoft" in release
+    assert module.calls == [("cap", 0.423 if spills else 1.0, 0), ("cap", 0.1, 0)]
+
+
+def test_without_a_budget_plain_tensors_of_the_program_are_not_ours(device, module):
+    module.mem_get_info = lambda index: (300, 1000)
+    module.memory_allocated = lambda index: 600  # of which we count 200
+    module.memory_reserved = lambda index: 600
+    device.ledger = SimpleNamespace(resident_nbytes=200)
+    assert resolve_budget(None, device).limit_nbytes == int((300 + 200) * 0.9)
+    device.ledger = None
+    assert resolve_budget(None, device).limit_nbytes == int(300 * 0.9)
