@@ -116,10 +116,10 @@ class OrderedDevice(AcceleratorDevice):
 
     torch_device = torch.device("cpu")  # type: ignore[assignment]
 
-    def __init__(self, module: OrderedModule | None = None) -> None:
+    def __init__(self, module: OrderedModule | None = None, index: int = 0) -> None:
         self.double = module or OrderedModule()
-        super().__init__("cuda", 0, module=self.double, new_lane=OrderedLane)  # type: ignore[arg-type]
-        self.name = "ordered:0"
+        super().__init__("cuda", index, module=self.double, new_lane=OrderedLane)  # type: ignore[arg-type]
+        self.name = f"ordered:{index}"
 
     def fetched(self, nbytes: int = 4096) -> torch.Tensor:
         """A replica whose bytes have been fetched, and for which compute waits."""

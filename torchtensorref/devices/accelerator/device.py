@@ -358,7 +358,7 @@ def _locker_of(vendor: Vendor) -> Locker | None:
     if not vendor.has_streams:
         return None
     runtime = vendor.host_runtime()
-    return TorchLocker() if runtime is None else RegisteringLocker(runtime)
+    return TorchLocker() if runtime is None else RegisteringLocker(runtime, vendor.opened)
 
 
 def _nbytes(tensor: Tensor) -> int:

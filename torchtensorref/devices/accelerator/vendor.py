@@ -15,7 +15,7 @@ from .own_stream import new_stream
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vendor", "can_refill", "has_expandable_segments"]
+__all__ = ["Vendor", "can_refill", "has_expandable_segments", "roomiest"]
 
 #: What lets torch's allocator refuse more than a share of the device.
 CAP = "set_per_process_memory_fraction"
@@ -65,10 +65,18 @@ class Vendor:
         """Let this thread issue its work on a stream of ours."""
         was, self._here.is_on_side = self.is_on_side_stream, True
         try:
-            with self._module.stream(stream):
+            with self.opened(), self._module.stream(stream):
                 yield
         finally:
             self._here.is_on_side = was
+
+    def opened(self) -> contextlib.AbstractContextManager[Any]:
+        """Let this thread's calls of the driver go to this device.
+
+        A fresh thread is on the first one, and would open that besides, which takes memory there.
+        """
+        device = getattr(self._module, "device", None)
+        return contextlib.nullcontext() if device is None else device(self._index)
 
     @property
     def is_on_side_stream(self) -> bool:
@@ -182,7 +190,8 @@ class Vendor:
         """Give back to the driver what the allocator keeps for later."""
         empty = getattr(self._module, "empty_cache", None)
         if empty is not None:
-            empty()
+            with self.opened():
+                empty()
 
     # random numbers -----------------------------------------------------------------------
 
@@ -275,6 +284,25 @@ def _raw_stream_of(module: Any) -> Callable[[int], int] | None:
     if name not in ("torch.cuda", "torch.xpu"):
         return None
     return getattr(torch._C, f"_{name.removeprefix('torch.')}_getCurrentRawStream", None)
+
+
+def roomiest(module: Any) -> int:
+    """Return the number of the device of a kind that has the most memory free; of equals the first.
+
+    Asked of the vendor's management library where there is one, since the driver opens a device to
+    say it, and keeps some memory of it then.
+    """
+    count = int(module.device_count())
+    return max(range(count), key=lambda index: (_free_nbytes(module, index), -index), default=0)
+
+
+def _free_nbytes(module: Any, index: int) -> int:
+    try:
+        used = module.device_memory_used(index)
+        return int(module.get_device_properties(index).total_memory) - int(used)
+    except (AttributeError, ImportError, RuntimeError):
+        info = getattr(module, "mem_get_info", None)
+        return 0 if info is None else int(info(index)[0])
 
 
 def can_refill(device: torch.device) -> bool:

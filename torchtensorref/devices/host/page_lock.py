@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.progress import Lines
@@ -62,6 +63,8 @@ class RegisteringLocker:
     ----------
     runtime : object
         Has `cudaHostRegister` and `cudaHostUnregister`, as `torch.cuda.cudart()` has.
+    opened : callable, optional
+        Gives a context in which the calling thread is on the device.
 
     Notes
     -----
@@ -74,8 +77,13 @@ class RegisteringLocker:
     #: The memory is page-locked for every context of the process.
     PORTABLE = 1
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(
+        self,
+        runtime: Any,
+        opened: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self._runtime = runtime
+        self._opened = opened
 
     def allocate(self, nbytes: int, free_later: Later) -> Tensor | None:
         """Pages of our own, registered: of exact size, where torch would round to a power of 2."""
@@ -83,7 +91,9 @@ class RegisteringLocker:
 
         pages = own_pages(nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        if int(self._runtime.cudaHostRegister(address, len(pages), self.PORTABLE)) != 0:
+        with self._opened():
+            status = int(self._runtime.cudaHostRegister(address, len(pages), self.PORTABLE))
+        if status != 0:
             return None
         owner = (ctypes.c_ubyte * nbytes).from_address(address)
         # The storage over it keeps the owner, and the finalizer keeps the pages: they are unmapped
@@ -95,7 +105,8 @@ class RegisteringLocker:
 
     def _free(self, pages: mmap.mmap, address: int, process: int) -> None:
         if process == os.getpid():  # a forked child has the memory, and not the driver
-            self._runtime.cudaHostUnregister(address)
+            with self._opened():
+                self._runtime.cudaHostUnregister(address)
         pages.close()
 
 
