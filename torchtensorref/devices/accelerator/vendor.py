@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Vendor:
         self._index = index
         self._here = threading.local()
         self._raw_stream = _raw_stream_of(module)
+        self._blocking = {"blocking": True} if _has_blocking_events(module) else {}
         self.has_streams = all(
             hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")
         )
@@ -93,9 +95,13 @@ class Vendor:
             return self._raw_stream(self._index)
         return self.current_stream()
 
-    def record(self, stream: Any) -> Any:
-        """Make an event at the end of what a stream was given so far."""
-        event = self._module.Event()
+    def record(self, stream: Any, *, blocking: bool = False) -> Any:
+        """Make an event at the end of what a stream was given so far.
+
+        A `blocking` one lets the thread that waits for it sleep, where the driver can: else it
+        turns round and round, and takes a processor from those that fill the next buffer.
+        """
+        event = self._module.Event(**(self._blocking if blocking else {}))
         event.record(stream)
         return event
 
@@ -303,6 +309,17 @@ def _free_nbytes(module: Any, index: int) -> int:
     except (AttributeError, ImportError, RuntimeError):
         info = getattr(module, "mem_get_info", None)
         return 0 if info is None else int(info(index)[0])
+
+
+def _has_blocking_events(module: Any) -> bool:
+    """Whether events of a module can be told to let threads sleep (cuda, hip)."""
+    event = getattr(module, "Event", None)
+    if event is None:
+        return False
+    try:
+        return "blocking" in inspect.signature(event).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 def can_refill(device: torch.device) -> bool:

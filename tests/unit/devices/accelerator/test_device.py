@@ -258,8 +258,8 @@ def test_ends_of_a_copy_live_until_it_has_fired(device):
     assert len(device._copier._in_flight) == 1
     event.event.fired = True
     assert event.is_done()
-    device._copier._retire()
-    assert not device._copier._in_flight
+    assert not device._copier.copies_of(base)
+    assert not len(device._copier._in_flight)
 
 
 def test_what_the_allocator_says_is_what_is_resident(device, module):
@@ -406,3 +406,36 @@ def test_without_a_budget_plain_tensors_of_the_program_are_not_ours(device, modu
     assert resolve_budget(None, device).limit_nbytes == int((300 + 200) * 0.9)
     device.ledger = None
     assert resolve_budget(None, device).limit_nbytes == int(300 * 0.9)
+
+
+def test_copies_in_flight_are_not_asked_one_by_one(device, module, monkeypatch):
+    asked = []
+    query = FakeEvent.query
+    monkeypatch.setattr(FakeEvent, "query", lambda event: asked.append(event) or query(event))
+    bases = [device.allocate(8) for _ in range(200)]
+    events = [device.copy_in(torch.ones(8, dtype=torch.uint8), base) for base in bases]
+    assert len(asked) <= 3 * len(bases), "each copy looks at the oldest one"
+    asked.clear()
+    assert device._copier.copies_of(bases[150]) == [events[150]]
+    assert device._copier.copies_of(device.allocate(8)) == []
+    assert len(asked) <= 2
+    for event in events[:100]:
+        event.event.fired = True
+    assert device._copier.copies_of(bases[50]) == []
+    assert len(device._copier._in_flight) == 100
+
+
+def test_threads_that_wait_for_copies_sleep(module):
+    made = []
+
+    def event(enable_timing=False, blocking=False):
+        made.append(blocking)
+        return FakeEvent(module.calls)
+
+    module.Event = event
+    device = FakeAccelerator("cuda", 0, module=module)
+    base = device.allocate(4)
+    device.record()
+    assert made == [False], "nobody waits for it on the host"
+    device.copy_in(torch.ones(4, dtype=torch.uint8), base)
+    assert made[-1]
