@@ -197,7 +197,8 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
                     residency.copier.has_been_written(target._ttr_block, device)
             return _written(plan, args)
         if plan.is_number:
-            device.record().synchronize()  # the host waits for what it reads
+            if device.has_virtual_clock:
+                device.record().synchronize()  # a real one's kernel has waited by itself
             return out
         if type(out) is not _Tensor:
             return type(out)(_wrap_several(out, flat, residency, device, first))
