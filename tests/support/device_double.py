@@ -18,6 +18,7 @@ from mmap import PAGESIZE
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
@@ -221,6 +222,30 @@ class LateDevice(AcceleratorDevice):
             for part in events_of(event):
                 part.synchronize()
         super().empty(base)
+
+
+class ExchangingDevice(LateDevice):
+    """One whose storages cannot be emptied, as on mps: what was evicted lies in another one.
+
+    Each storage that a base had is watched: once it has been given up, nobody may hold it.
+    """
+
+    def __init__(self, module: LateModule | None = None, index: int = 0) -> None:
+        super().__init__(module, index)
+        self.exchanges_storages = True
+        self.given_up: list[tuple[int, StorageWeakRef]] = []
+
+    def _resize(self, base: torch.Tensor, nbytes: int) -> None:
+        storage = base.untyped_storage()
+        if not nbytes and storage.nbytes():
+            self.given_up.append((storage.nbytes(), StorageWeakRef(storage)))
+        del storage
+        super()._resize(base, nbytes)
+
+    def held_nbytes(self) -> int:
+        """What was given up and is still held by somebody."""
+        self.synchronize()
+        return sum(nbytes for nbytes, storage in self.given_up if not storage.expired())
 
 
 class MetaLane(LateLane):

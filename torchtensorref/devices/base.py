@@ -24,6 +24,7 @@ __all__ = [
     "Stopwatch",
     "bytes_of",
     "empty_bytes",
+    "exchange_storage",
     "fill_bytes",
     "move_bytes",
     "storage_nbytes",
@@ -81,6 +82,8 @@ class Device(ABC):
     keeps_leaving_bytes: bool = False
     #: It is known how fast its host's kernels are.
     knows_host: bool = False
+    #: A base gets another storage when it is emptied or filled: no view of the old one may be kept.
+    exchanges_storages: bool = False
     #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
 
@@ -349,6 +352,17 @@ def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = Fals
         return
     with torch._C.DisableTorchFunction():
         _bytes_in(destination).copy_(_bytes_in(source), non_blocking=non_blocking)
+
+
+def exchange_storage(base: Tensor, nbytes: int) -> None:
+    """Give a base a storage of its own with other bytes; the old one goes with its last view."""
+    import torch
+
+    # What was made in inference mode may be changed there only.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(base.is_inference()):
+        storage = empty_bytes(nbytes, base.device).untyped_storage()
+        with torch.no_grad():
+            base.set_(storage, 0, (0,), (1,))
 
 
 def fill_bytes(tensor: Tensor, value: int) -> None:

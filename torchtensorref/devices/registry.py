@@ -79,7 +79,7 @@ def accelerators(setting: Any) -> list[Device]:
 
 
 def default_name() -> str:
-    """The name of the accelerator that torch finds and can evict from, else ``"sim"``.
+    """The name of the accelerator that torch finds, else ``"sim"``.
 
     Of several the one with the most memory free: the first is everybody's.
     """
@@ -88,11 +88,8 @@ def default_name() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in REAL_KINDS:
         return "sim"
-    from .accelerator.vendor import can_refill, roomiest
+    from .accelerator.vendor import roomiest
 
-    # Not asked of cuda, where it is known: asking opens the device.
-    if accelerator.type != "cuda" and not can_refill(accelerator):
-        return "sim"
     module = torch.get_device_module(accelerator.type)
     if int(getattr(module, "device_count", lambda: 1)()) < 2:
         return accelerator.type

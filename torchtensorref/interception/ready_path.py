@@ -291,8 +291,7 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:
         return _wrap(out, block, device, like)
-    # It fills its storage from the start. All is told by position: torch takes half as long to read
-    # that.
+    # It fills its storage from the start. Told by position: torch takes half as long to read that.
     ref = _make_wrapper(
         TensorRef, out.size(), out.stride(), None, None, out.dtype,
         _strided, None, False, False, None, False, False, KEYS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
-from ..base import DONE, Device, Event, bytes_of, empty_bytes, storage_nbytes
+from ..base import DONE, Device, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
@@ -112,6 +112,7 @@ class AcceleratorDevice(Device):
             self.vendor = Vendor.open(self.torch_device, kind, index)
         else:
             self.vendor = Vendor(module, self.torch_device, kind, index)
+        self.exchanges_storages = not self.vendor.can_refill()
         self._lock = threading.RLock()
         self._alloc_count = 0
         self._residents = Residents()
@@ -146,7 +147,6 @@ class AcceleratorDevice(Device):
         return base
 
     def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
-        storage = base.untyped_storage()
         with self._lock:
             self._settle_rooms()
             # Asked each time: the settings of torch's allocator can be changed while it runs.
@@ -154,20 +154,19 @@ class AcceleratorDevice(Device):
             try:
                 if is_copies_own:
                     with self.vendor.on(self._copier.in_lane.stream):
-                        storage.resize_(nbytes)
+                        self._resize(base, nbytes)
                 else:
-                    storage.resize_(nbytes)
+                    self._resize(base, nbytes)
             except RuntimeError as error:
                 self._raise_out_of_memory(error)
             if is_copies_own and nbytes:
-                self._rooms.take(base, storage.data_ptr(), nbytes)
+                self._rooms.take(base, base.untyped_storage().data_ptr(), nbytes)
             self._residents.settle()
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)
 
     def empty(self, base: Tensor) -> None:  # noqa: D102
-        storage = base.untyped_storage()
         with self._lock:
             self._settle_rooms()
             resident = self._residents.present.get(id(base))
@@ -180,7 +179,14 @@ class AcceleratorDevice(Device):
                 self._compute.fence()
                 for event in events:
                     self._compute.hold_back(event)
-            storage.resize_(0)
+            self._resize(base, 0)
+
+    def _resize(self, base: Tensor, nbytes: int) -> None:
+        """Give a base other bytes; where its storage cannot have them, another storage."""
+        if self.exchanges_storages:
+            exchange_storage(base, nbytes)
+        else:
+            base.untyped_storage().resize_(nbytes)
 
     def _settle_rooms(self) -> None:
         self._residents.settle()

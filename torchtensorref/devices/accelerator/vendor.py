@@ -132,6 +132,10 @@ class Vendor:
         is_native = backend is None or backend() == "native"
         return self.has_streams and is_native and not has_expandable_segments()
 
+    def can_refill(self) -> bool:
+        """Whether a storage can give its bytes back and get others; on mps it cannot."""
+        return can_refill(self._device)
+
     def total_nbytes(self) -> int:
         """What the device has."""
         info = getattr(self._module, "mem_get_info", None)
@@ -260,13 +264,6 @@ class Vendor:
         if index >= count:
             raise ConfigError(
                 f"There is no device '{kind}:{index}': torch finds {count}, numbered from 0.",
-                name=f"{kind}:{index}",
-            )
-        if not can_refill(device):
-            raise ConfigError(
-                f"This torch ({torch.__version__}) cannot empty the storage of a tensor on "
-                f"'{kind}' and fill it again, which is how replicas are evicted. Use 'sim', or "
-                "a newer torch.",
                 name=f"{kind}:{index}",
             )
         return cls(module, device, kind, index)

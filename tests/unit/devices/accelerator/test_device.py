@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchTensorRef.base.errors import ConfigError, TransferError
+from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.accelerator import device as device_module
 from torchTensorRef.devices.accelerator import vendor
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
+from torchTensorRef.devices.base import bytes_of, storage_nbytes
 from torchTensorRef.devices.host import page_lock
 from torchTensorRef.memory.budget import resolve_budget
 
-from ....support.device_double import LateDevice, LateModule
+from ....support.device_double import ExchangingDevice, LateDevice, LateModule
 
 
 class FakeEvent:
@@ -354,16 +355,25 @@ def mps(monkeypatch):
     return module
 
 
-def test_one_that_cannot_is_refused_and_is_not_the_default(mps):
-    with pytest.raises(ConfigError, match="cannot empty the storage"):
-        AcceleratorDevice("mps")
-    assert registry.default_name() == "sim"
-
-
-def test_one_that_can_is_taken(mps, monkeypatch):
-    monkeypatch.setattr(vendor, "can_refill", lambda device: True)
-    assert AcceleratorDevice("mps").capacity_nbytes == 500
+@pytest.mark.parametrize("can", [True, False])
+def test_one_that_cannot_empty_storages_exchanges_them(mps, monkeypatch, can):
+    monkeypatch.setattr(vendor, "can_refill", lambda device: can)
+    device = AcceleratorDevice("mps")
+    assert device.capacity_nbytes == 500
+    assert device.exchanges_storages == (not can)
     assert registry.default_name() == "mps"
+
+
+def test_a_storage_that_was_exchanged_is_gone_and_the_base_is_the_same():
+    device = ExchangingDevice(LateModule())
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            base = torch.ones(3, 5)
+        device.empty(base)
+        assert (storage_nbytes(base), device.held_nbytes()) == (0, 0)
+        device.refill(base, 60)
+        device.copy_in(torch.full((60,), 7, dtype=torch.uint8), base).synchronize()
+        assert bytes_of(base).unique().tolist() == [7]
 
 
 @pytest.mark.parametrize("part", [0.5, 1.0])
