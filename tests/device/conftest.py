@@ -1,8 +1,9 @@
 """The promises on a real accelerator; the same tests also run over a double of one.
 
-Each test takes `device`, and so runs twice: `late` is the real adapter over host memory, whose
-copies happen as late as they may (`tests/support/device_double.py`); `accelerator` is what torch
-finds, and is skipped where it finds none.
+Each test takes `device`, and so runs three times: `late` is the real adapter over host memory,
+whose copies happen as late as they may (`tests/support/device_double.py`); `exchanging` besides
+cannot empty a storage, as mps; `accelerator` is what torch finds, and is skipped where it finds
+none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ..support.device_double import LateDevice, LateModule
+from ..support.device_double import ExchangingDevice, LateDevice, LateModule
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def accelerator_name() -> str | None:
 
 
 @pytest.fixture(
-    params=["late", pytest.param("accelerator", marks=pytest.mark.device)],
+    params=["late", "exchanging", pytest.param("accelerator", marks=pytest.mark.device)],
 )
 def device(request: pytest.FixtureRequest) -> Any:
     """A device behind the real adapter."""
@@ -37,6 +38,8 @@ def device(request: pytest.FixtureRequest) -> Any:
     once.said.update(("room", "thrash"))  # said once in a process: not what these are about
     if request.param == "late":
         return LateDevice(LateModule(seed=1))
+    if request.param == "exchanging":
+        return ExchangingDevice(LateModule(seed=2))
     name = accelerator_name()
     if name is None:
         pytest.skip("torch finds no accelerator here (cuda, xpu, mps)")

@@ -36,12 +36,18 @@ def injected(make: Callable[[], Any]) -> Any:
         hooks.is_disabled.reset(token)
 
 
+def needs_a_ready_path(manager: Any) -> None:
+    if manager.residency.books.main.exchanges_storages:
+        pytest.skip("every operator is decided upon there, so numbers are fetched")
+
+
 # -- numbers that travel by value -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [[7], 0.1, [[True]]])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_number_at_home_is_given_by_value(ample: Any, value: Any, is_first: bool) -> None:
+    needs_a_ready_path(ample)
     plain, number = torch.rand(5), torch.tensor(value)
     ref, made = ample.adopt(plain.clone()).toGPU(), injected(lambda: torch.tensor(value))
     fetched = ample.stats()["fetched_nbytes"]
@@ -64,6 +70,7 @@ def test_a_number_that_is_used_again_and_again_is_fetched(ample: Any) -> None:
 
 
 def test_a_list_may_have_empty_ones_at_home(ample: Any) -> None:
+    needs_a_ready_path(ample)
     ref, made = ample.adopt(torch.rand(2, 3)).toGPU(), injected(lambda: torch.zeros(0, 3))
     fetches = ample.stats()["fetch_count"]
     with torch.no_grad():

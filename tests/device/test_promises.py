@@ -11,6 +11,7 @@ from torch import nn
 
 from torchTensorRef.memory.ref import TensorRef
 
+from ..support.device_double import LateDevice, LateEvent, LateModule
 from ..support.programs import RandomEviction, assert_same
 
 MIB = 1 << 20
@@ -232,3 +233,19 @@ def test_numbers_drawn_on_the_device_are_those_of_its_generator(manage, device):
     torch.manual_seed(3)
     label = manager.adopt(torch.empty(1000)).to(device.torch_device)
     assert_same_at_home(expected, ours(manager, [torch.rand_like(label) for _ in range(3)]))
+
+
+def test_a_number_that_is_read_is_waited_for_once(manage, device, monkeypatch):
+    """The kernel that gives the number has waited already."""
+    if not isinstance(device, LateDevice):
+        pytest.skip("the double counts the waits")
+    manager = manage("lru", 64 * MIB)
+    total = (manager.adopt(torch.ones(1000)) * 2).sum()
+    waits: list[Any] = []
+    monkeypatch.setattr(LateEvent, "synchronize", lambda *_: waits.append("one"))
+    monkeypatch.setattr(LateModule, "synchronize", lambda *_: waits.append("all"))
+    assert total.item() == 2000.0
+    assert float(total) == 2000.0
+    assert bool(total > 1)
+    assert waits == []
+    monkeypatch.undo()

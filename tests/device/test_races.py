@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from .test_promises import MIB, assert_same_at_home, home, on, ours
 
 PROGRAM = Path(__file__).with_name("race_program.py")
 
@@ -33,6 +36,38 @@ def assert_all_was_heard(output: str) -> None:
 
 def test_the_program_moves_everything_about():
     assert_all_was_heard(run("late"))
+
+
+def test_what_a_slow_kernel_reads_is_not_overwritten(manage, device, scale):
+    """The sanitizer forgets a pointer when its storage is emptied, so bits are compared, too.
+
+    Each kernel sleeps first. Its operand is evicted as soon as it was issued, and the next fetch
+    gets that room: without a wait in between it would poison what the kernel is about to read.
+    """
+    is_card = device.torch_device.type == "cuda"
+    count, width = 6, scale.width(256)
+    torch.manual_seed(4)
+    weights = [torch.rand(width, width) for _ in range(count)]
+    x = torch.rand(4, width)
+    expected = [on(device, x) @ on(device, w) for w in weights]
+    expected = [home(y) for y in expected]
+    manager = manage("lru", scale.nbytes(MIB))
+    managed = [manager.adopt(w.clone()) for w in weights]
+    y = manager.adopt(x.clone()).toGPU()
+    evictor, books = manager.residency.evictor, manager.residency.books
+    results: list[list[torch.Tensor]] = []
+    with torch.no_grad():
+        for _ in range(4):
+            found = []
+            for w in managed:
+                if is_card:
+                    torch.cuda._sleep(20_000_000)  # some milliseconds
+                found.append(y @ w)
+                replica = w._ttr_block.replicas[books.main]
+                assert evictor.evict(replica, "at once"), "it is evicted under the kernel"
+            results.append(ours(manager, found))
+    for result in results:
+        assert_same_at_home(expected, result)
 
 
 @pytest.mark.device

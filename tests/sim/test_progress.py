@@ -120,17 +120,11 @@ def test_loading_a_file_shows_its_name_and_size(terminal, manager, tmp_path):
 class SlowLocker:
     """Takes its time, as a driver does with gigabytes."""
 
-    locks_in_place = True
+    makes_storages = True
 
-    def lock(self, address, nbytes):
+    def allocate(self, nbytes, free_later):
         time.sleep(0.1)
-        return True
-
-    def unlock(self, address):
-        pass
-
-    def allocate(self, nbytes):
-        return None
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 @on_a_terminal
@@ -140,7 +134,7 @@ def test_page_locking_says_how_much_is_left(terminal):
         bases = [torch.empty(LEAST_NBYTES, dtype=torch.uint8) for _ in range(8)]
     for _ in range(2):
         for base in bases:
-            locks.wish(base, may_mirror=False)
+            locks.wish(base, may_mirror=True)
     assert locks.settle(20)
     lines = terminal.getvalue().splitlines()
     assert "torchTensorRef: page-locking host memory: " in lines[0]

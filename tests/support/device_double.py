@@ -14,9 +14,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
@@ -73,21 +75,42 @@ class LateEvent:
 
 
 class Runtime:
-    """Registers host memory, within reason, and remembers what is registered."""
+    """Registers host memory by whole pages, as drivers do, and remembers what is registered."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.registered: dict[int, int] = {}
+        self.pages: set[int] = set()
+        #: The threads that have given memory back.
+        self.unregistered_by: list[str] = []
         self.refuses = refuses
 
+    @staticmethod
+    def pages_of(address: int, nbytes: int) -> set[int]:
+        return set(range(address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)))
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if self.refuses or address in self.registered:
-            return 1
+        wanted = self.pages_of(address, nbytes)
+        if self.refuses or wanted & self.pages:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
         self.registered[address] = nbytes
+        self.pages |= wanted
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
+        self.pages -= self.pages_of(address, self.registered.pop(address))
+        self.unregistered_by.append(threading.current_thread().name)
         return 0
+
+    def is_locked(self, memory: torch.Tensor) -> bool:
+        """Whether the first byte lies on a locked page: what `is_pinned` asks."""
+        return memory.data_ptr() // PAGESIZE in self.pages
+
+    def state_of(self, memory: torch.Tensor) -> str:
+        """How much of some memory is locked; what is locked in part no copy engine takes."""
+        wanted = self.pages_of(memory.data_ptr(), memory.numel() * memory.element_size())
+        if wanted <= self.pages:
+            return "locked"
+        return "locked in part" if wanted & self.pages else "pageable"
 
 
 class LateModule:
@@ -151,11 +174,22 @@ class LateLane(StreamLane):
         self._jitter = jitter
 
     def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
-        self.stream.issue(functools.partial(self._copy, source, destination))
+        self._look_at(source, destination)
+        self.stream.issue(functools.partial(self._look_and_copy, source, destination))
         event = self._vendor.record(self.stream)
         if self._jitter.random() < 0.2:
             self.stream.pump()  # sometimes the link is fast
         return event
+
+    def _look_at(self, *ends: torch.Tensor) -> None:
+        runtime = self._vendor.host_runtime()
+        for end in ends:
+            if end.device.type == "cpu":
+                assert runtime.state_of(end) != "locked in part", "cudaErrorInvalidValue"
+
+    def _look_and_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        self._look_at(source, destination)  # what was unlocked meanwhile was so too early
+        self._copy(source, destination)
 
     @staticmethod
     def _copy(source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -188,6 +222,30 @@ class LateDevice(AcceleratorDevice):
             for part in events_of(event):
                 part.synchronize()
         super().empty(base)
+
+
+class ExchangingDevice(LateDevice):
+    """One whose storages cannot be emptied, as on mps: what was evicted lies in another one.
+
+    Each storage that a base had is watched: once it has been given up, nobody may hold it.
+    """
+
+    def __init__(self, module: LateModule | None = None, index: int = 0) -> None:
+        super().__init__(module, index)
+        self.exchanges_storages = True
+        self.given_up: list[tuple[int, StorageWeakRef]] = []
+
+    def _resize(self, base: torch.Tensor, nbytes: int) -> None:
+        storage = base.untyped_storage()
+        if not nbytes and storage.nbytes():
+            self.given_up.append((storage.nbytes(), StorageWeakRef(storage)))
+        del storage
+        super()._resize(base, nbytes)
+
+    def held_nbytes(self) -> int:
+        """What was given up and is still held by somebody."""
+        self.synchronize()
+        return sum(nbytes for nbytes, storage in self.given_up if not storage.expired())
 
 
 class MetaLane(LateLane):

@@ -6,9 +6,10 @@ import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks, Stopwatch
+from .events import DONE, DoneEvent, Event
 
 if TYPE_CHECKING:
     import torch
@@ -23,55 +24,11 @@ __all__ = [
     "Stopwatch",
     "bytes_of",
     "empty_bytes",
+    "exchange_storage",
     "fill_bytes",
     "move_bytes",
     "storage_nbytes",
 ]
-
-
-class Event(Protocol):
-    """A point in a device's work; it *fires* when the work before it is finished."""
-
-    @property
-    def start_ns(self) -> int:
-        """When the copy began that it is the end of; 0 for others, and where it is not known."""
-        ...
-
-    @property
-    def end_ns(self) -> int:
-        """When it fires, on the device's clock; 0 where that is not known."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether it has fired. Never blocks."""
-        ...
-
-    def wait(self) -> None:
-        """Make the device's compute engine wait for it: operators issued later see the bytes."""
-        ...
-
-    def synchronize(self) -> None:
-        """Make the host wait for it."""
-        ...
-
-
-class DoneEvent:
-    """The event of work that was finished at once."""
-
-    start_ns = end_ns = 0
-
-    def is_done(self) -> bool:
-        """Whether it has fired: always."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-DONE = DoneEvent()
 
 
 class Device(ABC):
@@ -125,6 +82,8 @@ class Device(ABC):
     keeps_leaving_bytes: bool = False
     #: It is known how fast its host's kernels are.
     knows_host: bool = False
+    #: A base gets another storage when it is emptied or filled: no view of the old one may be kept.
+    exchanges_storages: bool = False
     #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
 
@@ -237,8 +196,8 @@ class Device(ABC):
         On the host: wait until no copy reads them any more.
         """
 
-    def about_to_move(self, base: Tensor) -> None:
-        """Do what `about_to_change` does; the memory itself is about to be replaced."""
+    def has_changed(self, base: Tensor) -> None:
+        """These bytes have been written, perhaps while a copy was reading them."""
 
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a host base is copied from, so that it may be page-locked if that recurs.
@@ -271,6 +230,14 @@ class Device(ABC):
     def limit(self, nbytes: int) -> bool:
         """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
         return False
+
+    def slack_nbytes(self, limit_nbytes: int) -> int:
+        """Of a limit on what the allocator may take, what has to be left for it to find room."""
+        return 0
+
+    def release_count(self) -> int:
+        """How often the allocator had to give up all its caches, which waits for the device."""
+        return 0
 
     def give_up_caches(self) -> None:
         """Give back to the driver what an allocator keeps for later."""
@@ -385,6 +352,17 @@ def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = Fals
         return
     with torch._C.DisableTorchFunction():
         _bytes_in(destination).copy_(_bytes_in(source), non_blocking=non_blocking)
+
+
+def exchange_storage(base: Tensor, nbytes: int) -> None:
+    """Give a base a storage of its own with other bytes; the old one goes with its last view."""
+    import torch
+
+    # What was made in inference mode may be changed there only.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(base.is_inference()):
+        storage = empty_bytes(nbytes, base.device).untyped_storage()
+        with torch.no_grad():
+            base.set_(storage, 0, (0,), (1,))
 
 
 def fill_bytes(tensor: Tensor, value: int) -> None:

@@ -81,18 +81,21 @@ def accelerators(setting: Any) -> list[Device]:
 
 
 def default_name() -> str:
-    """The name of the accelerator that torch finds and can evict from, else ``"sim"``."""
+    """The name of the accelerator that torch finds, else ``"sim"``.
+
+    Of several the one with the most memory free: the first is everybody's.
+    """
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in REAL_KINDS:
         return "sim"
-    from .accelerator.vendor import can_refill
+    from .accelerator.vendor import roomiest
 
-    # Not asked of cuda, where it is known: asking opens the device.
-    if accelerator.type != "cuda" and not can_refill(accelerator):
-        return "sim"
-    return accelerator.type
+    module = torch.get_device_module(accelerator.type)
+    if int(getattr(module, "device_count", lambda: 1)()) < 2:
+        return accelerator.type
+    return f"{accelerator.type}:{roomiest(module)}"
 
 
 def known_devices() -> list[Device]:

@@ -12,9 +12,18 @@ from typing import Any
 
 import torch
 
+from ..devices.accelerator.streams import note_streams
 from ..tensor.device_names import canonical, is_foreign, of_legacy_type, stand_in, take_out
 from .factories import _core, is_plain_world, takes_part, with_known_device
 from .hooks import is_disabled, load, state
+
+
+def then_note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Have devices see the stream that this thread's operators go to from now on."""
+    result = wrapped(*args, **kwargs)
+    note_streams()
+    return result
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_MODULES = "torch.nn.modules.module"

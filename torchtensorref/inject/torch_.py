@@ -22,6 +22,7 @@ from .devices import (
     on_known_device,
     on_readable_name,
     storage_wrapper,
+    then_note,
     to_wrapper,
     type_wrapper,
 )
@@ -111,6 +112,10 @@ OTHER_LAYOUTS = (
     "sparse_csr_tensor",
 )
 
+#: What has `set_stream`, which torch's own contexts go through, too.
+WITH_STREAMS = ("accelerator", "cuda", "xpu")
+OTHER_STREAM = "operators go to another stream, for which copies have to wait"
+
 #: Why the rows of `devices.py` are there.
 UNNAMEABLE = "may name an accelerator that this torch cannot name"
 
@@ -150,6 +155,9 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
+    *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
+    MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
+    MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
     MethodPatch(
         "torch",
         "FloatTensor.__class__.__instancecheck__",

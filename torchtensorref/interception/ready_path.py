@@ -197,7 +197,8 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
                     residency.copier.has_been_written(target._ttr_block, device)
             return _written(plan, args)
         if plan.is_number:
-            device.record().synchronize()  # the host waits for what it reads
+            if device.has_virtual_clock:
+                device.record().synchronize()  # a real one's kernel has waited by itself
             return out
         if type(out) is not _Tensor:
             return type(out)(_wrap_several(out, flat, residency, device, first))
@@ -290,8 +291,7 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:
         return _wrap(out, block, device, like)
-    # It fills its storage from the start. All is told by position: torch takes half as long to read
-    # that.
+    # It fills its storage from the start. Told by position: torch takes half as long to read that.
     ref = _make_wrapper(
         TensorRef, out.size(), out.stride(), None, None, out.dtype,
         _strided, None, False, False, None, False, False, KEYS,

@@ -109,14 +109,15 @@ class Books(core.BooksBase):  # type: ignore[misc]
         self.host = host
         self.accelerators = list(accelerators)
         #: Where operators run that need no decision; nowhere while every operator is to be seen.
-        self.ready_device: Any = self.main
-        self.ready_host: Any = host
+        self.ready_device: Any = None
+        self.ready_host: Any = None
         #: A module's calls are being recorded: every operator takes the slow path meanwhile.
         self.sees_all = False
         #: The thread that exchanges the devices in use: no other one's operators begin meanwhile.
         self.changed_by: int | None = None
         #: What errors have left halfway: the next operator repairs.
         self.doubts: list[Doubt] = []
+        self.reopen()
         #: Whether memory is short: until something has to be evicted strategies need not watch.
         self.is_pressed = False
         #: Number of the operator at which that was last to be seen: something was evicted, or left
@@ -161,7 +162,9 @@ class Books(core.BooksBase):  # type: ignore[misc]
     @property
     def _is_closed(self) -> bool:
         """Whether the ready path is closed on purpose."""
-        return self.sees_all or self.changed_by is not None
+        # The ready path goes by views that are kept.
+        keeps_views = not self.main.exchanges_storages
+        return self.sees_all or self.changed_by is not None or not keeps_views
 
     def reopen(self) -> None:
         """Let operators take the ready path, unless all of them have to be seen."""

@@ -99,7 +99,13 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
     """
     setting = setting_for(setting, device)
     if setting is None:
-        free_nbytes = device.free_nbytes() + device.resident_nbytes
+        # Ours is what the ledger counts: plain tensors of this program stay where they are.
+        ours_nbytes = device.resident_nbytes
+        if device.shares_memory and device.kernels_allocate:
+            ledger = device.ledger
+            counted_nbytes = 0 if ledger is None else ledger.resident_nbytes
+            ours_nbytes = min(ours_nbytes, counted_nbytes)
+        free_nbytes = device.free_nbytes() + ours_nbytes
         return Budget(int(min(free_nbytes, device.capacity_nbytes) * (1 - HEADROOM_SHARE)))
     if isinstance(setting, str) and setting.strip().endswith("%"):
         return Budget(int(device.capacity_nbytes * parse_share(setting)))

@@ -13,8 +13,10 @@ from ..devices.base import Device, empty_bytes, storage_nbytes
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
+from .external_pressure import ReleaseWatch, note_shortage
 from .holds import Holds
 from .in_flight import InFlight
+from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer
 
@@ -41,6 +43,8 @@ class Copier:
         self._holds = holds
         self.transfer = Transfer()
         self.in_flight = InFlight()
+        self.rehousing = Rehousing(books, holds)
+        self._releases = ReleaseWatch()
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
 
@@ -244,6 +248,8 @@ class Copier:
             The copy failed; the block is where it was.
         """
         books, holds = self._books, self._holds
+        if self.rehousing.waiting:
+            self.rehousing.move_some()
         home = self.bring_home(block)
         with books.lock:
             replica = self.replica_on(block, device)
@@ -256,14 +262,18 @@ class Copier:
                 raise RoomTakenError
             try:
                 device.refill(replica.base, block.nbytes)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    note_shortage(ledger)
                 if not storage_nbytes(replica.base):  # else it counts until it is repaired
                     books.remove(replica)
                 raise
+            self._releases.note_fetch(ledger)
             holds.issuing[replica] = threading.get_ident()
             replica.become(FILLING, "fetch issued")
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
+            self.rehousing.note_copy(home)
             if ahead:
                 with books.lock:
                     self.in_flight.add(replica)
@@ -328,6 +338,10 @@ class Copier:
         Meanwhile another thread may have begun to copy what was being written: an evictor that had
         chosen the replica before the operator held it, or a reader. What it has got is stale.
         """
+        if device.is_host:
+            home = block.replicas.get(device)
+            if home is not None:
+                device.has_changed(home.base)
         with self._books.lock:
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):

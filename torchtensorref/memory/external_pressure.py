@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from typing import Any
 
 from ..devices.base import Device
@@ -22,15 +23,23 @@ SMALL_SHARE = 0.02
 STEP_SHARE = 1 / 32
 #: and the most of it.
 SCRATCH_SHARE = 1 / 4
+#: Fetches between two looks at how often torch's allocator has given up its cache,
+LOOK_EVERY = 32
+#: and how often it may before more is kept free.
+RELEASES_PER_STEP = 2
 
 
-def cap_allocator(device: Device, setting: BudgetSetting, limit_nbytes: int) -> None:
-    """Let torch's own allocator refuse what is beyond a budget that the user has set.
+def cap_allocator(ledger: Ledger, setting: BudgetSetting) -> None:
+    """Let torch's own allocator refuse what is beyond a budget that the user has just set.
 
-    Without one, only the ledger keeps to what was free: other programs may leave more.
+    It counts what it reserves, and so also what it loses between blocks: that is left to it.
+    Without a budget, only the ledger keeps to what was free: other programs may leave more.
     """
-    wanted = setting_for(setting, device)
-    device.limit(device.capacity_nbytes if wanted is None else limit_nbytes)
+    device, limit_nbytes = ledger.device, ledger.budget.limit_nbytes
+    is_capped = setting_for(setting, device) is not None
+    ledger.scratch_nbytes = device.slack_nbytes(limit_nbytes) if is_capped else 0
+    ledger.budget = Budget(limit_nbytes - ledger.scratch_nbytes)
+    device.limit(limit_nbytes if is_capped else device.capacity_nbytes)
 
 
 def note_shortage(ledger: Ledger) -> None:
@@ -40,6 +49,30 @@ def note_shortage(ledger: Ledger) -> None:
     if scratch_nbytes <= whole_nbytes * SCRATCH_SHARE:
         ledger.scratch_nbytes = scratch_nbytes
         ledger.budget = Budget(whole_nbytes - scratch_nbytes)
+
+
+class ReleaseWatch:
+    """Keeps more free where torch's allocator gives up its cache again and again to find room.
+
+    What fits by its bytes may not fit between what is there: then the allocator waits for the
+    device, gives back all it keeps, and asks the driver. That costs milliseconds, so the counter is
+    looked at now and then; each time it has grown, a little more of the budget is left.
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Device, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def note_fetch(self, ledger: Ledger) -> None:
+        """A replica was given memory; look, if it is time to (lock of the books held)."""
+        self._count += 1
+        if self._count % LOOK_EVERY:
+            return
+        device = ledger.device
+        count = device.release_count()
+        if count - self._seen.setdefault(device, count) >= RELEASES_PER_STEP:
+            self._seen[device] = count
+            note_shortage(ledger)
 
 
 class OthersWatch:

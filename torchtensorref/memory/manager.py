@@ -65,7 +65,7 @@ class TensorsManager:
         listeners.name_of = names.of_block
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
-        self._others = OthersWatch()
+        self._others, self._first_release_count = OthersWatch(), 0
         #: The native regions (`regions/`); `tensor/install.py` gives them.
         self.native: Any = None
         #: Who runs operators on promises (`promises/`), once there are some.
@@ -135,8 +135,7 @@ class TensorsManager:
         # First: a look that has begun must not undo what the user says now.
         self._others.watch(residency, device, setting)
         residency.books.open_ledger(device, budget)
-        residency.books.ledgers[device].scratch_nbytes = 0
-        cap_allocator(device, setting, budget.limit_nbytes)
+        cap_allocator(residency.books.ledgers[device], setting)
 
     @property
     def device(self) -> Any:
@@ -177,6 +176,7 @@ class TensorsManager:
         books = self.residency.books
         self._first_ns, self._first_stall_ns = self._reached_ns(), books.stall_ns()
         self._first_compute_ns = books.compute_ns()
+        self._first_release_count = books.main.release_count()
 
     def _reached_ns(self) -> int:
         main = self.residency.books.main

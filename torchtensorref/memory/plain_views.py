@@ -57,8 +57,7 @@ def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.dev
     if label.type != "cpu":
         labelled.otherwise = True
     ref._ttr_block = block
-    if block.sharers is not None and block.owner is not block:
-        # The block may leave these replicas, and a view that was kept would stay behind.
+    if not keeps_views(block, device):
         ref._ttr_plain = ref._ttr_device = None
     else:
         if device.is_host:
@@ -100,7 +99,7 @@ def bare_ref(
 def _make_in_cpp(plain: torch.Tensor, block: Block, device: Device, label: torch.device) -> Any:
     """Make it as a tensor of C++'s, which autograd takes for a plain one."""
     ref = core.library.make_ref(plain, block, device, label)
-    if block.sharers is not None and block.owner is not block:
+    if not keeps_views(block, device):
         ref._ttr_plain = None
     elif device.is_host:
         ref._ttr_home = plain
@@ -137,6 +136,16 @@ def alias_of(ref: Any, block: Block | None = None) -> Any:
     return twin
 
 
+def keeps_views(block: Block, device: Device) -> bool:
+    """Whether a view over a replica may be kept for the next time.
+
+    A block that shares its replicas may leave them, and a device that cannot empty a storage gives
+    a replica another one: a view that was kept would stay behind.
+    """
+    is_first = block.sharers is None or block.owner is block
+    return is_first and not device.exchanges_storages
+
+
 def replace_metadata(ref: Any, other: Any) -> None:
     """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
     with torch.no_grad():
@@ -158,7 +167,7 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     shares its replicas and may leave them.
     """
     block: Block = ref._ttr_block
-    keeps = block.sharers is None or block.owner is block
+    keeps = keeps_views(block, device)
     if keeps:
         if device.is_host:
             # A block at home can change its storage object (`resize_` of borrowed memory).

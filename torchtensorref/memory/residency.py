@@ -366,7 +366,7 @@ class Residency:
                 self.evictor.evict(replica, "its storage changes")
         home = block.replicas.get(books.host)
         if home is not None:
-            books.host.about_to_move(home.base)
+            books.host.about_to_change(home.base)
 
     # -- afterwards -----------------------------------------------------------------------------
 

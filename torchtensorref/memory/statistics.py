@@ -28,6 +28,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "fetched_nbytes": copies.fetched_nbytes,
             "prefetched_nbytes": copies.prefetched_nbytes,
             "written_back_nbytes": copies.written_back_nbytes,
+            "alloc_retry_count": main.release_count() - manager._first_release_count,
             "dropped_nbytes": counts.dropped_nbytes,
             "fetch_count": copies.fetch_count + copies.prefetch_count,
             "evict_count": counts.evict_count,

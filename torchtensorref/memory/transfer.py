@@ -11,6 +11,7 @@ import torch
 from ..base.errors import TransferError
 from ..base.options import settings
 from ..devices.base import Device, Event, bytes_of, empty_bytes
+from ..devices.host.readers import host_readers
 from .block import Replica
 from .names import names
 
@@ -50,12 +51,15 @@ class Transfer:
         """
         device = replica.device
         source = bytes_of(home.base)
+        was_exposed = is_exposed(home)
+        if was_exposed:
+            host_readers.have_changed(home.base)  # or may have, by now: no mirror is trusted
         with in_profile("prefetch" if ahead else "fetch", replica):
             event = self._retry(
                 lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
             )
         if device.prefers_page_locked:
-            self._mind_source(home, device, event)
+            self._mind_source(home, device, event, was_exposed=was_exposed)
         if settings.sync:
             event.synchronize()
         if ahead:
@@ -67,14 +71,13 @@ class Transfer:
         return event
 
     @staticmethod
-    def _mind_source(home: Replica, device: Device, event: Event) -> None:
+    def _mind_source(home: Replica, device: Device, event: Event, *, was_exposed: bool) -> None:
         """Let a copy finish reading bytes that others may write unseen; page-lock what recurs."""
-        holders = (reference() for reference in home.holders)
-        is_exposed = any(block is not None and block.exposure is not None for block in holders)
+        may_be_written = was_exposed or is_exposed(home)
         finish = getattr(event, "finish_reading", None)
-        if is_exposed and finish is not None:
+        if may_be_written and finish is not None:
             finish()
-        device.wish_page_locked(home.base, may_mirror=not is_exposed)
+        device.wish_page_locked(home.base, may_mirror=not may_be_written)
 
     def write_back(self, replica: Replica, home: Replica) -> Event:
         """Issue the copy of a block's bytes from an accelerator to home.
@@ -114,6 +117,12 @@ class Transfer:
                     raise
                 self.counts.retry_count += 1
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def is_exposed(home: Replica) -> bool:
+    """Whether somebody outside may write the bytes of a replica unseen."""
+    holders = (reference() for reference in home.holders)
+    return any(block is not None and block.exposure is not None for block in holders)
 
 
 def in_profile(kind: str, replica: Replica) -> AbstractContextManager[object]:

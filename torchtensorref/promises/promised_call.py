@@ -33,7 +33,7 @@ class _Nowhere:
     """Where the bytes of promises are, to those who ask a device."""
 
     name = "promised"
-    is_host = False
+    is_host = exchanges_storages = False
     torch_device = torch.device("meta")
 
 

@@ -42,7 +42,7 @@ class Hold:
     def acquire(self) -> bool:
         """Hold all blocks on the device, with room for what passes; False if that cannot be."""
         residency, passing = self.residency, self.structure.passing_nbytes
-        if self.device.is_host:
+        if self.device.is_host or self.device.exchanges_storages:
             return False  # the device was changed since this was learned
         ledger = residency.books.ledgers[self.device]
         if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:

@@ -75,18 +75,18 @@ PAGE_LOCKS = """
 from torchTensorRef.devices.host.page_lock import PageLocks
 
 class Locker:
-    locks_in_place = True
-    def lock(self, address, nbytes):
+    makes_storages = True
+    def allocate(self, nbytes, free_later):
         Lane().issue(source, target)
-        return True
-    def unlock(self, address): pass
+        with torchTensorRef.disabled():
+            return torch.empty(nbytes, dtype=torch.uint8)
 
 locks = PageLocks(Locker(), 1 << 30)
 with torchTensorRef.disabled():
     large.add_(0)
 for _ in range(2):
-    locks.wish(large, may_mirror=False)
-at_last += [assert_there, lambda: locks.wish(large, may_mirror=False)]
+    locks.wish(large, may_mirror=True)
+at_last += [assert_there, lambda: locks.wish(large, may_mirror=True)]
 """
 
 FORKED = """

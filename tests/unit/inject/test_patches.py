@@ -221,3 +221,23 @@ def test_a_function_kept_on_a_class_is_not_bound():
         make = torch.zeros
 
     assert Maker().make(2).tolist() == [0, 0]
+
+
+def test_another_current_stream_is_seen(monkeypatch):
+    from torchTensorRef.devices.accelerator import streams
+
+    class Follower:
+        seen = 0
+
+        def note(self):
+            self.seen += 1
+
+    follower = Follower()
+    streams._followers.add(follower)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **_: None, raising=False)
+
+    class Stream:
+        stream_id = device_index = device_type = 0
+
+    torch.cuda.set_stream(Stream())
+    assert follower.seen == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import enum
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .staging import HostCopier, StagedCopy, StagingRing
+from .streams import ComputeStreams
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -39,7 +40,53 @@ class StreamLane:
         """Issue a copy; return its event."""
         with self._vendor.on(self.stream):
             move_bytes(source, destination, non_blocking=True)
-            return self._vendor.record(self.stream)
+            return self._vendor.record(self.stream, blocking=True)
+
+
+class Queue(enum.Enum):
+    """Copies that end in the order they were given in."""
+
+    IN, STAGED_IN, OUT, STAGED_OUT = range(4)
+
+
+class CopiesInFlight:
+    """Copies that may still run, and what they touch (the device's lock held).
+
+    Notes
+    -----
+    To ask an event costs a call of the driver, and there can be hundreds. The copies of one queue
+    end one after the other, so each look begins with the oldest and stops at the first that runs.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Queue, deque[tuple[int, Event]]] = {queue: deque() for queue in Queue}
+        self._by_key: dict[int, list[Event]] = {}
+
+    def add(self, key: int, event: Event, queue: Queue) -> None:
+        """Note a copy behind those of its queue; forget those that have ended."""
+        copies = self._queues[queue]
+        self._retire(copies)
+        copies.append((key, event))
+        self._by_key.setdefault(key, []).append(event)
+
+    def of(self, key: int) -> list[Event]:
+        """Return the copies that run, or may, of what has a key."""
+        if key in self._by_key:
+            for copies in self._queues.values():
+                self._retire(copies)
+        return list(self._by_key.get(key, ()))
+
+    def _retire(self, copies: deque[tuple[int, Event]]) -> None:
+        while copies and copies[0][1].is_done():
+            key, event = copies.popleft()
+            left = [other for other in self._by_key[key] if other is not event]
+            if left:
+                self._by_key[key] = left
+            else:
+                del self._by_key[key]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
 
 
 class LinkCopier:
@@ -51,6 +98,8 @@ class LinkCopier:
         Has the accelerator's streams, or none: then copies are in the order of compute.
     page_locks : PageLocks
         What host memory is page-locked for it.
+    compute : ComputeStreams
+        What operators run on.
     lock : threading.RLock
         The device's: finalizers may run under it and need it.
     new_lane : callable
@@ -72,15 +121,16 @@ class LinkCopier:
         self,
         vendor: Vendor,
         page_locks: PageLocks,
+        compute: ComputeStreams,
         *,
         lock: threading.RLock,
         new_lane: Callable[[Vendor], StreamLane],
     ) -> None:
         self._vendor = vendor
         self._page_locks = page_locks
+        self._compute = compute
         self._lock = lock
-        #: Copies that may still run, with the bases they touch; see `_retire`.
-        self._in_flight: deque[tuple[int, Event]] = deque()
+        self._in_flight = CopiesInFlight()
         self.stall_ns = 0
         if not vendor.has_streams:
             return
@@ -89,9 +139,9 @@ class LinkCopier:
         self._in_ring = StagingRing(self.in_lane, into=True, make_slot=make_slot, copier=copier)
         self._out_ring = StagingRing(self.out_lane, into=False, make_slot=make_slot, copier=copier)
 
-    def compute_stream(self) -> Any:
-        """The stream that operators of this thread go to."""
-        return self._vendor.current_stream()
+    def hold_compute_back(self, event: Any) -> None:
+        """Let operators that are issued from now on wait for an event of the device module."""
+        self._compute.hold_back(event)
 
     def copy_in(self, source: Tensor, base: Tensor, after: Event | None) -> Event:
         """Issue a copy to the accelerator, as `Device.copy_in` does."""
@@ -99,19 +149,21 @@ class LinkCopier:
         if not self._vendor.has_streams:
             return self._copy_in_order(source, target, after)
         waits = events_of(after)
-        mirror = host_readers.mirror(source)
+        event: AcceleratorEvent | StagedEvent
+        mirror = host_readers.mirrors.of(source)
         if mirror is not None:
-            return self._keep(base, self._issue(self.in_lane, mirror, target, waits))
+            event = self._issue(self.in_lane, mirror.memory, target, waits)
+            return self._keep(base, event, Queue.IN)
         if source.numel() < STAGED_FROM_NBYTES:
             # From a clone: the source may be written at once.
-            return self._keep(base, self._issue(self.in_lane, source.clone(), target, waits))
-        event: AcceleratorEvent | StagedEvent
+            event = self._issue(self.in_lane, source.clone(), target, waits)
+            return self._keep(base, event, Queue.IN)
         if self.is_page_locked(source):
-            event = self._issue(self.in_lane, source, target, waits)
+            event, queue = self._issue(self.in_lane, source, target, waits), Queue.IN
         else:
-            event = self._stage_in(source, target, waits)
+            event, queue = self._stage_in(source, target, waits), Queue.STAGED_IN
         host_readers.note_reader(source, event)
-        return self._keep(base, event)
+        return self._keep(base, event, queue)
 
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
@@ -119,20 +171,19 @@ class LinkCopier:
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.
-        waits = (self._vendor.record_compute(),) if after is None else events_of(after)
+        waits = (self._compute.record(),) if after is None else events_of(after)
         host_readers.about_to_be_filled(destination, self)
         if self.is_page_locked(destination):
-            return self._keep(base, self._issue(self.out_lane, source, destination, waits))
+            event = self._issue(self.out_lane, source, destination, waits)
+            return self._keep(base, event, Queue.OUT)
         # Also small ones: into pageable memory the driver would make the host wait for compute.
         copy = StagedCopy(source, destination, waits)
-        return self._keep(base, StagedEvent(self._out_ring.submit(copy), self))
+        staged = StagedEvent(self._out_ring.submit(copy), self)
+        return self._keep(base, staged, Queue.STAGED_OUT)
 
     def _stage_in(self, source: Tensor, target: Tensor, waits: tuple[Any, ...]) -> StagedEvent:
-        mirror = self._page_locks.take_prepared(source)
-        when_filled = None
-        if mirror is not None:
-            when_filled = functools.partial(host_readers.set_mirror, source, mirror)
-        copy = StagedCopy(source, target, waits, mirror=mirror, when_filled=when_filled)
+        mirror = host_readers.mirrors.take(source)
+        copy = StagedCopy(source, target, waits, mirror=mirror)
         return StagedEvent(self._in_ring.submit(copy), self)
 
     def _issue(
@@ -145,28 +196,18 @@ class LinkCopier:
 
     def is_page_locked(self, memory: Tensor) -> bool:
         """Whether copies from host memory need no staging."""
-        return self._page_locks.is_locked(memory) or memory.is_pinned()
+        return self._page_locks.is_locked(memory) or self._vendor.is_pinned(memory)
 
-    def _keep(self, base: Tensor, event: Event) -> Event:
+    def _keep(self, base: Tensor, event: Event, queue: Queue) -> Event:
         """Hold a copy's ends until it has fired, even if the caller drops its event."""
         with self._lock:
-            self._retire()
-            self._in_flight.append((id(base), event))
+            self._in_flight.add(id(base), event, queue)
         return event
 
     def copies_of(self, base: Tensor) -> list[Event]:
         """The copies that may still read or write the bytes of a base."""
         with self._lock:
-            self._retire()
-            return [event for key, event in self._in_flight if key == id(base)]
-
-    def _retire(self) -> None:
-        """Drop the copies that have fired."""
-        in_flight = self._in_flight
-        for _ in range(len(in_flight)):
-            entry = in_flight.popleft()
-            if not entry[1].is_done():
-                in_flight.append(entry)
+            return self._in_flight.of(id(base))
 
     def _copy_in_order(self, source: Tensor, destination: Tensor, after: Event | None) -> Event:
         if after is not None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
+import platform
+import sys
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
-from ..base import DONE, Device, Event, bytes_of, empty_bytes, storage_nbytes
+from ..base import DONE, Device, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
+from ..host.readers import host_readers
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
-from .freed_room import FreedRoom, UseMarks
+from .rooms import Rooms
+from .streams import ComputeStreams
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -30,21 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["AcceleratorDevice", "AcceleratorEvent"]
 
-#: Freed ranges that are kept before those that wait for nothing are joined.
-SETTLE_ROOM_FROM = 256
 
-
-class _Room(weakref.ref[Any]):
-    """The memory of one fetched replica. A weak reference: its callback gets the whole record."""
-
-    __slots__ = ("after", "is_known", "key", "mark", "nbytes", "start")
-
-    key: int  # id(base)
-    start: int
-    nbytes: int
-    after: list[Any]  # events before which it must not be written,
-    is_known: bool  # and whether they are all: else it may have unknown users
-    mark: int  # `UseMarks.mark` after the last use; -1: operators use it without a note
+#: Of a budget, left for what is lost when blocks of different sizes follow one another: with none
+#: a model whose matrices have two sizes makes the allocator give up its cache at every token.
+SLACK_SHARE = 0.03
+SLACK_NBYTES = 64 << 20
+#: And the most of it, where the budget is small.
+MOST_SLACK_SHARE = 1 / 8
+#: Of what is free, the most to be taken where the driver gives the host's memory beyond it.
+SHARE_WHERE_SPILLED = 0.9
 
 
 class AcceleratorDevice(Device):
@@ -90,7 +86,7 @@ class AcceleratorDevice(Device):
     * *Retirement.* Room that is still being copied home is freed at once where only copies take it
       (the next one waits for the event); in compute's pool, compute waits for it.
 
-    Operators are expected on one stream per device, the current one of the thread that runs them.
+    Operators may run on several streams (`ComputeStreams`); then what is evicted waits for all.
     """
 
     kernels_allocate = True
@@ -116,20 +112,19 @@ class AcceleratorDevice(Device):
             self.vendor = Vendor.open(self.torch_device, kind, index)
         else:
             self.vendor = Vendor(module, self.torch_device, kind, index)
+        self.exchanges_storages = not self.vendor.can_refill()
         self._lock = threading.RLock()
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
-        self._marks = UseMarks(self.vendor.record_compute)
-        self._freed = FreedRoom()
-        self._settle_freed_at = SETTLE_ROOM_FROM
-        self._rooms: dict[int, _Room] = {}
-        self._dead_rooms: deque[_Room] = deque()
+        self._compute = ComputeStreams(self.vendor)
+        self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        self._copies_own_their_room = self.vendor.has_pool_per_stream
         self.page_locks = PageLocks(_locker_of(self.vendor), share_of_ram(settings.page_lock))
         self._page_locked_pool = PageLockedPool(self.page_locks)
-        self._copier = LinkCopier(self.vendor, self.page_locks, lock=self._lock, new_lane=new_lane)
+        self._copier = LinkCopier(
+            self.vendor, self.page_locks, self._compute, lock=self._lock, new_lane=new_lane
+        )
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
@@ -152,83 +147,58 @@ class AcceleratorDevice(Device):
         return base
 
     def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
-        storage = base.untyped_storage()
         with self._lock:
             self._settle_rooms()
+            # Asked each time: the settings of torch's allocator can be changed while it runs.
+            is_copies_own = self.vendor.has_pool_per_stream
             try:
-                if self._copies_own_their_room:
+                if is_copies_own:
                     with self.vendor.on(self._copier.in_lane.stream):
-                        storage.resize_(nbytes)
+                        self._resize(base, nbytes)
                 else:
-                    storage.resize_(nbytes)
+                    self._resize(base, nbytes)
             except RuntimeError as error:
                 self._raise_out_of_memory(error)
-            if self._copies_own_their_room and nbytes:
-                self._take_room(base, storage.data_ptr(), nbytes)
+            if is_copies_own and nbytes:
+                self._rooms.take(base, base.untyped_storage().data_ptr(), nbytes)
             self._residents.settle()
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)
 
-    def _take_room(self, base: Tensor, start: int, nbytes: int) -> None:
-        room = _Room(base, self._dead_rooms.append)
-        room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, -1
-        room.after, room.is_known = self._freed.take(start, nbytes)
-        self._rooms[room.key] = room
-
     def empty(self, base: Tensor) -> None:  # noqa: D102
-        storage = base.untyped_storage()
         with self._lock:
             self._settle_rooms()
             resident = self._residents.present.get(id(base))
             if resident is not None:
                 self._residents.leave(resident)
             leaving = self._copier.copies_of(base)
-            room = self._room_of(base)
-            if room is not None:
-                del self._rooms[room.key]
-                if room.nbytes == storage.nbytes() and room.start == storage.data_ptr():
-                    self._free_room(room, leaving)
-                    leaving = []
-            for event in leaving:
-                # The allocator gives this room out again in the order of the compute stream.
-                event.wait()
-            storage.resize_(0)
+            events = [part for event in leaving for part in events_of(event)]
+            if not self._rooms.leave(base, events):
+                # The allocator gives this room out again in the order of the stream it is of.
+                self._compute.fence()
+                for event in events:
+                    self._compute.hold_back(event)
+            self._resize(base, 0)
 
-    def _free_room(self, room: _Room, leaving: list[Event]) -> None:
-        """Note what the next copy into this room has to wait for."""
-        last_use = self._marks.now() if room.mark < 0 else self._marks.after(room.mark)
-        events = () if last_use is None else (last_use,)
-        for event in leaving:
-            events += events_of(event)
-        self._freed.free(room.start, room.nbytes, events)
-        if len(self._freed) > self._settle_freed_at:
-            self._freed.settle()
-            self._settle_freed_at = max(SETTLE_ROOM_FROM, 2 * len(self._freed))
-
-    def _room_of(self, base: Tensor) -> _Room | None:
-        room = self._rooms.get(id(base))
-        return room if room is not None and room() is base else None
+    def _resize(self, base: Tensor, nbytes: int) -> None:
+        """Give a base other bytes; where its storage cannot have them, another storage."""
+        if self.exchanges_storages:
+            exchange_storage(base, nbytes)
+        else:
+            base.untyped_storage().resize_(nbytes)
 
     def _settle_rooms(self) -> None:
-        """Forget the rooms of replicas that died: their last readers are not known."""
         self._residents.settle()
-        while self._dead_rooms:
-            room = self._dead_rooms.popleft()
-            if self._rooms.get(room.key) is room:
-                del self._rooms[room.key]
+        self._rooms.settle()
 
     def note_use(self, base: Tensor) -> None:
         """Operators on this base were issued; later ones will be noted again."""
-        room = self._rooms.get(id(base))
-        if room is not None and room() is base:
-            room.mark = self._marks.mark
+        self._rooms.note_use(base)
 
     def forget_use(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
-        room = self._rooms.get(id(base))
-        if room is not None and room() is base:
-            room.mark = -1
+        self._rooms.forget_use(base)
 
     def about_to_change(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
@@ -239,12 +209,7 @@ class AcceleratorDevice(Device):
         if not self.vendor.has_streams:
             return None
         with self._lock:
-            room = self._room_of(base)
-            if room is None:
-                return AcceleratorEvent(self._marks.now(), self._copier)
-            waits = [event for event in room.after if not event.query()]
-            if not room.is_known:
-                waits.append(self._marks.now())
+            waits = self._rooms.waits_of(base)
         return AllOf(waits, self._copier) if waits else None
 
     def account(self, base: Tensor) -> None:
@@ -296,8 +261,26 @@ class AcceleratorDevice(Device):
         return free + (reserved or 0) - (allocated or 0)
 
     def limit(self, nbytes: int) -> bool:
-        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot."""
+        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot.
+
+        Where the driver would rather use the host's memory than refuse, never all that is free.
+        """
+        if spills_silently():
+            reserved_nbytes = self.vendor.reserved_nbytes() or 0
+            free_nbytes = (self.vendor.driver_free_nbytes() or 0) + reserved_nbytes
+            nbytes = min(nbytes, int(free_nbytes * SHARE_WHERE_SPILLED)) if free_nbytes else nbytes
         return self.vendor.cap(nbytes, self.capacity_nbytes)
+
+    def slack_nbytes(self, limit_nbytes: int) -> int:
+        """What is lost between blocks of different sizes, which the allocator's limit counts."""
+        if not self.vendor.counts_segments:
+            return 0
+        wanted_nbytes = max(int(limit_nbytes * SLACK_SHARE), SLACK_NBYTES)
+        return min(wanted_nbytes, int(limit_nbytes * MOST_SLACK_SHARE))
+
+    def release_count(self) -> int:
+        """How often torch's allocator had to give back all that it keeps, waiting for compute."""
+        return self.vendor.alloc_retry_count()
 
     def give_up_caches(self) -> None:
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
@@ -319,6 +302,8 @@ class AcceleratorDevice(Device):
 
     def wish_page_locked(self, base: Tensor, *, may_mirror: bool) -> None:
         """Note that a block was copied from home; if it recurs, its memory is page-locked."""
+        if not may_mirror:
+            host_readers.have_changed(base)  # this copy may have filled one
         if self.vendor.has_streams and not self._copier.is_page_locked(bytes_of(base)):
             self.page_locks.wish(base, may_mirror=may_mirror)
 
@@ -334,10 +319,15 @@ class AcceleratorDevice(Device):
 
     # compute ------------------------------------------------------------------------------
 
+    def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """See what stream the operator goes to."""
+        if self.vendor.has_streams:
+            self._compute.note()
+
     def record(self) -> Event:  # noqa: D102
         if not self.vendor.has_streams:
             return DONE
-        return AcceleratorEvent(self.vendor.record_compute(), self._copier)
+        return AcceleratorEvent(self._compute.record(), self._copier)
 
     def synchronize(self) -> None:  # noqa: D102
         self.vendor.synchronize()
@@ -349,7 +339,7 @@ class AcceleratorDevice(Device):
         began, ended = vendor.timed_event(), vendor.timed_event()
         if began is None or ended is None:
             return None
-        return EventStopwatch(began, ended, vendor.current_stream())
+        return EventStopwatch(began, ended, self._compute.current())
 
     def random_state(self) -> Tensor | None:
         """The state of the device's generator, to be set again before a second try."""
@@ -364,12 +354,17 @@ class AcceleratorDevice(Device):
         return time.perf_counter_ns()
 
 
+def spills_silently() -> bool:
+    """Whether the driver answers a lack of memory with the host's (Windows, and WSL2 over it)."""
+    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
+
+
 def _locker_of(vendor: Vendor) -> Locker | None:
     """How host memory is page-locked; None where copies are in the order of compute anyway."""
     if not vendor.has_streams:
         return None
     runtime = vendor.host_runtime()
-    return TorchLocker() if runtime is None else RegisteringLocker(runtime)
+    return TorchLocker() if runtime is None else RegisteringLocker(runtime, vendor.opened)
 
 
 def _nbytes(tensor: Tensor) -> int:

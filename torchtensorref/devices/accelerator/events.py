@@ -16,12 +16,12 @@ __all__ = ["AcceleratorEvent", "AllOf", "EventStopwatch", "StagedEvent", "Waits"
 
 
 class Waits(Protocol):
-    """What events need of their device: compute's stream, and a count of the host's waiting."""
+    """What events need of their device: to hold compute back, and a count of the host's waiting."""
 
     stall_ns: int
 
-    def compute_stream(self) -> Any:
-        """The stream that operators of this thread go to."""
+    def hold_compute_back(self, event: Any) -> None:
+        """Let operators that are issued from now on wait for an event of the device module."""
         ...
 
 
@@ -67,7 +67,7 @@ class AcceleratorEvent:
 
     def wait(self) -> None:
         """Make the compute stream wait for it."""
-        self.device.compute_stream().wait_event(self.event)
+        self.device.hold_compute_back(self.event)
 
     def synchronize(self) -> None:
         """Make the host wait for it; the time counts as a stall."""
@@ -149,7 +149,7 @@ class StagedEvent:
     def wait(self) -> None:
         """Make the compute stream wait for it."""
         for event in self.events:
-            self.device.compute_stream().wait_event(event)
+            self.device.hold_compute_back(event)
 
     def synchronize(self) -> None:
         """Make the host wait for it; the time counts as a stall."""
@@ -199,7 +199,7 @@ class AllOf:
     def wait(self) -> None:
         """Make the compute stream wait for all."""
         for event in self.events:
-            self.device.compute_stream().wait_event(event)
+            self.device.hold_compute_back(event)
 
     def synchronize(self) -> None:
         """Make the host wait for all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...base.errors import TransferError
 from ..background import Background
 from ..base import empty_bytes
+from ..host.mirrors import Mirror
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,16 +91,13 @@ class StagedCopy:
         destination: Tensor,
         after: Sequence[Any],
         *,
-        mirror: Tensor | None = None,
-        when_filled: Callable[[], None] | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.source = source
         self.destination = destination
         self.after = after
         #: Page-locked memory to be filled instead of slots, and to be kept.
         self.mirror = mirror
-        #: Called when the mirror is full, before `issued` tells that the source has been read.
-        self.when_filled = when_filled
         #: The event of its last slice, on the stream; None until that is issued, or if it failed.
         self.last: Any = None
         self.error: BaseException | None = None
@@ -185,7 +184,17 @@ class StagingRing:
                 is_hiccup = isinstance(error, Exception) and not copy.issued.is_set()
                 if attempt == ATTEMPTS - 1 or not is_hiccup:
                     copy.error = error
+                    self._see_out(copy)
                     return
+
+    @staticmethod
+    def _see_out(copy: StagedCopy) -> None:
+        """Wait for the slices of a failed copy: its ends are given away as soon as it is over."""
+        if copy.last is not None:
+            with contextlib.suppress(RuntimeError):  # of a dead device: the copy has failed anyway
+                copy.last.synchronize()
+        if copy.mirror is not None and not copy.mirror.is_filled:
+            copy.mirror.was_not_filled()
 
     def _open_slots(self) -> None:
         while len(self._slots) < self._slot_count:
@@ -201,7 +210,7 @@ class StagingRing:
         held_back = False
         for start, stop in self._slices(source.numel()):
             if copy.mirror is not None:
-                number, staged = None, copy.mirror[start:stop]
+                number, staged = None, copy.mirror.memory[start:stop]
             else:
                 number, slot = self._free_slot()
                 staged = slot[: stop - start]
@@ -214,8 +223,8 @@ class StagingRing:
             copy.last = lane.issue(staged, destination[start:stop])
             if number is not None:
                 self._busy[number] = copy.last
-        if copy.when_filled is not None:
-            copy.when_filled()
+        if copy.mirror is not None:
+            copy.mirror.filled()
 
     def _carry_out(self, copy: StagedCopy) -> None:
         """Issue copies into slots, as many as are free, and empty those that have come."""

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
 from ..base import empty_bytes
+from .own_stream import new_stream
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vendor", "can_refill"]
+__all__ = ["Vendor", "can_refill", "has_expandable_segments", "roomiest"]
+
+#: What lets torch's allocator refuse more than a share of the device.
+CAP = "set_per_process_memory_fraction"
+
+#: Where the settings of torch's allocator are, for those that cannot be asked.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class Vendor:
@@ -35,6 +46,9 @@ class Vendor:
         self._device = device
         self._kind = kind
         self._index = index
+        self._here = threading.local()
+        self._raw_stream = _raw_stream_of(module)
+        self._blocking = {"blocking": True} if _has_blocking_events(module) else {}
         self.has_streams = all(
             hasattr(module, name) for name in ("Stream", "Event", "current_stream", "stream")
         )
@@ -42,30 +56,54 @@ class Vendor:
     # streams and events -------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        """Make a stream beside the one that operators go to."""
-        try:
-            return self._module.Stream(device=self._device)
-        except TypeError:  # modules of one device (`torch.cpu`) take no device for it
-            return self._module.Stream()
+        """Make a stream beside those that operators go to."""
+        import torch
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Let this thread issue its work on a stream."""
-        context: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
-        return context
+        is_hip = self._kind == "cuda" and torch.version.hip is not None
+        return new_stream(self._module, self._device, "hip" if is_hip else self._kind)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Let this thread issue its work on a stream of ours."""
+        was, self._here.is_on_side = self.is_on_side_stream, True
+        try:
+            with self.opened(), self._module.stream(stream):
+                yield
+        finally:
+            self._here.is_on_side = was
+
+    def opened(self) -> contextlib.AbstractContextManager[Any]:
+        """Let this thread's calls of the driver go to this device.
+
+        A fresh thread is on the first one, and would open that besides, which takes memory there.
+        """
+        device = getattr(self._module, "device", None)
+        return contextlib.nullcontext() if device is None else device(self._index)
+
+    @property
+    def is_on_side_stream(self) -> bool:
+        """Whether this thread's current stream is one of ours, inside `on`."""
+        return getattr(self._here, "is_on_side", False)
 
     def current_stream(self) -> Any:
         """The stream that operators of this thread go to."""
         return self._module.current_stream(self._device)
 
-    def record(self, stream: Any) -> Any:
-        """Make an event at the end of what a stream was given so far."""
-        event = self._module.Event()
+    def current_stream_number(self) -> Any:
+        """What tells that stream from others, and costs as little as can be."""
+        if self._raw_stream is not None:
+            return self._raw_stream(self._index)
+        return self.current_stream()
+
+    def record(self, stream: Any, *, blocking: bool = False) -> Any:
+        """Make an event at the end of what a stream was given so far.
+
+        A `blocking` one lets the thread that waits for it sleep, where the driver can: else it
+        turns round and round, and takes a processor from those that fill the next buffer.
+        """
+        event = self._module.Event(**(self._blocking if blocking else {}))
         event.record(stream)
         return event
-
-    def record_compute(self) -> Any:
-        """Make an event at the end of what operators of this thread have given so far."""
-        return self.record(self.current_stream())
 
     def timed_event(self) -> Any:
         """An event that keeps the time; None where the module has none."""
@@ -85,9 +123,18 @@ class Vendor:
 
     @property
     def has_pool_per_stream(self) -> bool:
-        """Whether room freed on one stream is never given out on another."""
+        """Whether room freed on one stream is never given out on another, nor unmapped.
+
+        Expandable segments are: torch gives what is free of them back to the driver when only the
+        stream that had allocated it is done. So we keep to compute's stream there.
+        """
         backend = getattr(self._module, "get_allocator_backend", None)
-        return self.has_streams and (backend is None or backend() == "native")
+        is_native = backend is None or backend() == "native"
+        return self.has_streams and is_native and not has_expandable_segments()
+
+    def can_refill(self) -> bool:
+        """Whether a storage can give its bytes back and get others; on mps it cannot."""
+        return can_refill(self._device)
 
     def total_nbytes(self) -> int:
         """What the device has."""
@@ -114,6 +161,16 @@ class Vendor:
         """What torch's allocator holds of the driver, given out or not."""
         return self._figure("memory_reserved", "driver_allocated_memory")
 
+    @property
+    def counts_segments(self) -> bool:
+        """Whether a cap counts the allocator's segments, of which parts can be of no use."""
+        return all(hasattr(self._module, n) for n in ("memory_stats", CAP))
+
+    def alloc_retry_count(self) -> int:
+        """How often the allocator found no memory, and gave up its cache to find some."""
+        stats = getattr(self._module, "memory_stats", None)
+        return 0 if stats is None else int(stats(self._index).get("num_alloc_retries", 0))
+
     def reset_peak(self) -> None:
         """Start `peak_allocated_nbytes` again."""
         reset = getattr(self._module, "reset_peak_memory_stats", None)
@@ -129,7 +186,7 @@ class Vendor:
 
     def cap(self, nbytes: int, total_nbytes: int) -> bool:
         """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
-        cap = getattr(self._module, "set_per_process_memory_fraction", None)
+        cap = getattr(self._module, CAP, None)
         if cap is None or not total_nbytes:
             return False
         fraction = min(1.0, nbytes / total_nbytes)
@@ -143,7 +200,8 @@ class Vendor:
         """Give back to the driver what the allocator keeps for later."""
         empty = getattr(self._module, "empty_cache", None)
         if empty is not None:
-            empty()
+            with self.opened():
+                empty()
 
     # random numbers -----------------------------------------------------------------------
 
@@ -163,6 +221,15 @@ class Vendor:
             self._module.set_rng_state(state, self._device)
 
     # host memory --------------------------------------------------------------------------
+
+    @staticmethod
+    def is_pinned(memory: torch.Tensor) -> bool:
+        """Whether the program has page-locked all of some host memory.
+
+        Torch asks the driver about the first byte only. What is locked in part is an error for
+        copies, so the last byte is asked about, too.
+        """
+        return memory.is_pinned() and memory[-1:].is_pinned()
 
     def host_runtime(self) -> Any | None:
         """The runtime that can page-lock memory where it lies (cuda, hip); None elsewhere."""
@@ -199,14 +266,57 @@ class Vendor:
                 f"There is no device '{kind}:{index}': torch finds {count}, numbered from 0.",
                 name=f"{kind}:{index}",
             )
-        if not can_refill(device):
-            raise ConfigError(
-                f"This torch ({torch.__version__}) cannot empty the storage of a tensor on "
-                f"'{kind}' and fill it again, which is how replicas are evicted. Use 'sim', or "
-                "a newer torch.",
-                name=f"{kind}:{index}",
-            )
         return cls(module, device, kind, index)
+
+
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator was told to grow its segments, and to unmap parts of them."""
+    import torch
+
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    said = [ask()] if ask is not None else [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
+    options = [option for text in said for option in text.lower().replace(" ", "").split(",")]
+    return "expandable_segments:true" in options
+
+
+def _raw_stream_of(module: Any) -> Callable[[int], int] | None:
+    """Torch's own quick look at the current stream, where a module is torch's and has one."""
+    import torch
+
+    name = getattr(module, "__name__", "")
+    if name not in ("torch.cuda", "torch.xpu"):
+        return None
+    return getattr(torch._C, f"_{name.removeprefix('torch.')}_getCurrentRawStream", None)
+
+
+def roomiest(module: Any) -> int:
+    """Return the number of the device of a kind that has the most memory free; of equals the first.
+
+    Asked of the vendor's management library where there is one, since the driver opens a device to
+    say it, and keeps some memory of it then.
+    """
+    count = int(module.device_count())
+    return max(range(count), key=lambda index: (_free_nbytes(module, index), -index), default=0)
+
+
+def _free_nbytes(module: Any, index: int) -> int:
+    try:
+        used = module.device_memory_used(index)
+        return int(module.get_device_properties(index).total_memory) - int(used)
+    except (AttributeError, ImportError, RuntimeError):
+        info = getattr(module, "mem_get_info", None)
+        return 0 if info is None else int(info(index)[0])
+
+
+def _has_blocking_events(module: Any) -> bool:
+    """Whether events of a module can be told to let threads sleep (cuda, hip)."""
+    event = getattr(module, "Event", None)
+    if event is None:
+        return False
+    try:
+        return "blocking" in inspect.signature(event).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 def can_refill(device: torch.device) -> bool:

@@ -156,9 +156,9 @@ class HostDevice(Device):
         """Wait until no copy reads these bytes any more: they may be written unseen from now on."""
         host_readers.about_to_change(base)
 
-    def about_to_move(self, base: Tensor) -> None:
-        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
-        host_readers.about_to_move(base)
+    def has_changed(self, base: Tensor) -> None:
+        """Forget what was copied from these bytes while they were being written."""
+        host_readers.have_changed(base)
 
     def after_operator(  # noqa: D102
         self,
@@ -169,8 +169,6 @@ class HostDevice(Device):
         nbytes: int,
         dtype_name: str,
     ) -> None:
-        if writes and host_readers.watchers:
-            host_readers.were_written(writes)
         self.charge(flops, nbytes, dtype_name)
 
     def charge(self, flops: int, nbytes: int, dtype_name: str) -> None:

@@ -86,7 +86,8 @@ def share_of_ram(amount: str) -> int:
     Parameters
     ----------
     amount : str
-        As in a budget: ``8GiB``, ``50%``.
+        As in a budget: ``8GiB``, ``50%``. A size is taken as it is said: the memory of a virtual
+        machine, or of a group, can grow while we run, and each piece is asked for when it comes.
 
     Raises
     ------
@@ -95,4 +96,4 @@ def share_of_ram(amount: str) -> int:
     """
     if amount.strip().endswith("%"):
         return int(ram_limit_nbytes() * parse_share(amount))
-    return min(parse_nbytes(amount), ram_limit_nbytes())
+    return parse_nbytes(amount)

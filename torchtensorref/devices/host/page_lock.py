@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.progress import Lines
 from ..background import Background
+from .mirrors import Mirror
 from .readers import host_readers
 
 if TYPE_CHECKING:
@@ -27,84 +32,113 @@ WORTH_IT_AFTER = 2
 #: Torch's own page-locked memory is rounded up to powers of two, so it is asked for in such.
 CHUNK_NBYTES = 64 << 20
 
+#: Smaller pieces do without huge pages.
+HUGE_FROM_NBYTES = 4 << 20
+
+#: Has something done later, by another thread.
+Later = Callable[[Callable[[], None]], None]
+
 _log = logging.getLogger("torchTensorRef")
 
 
 class Locker(Protocol):
-    """How memory is page-locked on one kind of device. A refusal is returned, never raised."""
+    """How page-locked memory is made on one kind of device. A refusal is returned, never raised."""
 
-    locks_in_place: bool
+    #: What it makes are storages of their own, so that a block may be at home there.
+    makes_storages: bool
 
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Page-lock memory where it lies; False if the driver refuses."""
-        ...
+    def allocate(self, nbytes: int, free_later: Later) -> Tensor | None:
+        """Return page-locked memory of its own; None if the driver refuses.
 
-    def unlock(self, address: int) -> None:
-        """Undo it."""
-        ...
-
-    def allocate(self, nbytes: int) -> Tensor | None:
-        """Return page-locked memory of its own; None if the driver refuses."""
+        `free_later` is given what is to be done when the memory is no longer used, by whatever
+        thread lets go of it.
+        """
         ...
 
 
 class RegisteringLocker:
-    """Page-locks any memory by registering it with the runtime of cuda or hip.
+    """Page-locks whole pages of our own by registering them with the runtime of cuda or hip.
 
     Parameters
     ----------
     runtime : object
         Has `cudaHostRegister` and `cudaHostUnregister`, as `torch.cuda.cudart()` has.
+    opened : callable, optional
+        Gives a context in which the calling thread is on the device.
+
+    Notes
+    -----
+    Never memory that a heap has given out: the driver locks whole pages, of which the first and the
+    last belong to others, too, and a copy of memory that is locked in part is an error. Nor could
+    anybody tell when such memory is exchanged (`resize_`, `out=`, `share_memory_`).
     """
 
-    locks_in_place = True
+    makes_storages = True
     #: The memory is page-locked for every context of the process.
     PORTABLE = 1
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(
+        self,
+        runtime: Any,
+        opened: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self._runtime = runtime
+        self._opened = opened
 
-    def lock(self, address: int, nbytes: int) -> bool:  # noqa: D102
-        return int(self._runtime.cudaHostRegister(address, nbytes, self.PORTABLE)) == 0
-
-    def unlock(self, address: int) -> None:  # noqa: D102
-        self._runtime.cudaHostUnregister(address)
-
-    def allocate(self, nbytes: int) -> Tensor | None:
+    def allocate(self, nbytes: int, free_later: Later) -> Tensor | None:
         """Pages of our own, registered: of exact size, where torch would round to a power of 2."""
         import torch
 
-        pages = _Pages(-1, nbytes)
-        memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)
-        if not self.lock(memory.data_ptr(), nbytes):
+        pages = own_pages(nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        with self._opened():
+            status = int(self._runtime.cudaHostRegister(address, len(pages), self.PORTABLE))
+        if status != 0:
             return None
-        # The callback comes before the pages are unmapped, when the last tensor over them is gone.
-        weakref.finalize(pages, self.unlock, memory.data_ptr()).atexit = False
+        owner = (ctypes.c_ubyte * nbytes).from_address(address)
+        # The storage over it keeps the owner, and the finalizer keeps the pages: they are unmapped
+        # after they were given back to the driver, which can take as long as it likes.
+        free = functools.partial(self._free, pages, address, os.getpid())
+        weakref.finalize(owner, free_later, free).atexit = False
+        memory: Tensor = torch.frombuffer(owner, dtype=torch.uint8)
         return memory
 
+    def _free(self, pages: mmap.mmap, address: int, process: int) -> None:
+        if process == os.getpid():  # a forked child has the memory, and not the driver
+            with self._opened():
+                self._runtime.cudaHostUnregister(address)
+        pages.close()
 
-class _Pages(mmap.mmap):
-    """Anonymous memory that a weak reference can watch."""
+
+def own_pages(nbytes: int) -> mmap.mmap:
+    """Return fresh pages that nobody else has a byte of, huge ones where the system likes.
+
+    Private: a forked child that writes what it has inherited must not write ours.
+    """
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, nbytes)  # Windows, where nobody forks
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None and nbytes >= HUGE_FROM_NBYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(advice)
+    return pages
 
 
 class TorchLocker:
     """Page-locked memory by torch's own allocator, cut out of chunks whose rounding is harmless."""
 
-    locks_in_place = False
+    #: Parts of a chunk share the chunk's storage.
+    makes_storages = False
 
     def __init__(self, chunk_nbytes: int = CHUNK_NBYTES) -> None:
         self._chunk_nbytes = chunk_nbytes
         self._chunk: Tensor | None = None
         self._used_nbytes = 0
 
-    def lock(self, address: int, nbytes: int) -> bool:
-        """Torch cannot lock memory where it lies."""
-        return False
-
-    def unlock(self, address: int) -> None:
-        """Nothing was locked."""
-
-    def allocate(self, nbytes: int) -> Tensor | None:  # noqa: D102
+    def allocate(self, nbytes: int, free_later: Later) -> Tensor | None:
+        """Cut a piece off a chunk; torch gives the chunk back when no piece is left of it."""
         if nbytes > self._chunk_nbytes:
             return None
         if self._chunk is None or self._used_nbytes + nbytes > self._chunk_nbytes:
@@ -123,16 +157,6 @@ def _torchs_own(nbytes: int) -> Tensor:
     return memory
 
 
-class _Locked(weakref.ref[Any]):
-    """A base whose memory is page-locked. A weak reference: its callback gets the whole record."""
-
-    __slots__ = ("address", "key", "nbytes")
-
-    address: int
-    key: int  # id(base)
-    nbytes: int
-
-
 class PageLocks:
     """What is page-locked for one device, and what is waiting to be.
 
@@ -146,9 +170,10 @@ class PageLocks:
     Notes
     -----
     Page-locking takes the driver about as long as a copy, so it never happens when a copy is
-    wanted: `wish` notes that a block recurs, and one thread does the work in the background. A
-    block in memory of torch's own is locked where it lies. Mapped files cannot be, so they get a
-    *mirror*: page-locked memory of exactly their size, which their next copy fills on its way.
+    wanted: `wish` notes that a block recurs, and one thread does the work in the background. It
+    makes a *mirror*: page-locked memory of exactly that size, which the next copy of the block
+    fills on its way. A block in memory of torch's own moves there afterwards (`Rehousing`); one in
+    a mapped file keeps both.
     """
 
     def __init__(self, locker: Locker | None, limit_nbytes: int) -> None:
@@ -157,13 +182,11 @@ class PageLocks:
         self._taken_nbytes = 0
         #: Appended to by finalizers, which run in any thread at any moment and take no lock.
         self._given_back: deque[int] = deque()
+        #: Memory that nobody uses any more, as what frees it, and how much that is.
+        self._to_free: deque[tuple[Callable[[], None], int]] = deque()
         self._lock = threading.Lock()
-        self._locked: dict[int, _Locked] = {}  # by address
-        self._by_base: dict[int, _Locked] = {}
         #: How often a base was copied from pageable memory, by its id.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
-        #: Empty mirrors that the next copy of a source may fill, by its address.
-        self._prepared: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         #: Memory of our own, page-locked: its size by its address.
         self._own: dict[int, int] = {}
         self._background = Background("torchTensorRef-page-lock")
@@ -171,24 +194,13 @@ class PageLocks:
         #: What waits to be page-locked since there was last nothing that did, and what of it is.
         self._wished_nbytes = self._granted_nbytes = 0
         self._lines = Lines("page-locking host memory")
-        host_readers.watchers.add(self)
 
     # looking ------------------------------------------------------------------------------
 
     def is_locked(self, source: Tensor) -> bool:
         """Whether a host tensor lies in memory that was page-locked here, from its first byte."""
-        address = source.data_ptr()
-        found = self._locked.get(address)
-        nbytes = self._own.get(address, 0) if found is None else found.nbytes
+        nbytes = self._own.get(source.data_ptr(), 0)
         return nbytes >= source.numel() and nbytes > 0
-
-    def take_prepared(self, source: Tensor) -> Tensor | None:
-        """Give an empty mirror away to the copy that will fill it."""
-        with self._lock:
-            owner, mirror = self._prepared.pop(source.data_ptr(), (None, None))
-        if mirror is None or owner is None or owner() is None:
-            return None
-        return mirror if mirror.numel() == source.numel() else None
 
     # wishing ------------------------------------------------------------------------------
 
@@ -203,7 +215,7 @@ class PageLocks:
             Only operators write those bytes, so that a second copy of them stays valid.
         """
         nbytes = base.untyped_storage().nbytes()
-        if self._locker is None or nbytes < LEAST_NBYTES:
+        if self._locker is None or nbytes < LEAST_NBYTES or not may_mirror:
             return
         key = id(base)
         with self._lock:
@@ -220,7 +232,7 @@ class PageLocks:
             if not self._wished_nbytes:
                 self._lines.begin()
             self._wished_nbytes += nbytes
-        self.later(functools.partial(self._grant_and_tell, reference, may_mirror, nbytes))
+        self.later(functools.partial(self._grant_and_tell, reference, nbytes))
 
     def later(self, task: Callable[[], None]) -> None:
         """Queue a task for the background thread, for calls of the driver that take long.
@@ -236,9 +248,9 @@ class PageLocks:
         self._background.submit(settled.set)
         return settled.wait(timeout_s)
 
-    def _grant_and_tell(self, reference: weakref.ref[Any], may_mirror: bool, nbytes: int) -> None:
+    def _grant_and_tell(self, reference: weakref.ref[Any], nbytes: int) -> None:
         try:
-            self._grant(reference, may_mirror)
+            self._grant(reference)
         finally:
             with self._lock:
                 self._granted_nbytes += nbytes
@@ -248,47 +260,56 @@ class PageLocks:
             if granted < wished and self._lines.is_due():
                 self._lines.tell(granted, wished)
 
-    def _grant(self, reference: weakref.ref[Any], may_mirror: bool) -> None:
+    def _grant(self, reference: weakref.ref[Any]) -> None:
         base = reference()
-        if base is None:
+        nbytes = 0 if base is None else base.untyped_storage().nbytes()
+        if base is None or not nbytes:
             return
-        storage = base.untyped_storage()
-        nbytes, address = storage.nbytes(), storage.data_ptr()
-        # Memory that torch did not allocate (a mapped file, an array) is not locked where it lies.
-        if not nbytes or (storage.resizable() and self._lock_in_place(base, address, nbytes)):
-            return
-        mirror = self.allocate(nbytes) if may_mirror and _has_spare_ram(nbytes) else None
-        if mirror is not None:
-            weakref.finalize(base, host_readers.drop_mirror, address).atexit = False
+        if not _has_spare_ram(nbytes):
             with self._lock:
-                self._prepared[address] = (weakref.ref(base), mirror)
-
-    def _lock_in_place(self, base: Tensor, address: int, nbytes: int) -> bool:
-        locker = self._locker
-        if locker is None or not locker.locks_in_place or not self._reserve(nbytes):
-            return False
-        if not self._asked(lambda: locker.lock(address, nbytes)):
-            self._given_back.append(nbytes)
-            return False
-        locked = _Locked(base, self._release)
-        locked.address, locked.key, locked.nbytes = address, id(base), nbytes
-        self._locked[address] = self._by_base[locked.key] = locked
-        return True
+                self._counts.pop(id(base), None)  # when it recurs again there may be some
+            return
+        memory = self.allocate(nbytes)
+        if memory is not None:
+            assert self._locker is not None
+            # Memory that torch did not allocate (a mapped file, an array) is nobody's to free.
+            may_be_home = self._locker.makes_storages and base.untyped_storage().resizable()
+            host_readers.mirrors.offer(base, Mirror(base, memory, may_be_home=may_be_home))
 
     def allocate(self, nbytes: int) -> Tensor | None:
         """Return page-locked memory of exactly so many bytes; None beyond the bound, or refused."""
-        if self._locker is None or not self._reserve(nbytes):
+        if self._locker is None:
+            return None
+        self._free_what_is_dead()
+        if not self._reserve(nbytes):
             return None
         locker = self._locker
-        memory: Tensor | None = self._asked(lambda: locker.allocate(nbytes))
+        memory: Tensor | None = self._asked(
+            lambda: locker.allocate(nbytes, functools.partial(self._free_later, nbytes))
+        )
         if memory is None:
             self._given_back.append(nbytes)
             return None
         address = memory.data_ptr()
         self._own[address] = nbytes
         weakref.finalize(memory, self._own.pop, address, None).atexit = False
-        weakref.finalize(memory, self._given_back.append, nbytes).atexit = False
+        if not locker.makes_storages:
+            weakref.finalize(memory, self._given_back.append, nbytes).atexit = False
         return memory
+
+    def _free_later(self, nbytes: int, free: Callable[[], None]) -> None:
+        """Have memory freed, and by no finalizer: the driver may wait, and take locks."""
+        self._to_free.append((free, nbytes))
+        self.later(self._free_what_is_dead)
+
+    def _free_what_is_dead(self) -> None:
+        while self._to_free:
+            try:
+                free, nbytes = self._to_free.popleft()
+            except IndexError:
+                return  # another thread was faster
+            free()
+            self._given_back.append(nbytes)
 
     def _asked(self, what: Callable[[], Any]) -> Any:
         """The driver's answer; None where it refuses or raises. Copies work without it."""
@@ -297,7 +318,7 @@ class PageLocks:
         except Exception as error:
             self._complain(str(error))
             return None
-        if answer is None or answer is False:
+        if answer is None:
             self._complain("the driver refuses")
             return None
         return answer
@@ -324,28 +345,6 @@ class PageLocks:
                 return False
             self._taken_nbytes += nbytes
             return True
-
-    def _release(self, locked: weakref.ref[Any]) -> None:
-        """A base has died: its memory is about to be freed, and must not stay page-locked."""
-        assert isinstance(locked, _Locked)
-        assert self._locker is not None
-        if self._locked.get(locked.address) is locked:
-            del self._locked[locked.address]
-            del self._by_base[locked.key]
-            self._locker.unlock(locked.address)
-            self._given_back.append(locked.nbytes)
-
-    def forget(self, base: Tensor) -> None:
-        """Undo the page-locking of a base whose memory is about to be exchanged."""
-        locked = self._by_base.get(id(base))
-        if locked is not None:
-            self._release(locked)
-
-    def look_after(self, base: Tensor) -> None:
-        """Undo the page-locking of memory that an operator has exchanged (`out=` does)."""
-        locked = self._by_base.get(id(base))
-        if locked is not None and locked.address != base.untyped_storage().data_ptr():
-            self._release(locked)
 
     def _complain(self, why: str) -> None:
         if not self._has_complained:

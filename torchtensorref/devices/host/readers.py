@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from .mirrors import Mirrors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HostReaders", "Reader", "Watcher", "host_readers"]
+__all__ = ["HostReaders", "Reader", "host_readers"]
 
 
 class Reader(Protocol):
@@ -25,20 +25,13 @@ class Reader(Protocol):
         ...
 
 
-class Watcher(Protocol):
-    """What has page-locked host memory, and must undo it before that is freed."""
-
-    def forget(self, base: Tensor) -> None:
-        """Undo it: the memory of this base is about to be exchanged."""
-        ...
-
-    def look_after(self, base: Tensor) -> None:
-        """Undo it if an operator has exchanged the memory of this base."""
-        ...
-
-
 class HostReaders:
     """Which host bytes are being read by copies, and which have a page-locked mirror.
+
+    Attributes
+    ----------
+    mirrors : Mirrors
+        Page-locked copies of host bytes, filled or to be filled.
 
     Notes
     -----
@@ -51,14 +44,12 @@ class HostReaders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers: dict[int, list[Reader]] = {}
-        self._mirrors: dict[int, Tensor] = {}
-        #: What has page-locked host bytes, and must undo it before they are freed.
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.mirrors = Mirrors()
 
     @property
     def are_watched(self) -> bool:
         """Whether writing any bytes at home could matter to a copy."""
-        return bool(self._readers) or bool(self._mirrors)
+        return bool(self._readers) or bool(self.mirrors)
 
     def note_reader(self, source: Tensor, reader: Reader) -> None:
         """Remember that a copy reads a host tensor from its first byte."""
@@ -98,7 +89,7 @@ class HostReaders:
             left = [reader for reader in self._readers.pop(address, ()) if reader not in readers]
             if left:
                 self._readers[address] = left
-            self._mirrors.pop(address, None)
+        self.mirrors.drop(address)
 
     def about_to_be_filled(self, destination: Tensor, device: object) -> None:
         """Forget the mirror of bytes that a copy from a device is about to replace.
@@ -111,32 +102,12 @@ class HostReaders:
         for reader in list(self._readers.get(address, ())):
             if getattr(reader, "device", None) is not device:
                 reader.finish_reading()
-        self._mirrors.pop(address, None)
+        self.mirrors.drop(address)
 
-    def about_to_move(self, base: Tensor) -> None:
-        """Do as `about_to_change`, and undo page-locking: the memory is about to be replaced."""
-        self.about_to_change(base)
-        for watcher in list(self.watchers):
-            watcher.forget(base)
-
-    def were_written(self, bases: Sequence[Tensor]) -> None:
-        """See whether an operator has exchanged the memory of what it wrote."""
-        for watcher in list(self.watchers):
-            for base in bases:
-                watcher.look_after(base)
-
-    def mirror(self, source: Tensor) -> Tensor | None:
-        """Return page-locked memory with the same bytes, if there is some."""
-        found = self._mirrors.get(source.data_ptr())
-        return found if found is not None and found.numel() == source.numel() else None
-
-    def set_mirror(self, source: Tensor, mirror: Tensor) -> None:
-        """Name page-locked memory that a reader of these bytes has filled, or is filling."""
-        self._mirrors[source.data_ptr()] = mirror
-
-    def drop_mirror(self, address: int) -> None:
-        """Forget a mirror: its memory goes when the last copy out of it has ended."""
-        self._mirrors.pop(address, None)
+    def have_changed(self, base: Tensor) -> None:
+        """Forget the mirror of bytes that have been written: a copy may have begun to fill one."""
+        if self.mirrors:
+            self.mirrors.drop(base.untyped_storage().data_ptr())
 
 
 #: Of this process: all accelerators copy from the same host.

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchTensorRef.base.errors import ConfigError, TransferError
+from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices import registry
+from torchTensorRef.devices.accelerator import device as device_module
 from torchTensorRef.devices.accelerator import vendor
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
+from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
+from torchTensorRef.devices.base import bytes_of, storage_nbytes
+from torchTensorRef.devices.host import page_lock
+from torchTensorRef.memory.budget import resolve_budget
+
+from ....support.device_double import ExchangingDevice, LateDevice, LateModule
 
 
 class FakeEvent:
@@ -180,8 +188,8 @@ def same_room(device, base, monkeypatch):
     """Empty a base and fetch another one into its room, as the card's allocator would."""
     start = base.untyped_storage().data_ptr()
     device.empty(base)
-    take = device._freed.take
-    monkeypatch.setattr(device._freed, "take", lambda _, nbytes: take(start, nbytes))
+    take = device._rooms.freed.take
+    monkeypatch.setattr(device._rooms.freed, "take", lambda _, nbytes: take(start, nbytes))
     other = fetched(device)
     monkeypatch.undo()
     return other
@@ -200,8 +208,8 @@ def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operator
     base = fetched(device)
     device.note_use(base)  # an operator has read it
     device.record()
-    later = device._marks.now()  # the first event after that
-    device._marks.now()  # and much more work
+    later = device._rooms.marks.now()  # the first event after that
+    device._rooms.marks.now()  # and much more work
     other = same_room(device, base, monkeypatch)
     module.calls.clear()
     assert device.available(other).events == (later,)
@@ -214,7 +222,7 @@ def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatc
     base = fetched(device)
     device.note_use(base)
     device.forget_use(base)  # the ready path is open
-    device._marks.now()
+    device._rooms.marks.now()
     module.calls.clear()
     other = same_room(device, base, monkeypatch)
     assert module.calls[0] == ("record", "compute")  # at the time it was given up
@@ -251,8 +259,8 @@ def test_ends_of_a_copy_live_until_it_has_fired(device):
     assert len(device._copier._in_flight) == 1
     event.event.fired = True
     assert event.is_done()
-    device._copier._retire()
-    assert not device._copier._in_flight
+    assert not device._copier.copies_of(base)
+    assert not len(device._copier._in_flight)
 
 
 def test_what_the_allocator_says_is_what_is_resident(device, module):
@@ -347,13 +355,97 @@ def mps(monkeypatch):
     return module
 
 
-def test_one_that_cannot_is_refused_and_is_not_the_default(mps):
-    with pytest.raises(ConfigError, match="cannot empty the storage"):
-        AcceleratorDevice("mps")
-    assert registry.default_name() == "sim"
-
-
-def test_one_that_can_is_taken(mps, monkeypatch):
-    monkeypatch.setattr(vendor, "can_refill", lambda device: True)
-    assert AcceleratorDevice("mps").capacity_nbytes == 500
+@pytest.mark.parametrize("can", [True, False])
+def test_one_that_cannot_empty_storages_exchanges_them(mps, monkeypatch, can):
+    monkeypatch.setattr(vendor, "can_refill", lambda device: can)
+    device = AcceleratorDevice("mps")
+    assert device.capacity_nbytes == 500
+    assert device.exchanges_storages == (not can)
     assert registry.default_name() == "mps"
+
+
+def test_a_storage_that_was_exchanged_is_gone_and_the_base_is_the_same():
+    device = ExchangingDevice(LateModule())
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            base = torch.ones(3, 5)
+        device.empty(base)
+        assert (storage_nbytes(base), device.held_nbytes()) == (0, 0)
+        device.refill(base, 60)
+        device.copy_in(torch.full((60,), 7, dtype=torch.uint8), base).synchronize()
+        assert bytes_of(base).unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_memory_that_a_program_has_locked_in_part_is_staged(monkeypatch, part):
+    device = LateDevice(LateModule())
+    runtime = device.double.runtime
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: runtime.is_locked(memory))
+    memory = page_lock.own_pages(1 << 20)
+    source = torch.frombuffer(memory, dtype=torch.uint8)
+    runtime.cudaHostRegister(source.data_ptr(), int(part * source.numel()), 1)
+    source.fill_(5)
+    base = device.allocate(source.numel())
+    event = device.copy_in(source, base)  # the double refuses a copy of what is locked in part
+    assert isinstance(event, AcceleratorEvent) == (part == 1.0)
+    event.synchronize()
+    assert base.unique().tolist() == [5]
+    home = torch.zeros_like(source)
+    device.copy_out(base, source).synchronize()
+    device.copy_out(base, home).synchronize()
+    assert home.unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("release", ["6.8.0-generic", "5.15.153.1-microsoft-standard-WSL2"])
+def test_where_the_driver_spills_not_all_that_is_free_is_taken(
+    device, module, monkeypatch, release
+):
+    real = device_module.platform.uname()
+    monkeypatch.setattr(device_module.platform, "uname", lambda: real._replace(release=release))
+    device.limit(1000)  # 400 are free, and 70 are reserved by us
+    device.limit(100)
+    spills = "microsoft" in release
+    assert module.calls == [("cap", 0.423 if spills else 1.0, 0), ("cap", 0.1, 0)]
+
+
+def test_without_a_budget_plain_tensors_of_the_program_are_not_ours(device, module):
+    module.mem_get_info = lambda index: (300, 1000)
+    module.memory_allocated = lambda index: 600  # of which we count 200
+    module.memory_reserved = lambda index: 600
+    device.ledger = SimpleNamespace(resident_nbytes=200)
+    assert resolve_budget(None, device).limit_nbytes == int((300 + 200) * 0.9)
+    device.ledger = None
+    assert resolve_budget(None, device).limit_nbytes == int(300 * 0.9)
+
+
+def test_copies_in_flight_are_not_asked_one_by_one(device, module, monkeypatch):
+    asked = []
+    query = FakeEvent.query
+    monkeypatch.setattr(FakeEvent, "query", lambda event: asked.append(event) or query(event))
+    bases = [device.allocate(8) for _ in range(200)]
+    events = [device.copy_in(torch.ones(8, dtype=torch.uint8), base) for base in bases]
+    assert len(asked) <= 3 * len(bases), "each copy looks at the oldest one"
+    asked.clear()
+    assert device._copier.copies_of(bases[150]) == [events[150]]
+    assert device._copier.copies_of(device.allocate(8)) == []
+    assert len(asked) <= 2
+    for event in events[:100]:
+        event.event.fired = True
+    assert device._copier.copies_of(bases[50]) == []
+    assert len(device._copier._in_flight) == 100
+
+
+def test_threads_that_wait_for_copies_sleep(module):
+    made = []
+
+    def event(enable_timing=False, blocking=False):
+        made.append(blocking)
+        return FakeEvent(module.calls)
+
+    module.Event = event
+    device = FakeAccelerator("cuda", 0, module=module)
+    base = device.allocate(4)
+    device.record()
+    assert made == [False], "nobody waits for it on the host"
+    device.copy_in(torch.ones(4, dtype=torch.uint8), base)
+    assert made[-1]

@@ -10,6 +10,7 @@ import torch
 from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices.accelerator.events import StagedEvent
 from torchTensorRef.devices.accelerator.staging import HostCopier, StagedCopy, StagingRing
+from torchTensorRef.devices.host.mirrors import Mirror
 
 SLOT = 1000
 
@@ -64,10 +65,7 @@ class Device:
     def __init__(self):
         self.waited = []
 
-    def compute_stream(self):
-        return self
-
-    def wait_event(self, event):
+    def hold_compute_back(self, event):
         self.waited.append(event)
 
 
@@ -140,13 +138,13 @@ def test_out_of_the_device_compute_may_go_on_when_the_last_slice_has_left(lane):
 
 
 def test_a_mirror_is_filled_on_the_way(lane):
-    source, filled = noise(3 * SLOT), []
-    mirror, target = torch.zeros(3 * SLOT, dtype=torch.uint8), noise(3 * SLOT)
-    copy = StagedCopy(source, target, (), mirror=mirror, when_filled=lambda: filled.append(1))
+    source, target = noise(3 * SLOT), noise(3 * SLOT)
+    mirror = Mirror(source, torch.zeros(3 * SLOT, dtype=torch.uint8))
+    copy = StagedCopy(source, target, (), mirror=mirror)
     StagedEvent(ring(lane, into=True).submit(copy), Device()).synchronize()
-    assert torch.equal(mirror, source)
+    assert torch.equal(mirror.memory, source)
     assert torch.equal(target, source)
-    assert filled == [1]
+    assert mirror.is_filled
 
 
 def test_without_page_locked_memory_slots_are_pageable(lane):
@@ -201,3 +199,35 @@ def test_the_tensors_of_a_copy_are_let_go(lane):
         gc.collect()
         threading.Event().wait(0.01)
     assert dead() is None
+
+
+class BreakingLane(LateLane):
+    """A link that fails at each second slice of a copy, for good."""
+
+    def issue(self, source, destination):
+        if sum(what == "issue" for what, _ in self.log) % 2:
+            self.log.append(("issue", 0))
+            raise RuntimeError("the link breaks")
+        return super().issue(source, destination)
+
+
+def test_a_copy_that_fails_halfway_is_over_before_its_ends_are_given_away():
+    lane = BreakingLane()
+    source = torch.ones(3 * SLOT, dtype=torch.uint8)
+    target = torch.zeros(3 * SLOT, dtype=torch.uint8)
+    copy = ring(lane, into=True).submit(StagedCopy(source, target, ()))
+    with pytest.raises(TransferError):
+        copy.join()
+    assert not lane.work, "slices are still under way into memory that others get"
+
+
+def test_a_mirror_that_was_not_filled_is_left_to_the_next_copy():
+    source, target = (torch.ones(SLOT, dtype=torch.uint8) for _ in range(2))
+    mirror = Mirror(source, torch.zeros(SLOT, dtype=torch.uint8))
+    mirror.is_taken = True
+    lane = LateLane()
+    lane.fails = 2
+    with pytest.raises(TransferError):
+        ring(lane, into=True).submit(StagedCopy(source, target, (), mirror=mirror)).join()
+    assert not mirror.is_taken
+    assert not mirror.is_filled

@@ -53,7 +53,7 @@ def test_what_cannot_be_read_is_no_limit(groups):
 
 def test_shares_and_sizes(monkeypatch):
     monkeypatch.setattr(host_limits, "ram_limit_nbytes", lambda: 1000)
-    assert (share_of_ram("25%"), share_of_ram("0"), share_of_ram("8GiB")) == (250, 0, 1000)
+    assert (share_of_ram("25%"), share_of_ram("0"), share_of_ram("8GiB")) == (250, 0, 8 * GIB)
     with pytest.raises(ConfigError):
         share_of_ram("much")
 

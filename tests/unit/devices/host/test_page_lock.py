@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import os
+from mmap import PAGESIZE
 
 import pytest
 import torch
 
+from torchTensorRef.devices.base import bytes_of
 from torchTensorRef.devices.host import page_lock
 from torchTensorRef.devices.host.page_lock import (
     LEAST_NBYTES,
@@ -21,6 +25,7 @@ from torchTensorRef.devices.host.readers import host_readers
 from ....support.device_double import Runtime
 
 N = LEAST_NBYTES
+mirrors = host_readers.mirrors
 
 
 def base(nbytes=N):
@@ -48,49 +53,78 @@ def locks(runtime):
     return PageLocks(RegisteringLocker(runtime), 10 * N)
 
 
-def test_what_recurs_is_locked_where_it_lies(locks, runtime):
+def assert_pages_of_our_own(runtime):
+    for address, nbytes in runtime.registered.items():
+        assert address % PAGESIZE == nbytes % PAGESIZE == 0, "others have a part of a page"
+
+
+def test_what_recurs_gets_whole_pages_of_its_own(locks, runtime):
     weight = base()
     locks.wish(weight, may_mirror=True)
     assert locks.settle(10)
-    assert not locks.is_locked(weight), "it has been copied once only"
+    assert mirrors.take(weight) is None, "it has been copied once only"
     locks.wish(weight, may_mirror=True)
     assert locks.settle(10)
-    assert locks.is_locked(weight)
-    assert runtime.registered == {weight.data_ptr(): N}
+    mirror = mirrors.take(weight)
+    assert mirror.may_be_home, "of a heap, which can have its memory back"
+    assert locks.is_locked(mirror.memory)
+    assert not locks.is_locked(weight)
+    assert runtime.state_of(weight) == "pageable"
+    assert runtime.registered == {mirror.memory.data_ptr(): N}
     assert locks.locked_nbytes == N
 
 
-def test_memory_is_unlocked_before_it_is_freed(locks, runtime):
-    weight = base()
-    wish(locks, weight)
-    del weight
+def test_neighbours_in_a_heap_share_no_locked_page(runtime):
+    locks = PageLocks(RegisteringLocker(runtime), 100 * N)
+    heap = torch.zeros(40 * N, dtype=torch.uint8)
+    del heap  # what comes now is cut out of what was there, one beside the other
+    weights = [base(N + 1000) for _ in range(24)]
+    for weight in weights[::2]:
+        wish(locks, weight)
+    assert runtime.registered
+    assert_pages_of_our_own(runtime)
+    assert {runtime.state_of(weight) for weight in weights} == {"pageable"}
+
+
+def test_memory_is_unlocked_before_it_is_freed_and_by_our_thread(locks, runtime):
+    piece = locks.allocate(N)
+    address = piece.data_ptr()
+    view = piece[3:7]
+    del piece
+    assert locks.settle(10)
+    assert runtime.registered == {address: N}, "a view of it lives"
+    del view
     gc.collect()
+    assert locks.settle(10)
     assert runtime.registered == {}
+    assert runtime.unregistered_by == ["torchTensorRef-page-lock"], "and by no finalizer"
     assert locks.locked_nbytes == 0
 
 
-def test_memory_is_unlocked_before_it_is_exchanged(locks, runtime):
+def test_a_wish_outlives_an_exchange_of_memory(locks, runtime):
     weight = base()
     wish(locks, weight)
-    host_readers.about_to_move(weight)
-    assert runtime.registered == {}
-    weight.untyped_storage().resize_(4 * N)
-    del weight
-    gc.collect()
-    assert locks.locked_nbytes == 0
-
-
-def test_memory_that_an_operator_has_exchanged_is_unlocked(locks, runtime):
-    weight = base()
-    wish(locks, weight)
-    host_readers.were_written([weight])
-    assert runtime.registered, "written, and where it was"
-    grown = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
-    held = base()  # so that the storage has to move
-    grown.resize_(64 * N)
-    host_readers.were_written([weight])
-    assert runtime.registered == {}
+    storage = weight.untyped_storage()
+    held = base()  # so that it has to move
+    storage.resize_(64 * N)
+    other = base()
+    assert mirrors.take(bytes_of(weight)) is None
+    assert mirrors.take(other) is None
+    assert runtime.state_of(weight) == "pageable"
     del held
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nobody forks here")
+def test_a_forked_child_writes_memory_of_its_own(locks):
+    piece = locks.allocate(N)
+    piece.fill_(1)
+    address = piece.data_ptr()
+    child = os.fork()
+    if not child:
+        ctypes.memset(address, 2, N)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert piece.unique().tolist() == [1]
 
 
 def test_the_bound_is_kept(runtime):
@@ -98,12 +132,13 @@ def test_the_bound_is_kept(runtime):
     weights = [base() for _ in range(4)]
     for weight in weights:
         wish(locks, weight)
-    assert sum(locks.is_locked(weight) for weight in weights) == 2
+    assert sum(mirrors.take(weight) is not None for weight in weights) == 2
     assert locks.locked_nbytes == 2 * N
     assert locks.allocate(N) is None
     del weight
     weights.clear()
     gc.collect()
+    assert locks.settle(10)
     assert locks.allocate(N) is not None, "there is room again"
 
 
@@ -117,15 +152,18 @@ def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
     weight = mapped()
     wish(locks, weight)
     assert not locks.is_locked(weight)
-    mirror = locks.take_prepared(weight)
+    mirror = mirrors.take(weight)
     assert mirror is not None
-    assert mirror.numel() == N
-    assert runtime.registered == {mirror.data_ptr(): N}, "of exactly its size"
-    assert locks.take_prepared(weight) is None, "given away once"
-    host_readers.set_mirror(weight, mirror)
-    assert host_readers.mirror(weight) is mirror
+    assert mirror.memory.numel() == N
+    assert runtime.registered == {mirror.memory.data_ptr(): N}, "of exactly its size"
+    assert mirrors.take(weight) is None, "given away once"
+    assert mirrors.of(weight) is None
+    mirror.filled()
+    assert mirrors.of(weight) is mirror
+    assert not mirror.may_be_home, "a file's pages are nobody's to free"
     del mirror, weight
     gc.collect()
+    assert locks.settle(10)
     assert runtime.registered == {}
     assert locks.locked_nbytes == 0
 
@@ -133,16 +171,17 @@ def test_a_mapped_file_gets_a_mirror_that_its_next_copy_fills(locks, runtime):
 def test_bytes_that_others_may_write_get_no_mirror(locks):
     weight = mapped()
     wish(locks, weight, may_mirror=False)
-    assert locks.take_prepared(weight) is None
+    assert mirrors.take(weight) is None
     assert locks.locked_nbytes == 0
 
 
 def test_a_write_ends_a_mirror(locks):
     weight = mapped()
     wish(locks, weight)
-    host_readers.set_mirror(weight, locks.take_prepared(weight))
+    mirrors.take(weight).filled()
     host_readers.about_to_change(weight)
-    assert host_readers.mirror(weight) is None
+    assert mirrors.of(weight) is None
+    assert locks.settle(10)
     assert locks.locked_nbytes == 0
 
 
@@ -166,7 +205,7 @@ def test_a_driver_that_raises_ends_nothing(caplog, runtime):
     other = base()
     del runtime.cudaHostRegister
     wish(locks, other)
-    assert locks.is_locked(other), "the thread is still there"
+    assert mirrors.take(other) is not None, "the thread is still there"
 
 
 def test_without_a_locker_nothing_is_locked_and_nothing_said(caplog):
@@ -178,7 +217,7 @@ def test_without_a_locker_nothing_is_locked_and_nothing_said(caplog):
 
 
 def test_torchs_own_memory_is_cut_out_of_chunks(monkeypatch):
-    made = []
+    made, late = [], []
 
     def torchs_own(nbytes):
         made.append(nbytes)
@@ -186,11 +225,10 @@ def test_torchs_own_memory_is_cut_out_of_chunks(monkeypatch):
 
     monkeypatch.setattr(page_lock, "_torchs_own", torchs_own)
     locker = TorchLocker(chunk_nbytes=100)
-    parts = [locker.allocate(40) for _ in range(3)]
+    parts = [locker.allocate(40, late.append) for _ in range(3)]
     assert made == [100, 100], "no power of two for each"
     assert parts[0].data_ptr() + 40 == parts[1].data_ptr()
-    assert locker.allocate(101) is None
-    assert not locker.lock(parts[0].data_ptr(), 40)
+    assert locker.allocate(101, late.append) is None
 
 
 class SlowReader:

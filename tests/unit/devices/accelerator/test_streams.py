@@ -1,0 +1,200 @@
+"""Programs with streams of their own, and threads that evict: copies keep clear of all compute."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from torchTensorRef.devices.accelerator import own_stream, vendor
+from torchTensorRef.devices.accelerator.streams import note_streams
+
+from ....support.ordered_double import OrderedDevice, OrderedModule, OrderedStream, comes_before
+
+
+@pytest.fixture
+def device():
+    return OrderedDevice()
+
+
+def in_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(20)
+    return found[0]
+
+
+def evict_and_fetch_there(device, base, monkeypatch):
+    """Empty a base and fetch another one into its room, as the card's allocator would."""
+    start = base.untyped_storage().data_ptr()
+    device.empty(base)
+    take = device._rooms.freed.take
+    monkeypatch.setattr(device._rooms.freed, "take", lambda _, nbytes: take(start, nbytes))
+    device.fetched()
+    monkeypatch.undo()
+    return device.arrived
+
+
+def test_who_evicts_need_not_be_who_computes(device, monkeypatch):
+    device.double.set_stream(OrderedStream("the program's own"))
+    base = device.fetched()
+    read = device.kernel(base)
+    copied = in_thread(lambda: evict_and_fetch_there(device, base, monkeypatch))
+    assert comes_before(read, copied)
+
+
+def test_what_arrives_is_there_for_every_stream(device):
+    first, second = OrderedStream("first"), OrderedStream("second")
+    device.double.set_stream(first)
+    device.kernel()
+    device.fetched()
+    one = device.arrived
+    device.double.set_stream(second)
+    assert comes_before(one, device.kernel()), "it came when this stream was not known"
+    in_thread(device.fetched)  # by a thread with another stream
+    assert comes_before(device.arrived, device.kernel_unseen())
+    device.double.set_stream(first)
+    assert comes_before(device.arrived, device.kernel_unseen())
+
+
+def test_a_stream_is_seen_before_the_ready_path_uses_it(device, monkeypatch):
+    device.double.set_stream(OrderedStream("first"))
+    base = device.fetched()
+    device.kernel(base)
+    device.double.set_stream(OrderedStream("second"))
+    note_streams()  # what the patch of `set_stream` does
+    read = device.kernel_unseen()
+    copied = in_thread(lambda: evict_and_fetch_there(device, base, monkeypatch))
+    assert comes_before(read, copied)
+
+
+def test_what_one_stream_frees_another_has_done_with(device):
+    """Results of kernels: the allocator gives their room out again in the order of their stream."""
+    first, second = OrderedStream("first"), OrderedStream("second")
+    device.double.set_stream(first)
+    result = device.allocate(4096)
+    device.kernel()
+    device.double.set_stream(second)
+    read = device.kernel(result)
+    in_thread(lambda: device.empty(result))
+    device.double.set_stream(first)
+    assert comes_before(read, device.kernel()), "it may be given the same room"
+
+
+def test_copies_home_come_after_all_that_has_written(device):
+    first, second = OrderedStream("first"), OrderedStream("second")
+    base = device.fetched()
+    written = []
+    for stream in (first, second):
+        device.double.set_stream(stream)
+        written.append(device.kernel(base))
+    home = torch.zeros(4096, dtype=torch.uint8)
+    in_thread(lambda: device.copy_out(base, home, after=device.record()).synchronize())
+    in_thread(lambda: device.copy_out(base, home).synchronize())
+    stream = device._copier.out_lane.stream
+    assert all(comes_before(kernel, stream.work()) for kernel in written)
+
+
+def test_one_stream_costs_no_wait(device):
+    waits = []
+    device.double.default.wait_event = waits.append
+    base = device.fetched()
+    waits.clear()
+    for _ in range(3):
+        device.kernel(base)
+    assert waits == []
+
+
+def test_our_streams_are_not_those_of_the_pool(monkeypatch):
+    handles = iter(range(100, 200))
+    monkeypatch.setattr(own_stream, "from_driver", lambda *_: next(handles))
+    device = OrderedDevice()
+    ours = {device._copier.in_lane.stream, device._copier.out_lane.stream}
+    assert ours.isdisjoint(device.double.Stream() for _ in range(40))
+
+
+def test_where_a_program_has_one_of_ours_it_is_followed_as_any_other(monkeypatch):
+    """No driver to ask: then torch's 32 are handed out to us as to the program."""
+    module = OrderedModule(has_own_streams=False)
+    device = OrderedDevice(module)
+    lane = device._copier.in_lane.stream
+    theirs = next(s for s in iter(module.Stream, None) if s is lane)
+    module.set_stream(theirs)
+    base = device.fetched()
+    read = device.kernel(base)
+    module.set_stream(module.default)
+    copied = in_thread(lambda: evict_and_fetch_there(device, base, monkeypatch))
+    assert comes_before(read, copied)
+
+
+def test_a_driver_that_is_not_there_makes_no_stream():
+    assert own_stream.from_driver(torch.cuda, torch.device("cuda:0"), "nothing we know") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "is_on"),
+    [
+        ("", False),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:128, expandable_segments:true", True),
+        ("expandable_segments:False", False),
+    ],
+)
+@pytest.mark.parametrize("can_ask", [True, False])
+def test_expandable_segments_are_found_out(monkeypatch, said, is_on, can_ask):
+    name = "_accelerator_getAllocatorSettings"
+    if can_ask:
+        monkeypatch.setattr(torch._C, name, lambda: said, raising=False)
+    else:
+        monkeypatch.delattr(torch._C, name, raising=False)
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    assert vendor.has_expandable_segments() == is_on
+
+
+class UnmappingDevice(OrderedDevice):
+    """Its allocator unmaps what is freed, when the stream that it was allocated on is done."""
+
+    def __init__(self):
+        super().__init__()
+        self.streams, self.readers = {}, {}
+
+    def refill(self, base, nbytes):
+        super().refill(base, nbytes)
+        self.streams[id(base)] = self.at_refill
+
+    def kernel(self, *bases):
+        when = super().kernel(*bases)
+        for base in bases:
+            self.readers.setdefault(id(base), []).append(when)
+        return when
+
+    def empty(self, base):
+        super().empty(base)
+        stream = self.streams.get(id(base))
+        if stream is not None:
+            for read in self.readers.get(id(base), ()):
+                assert comes_before(read, stream.work()), "unmapped under a kernel"
+
+
+def test_nothing_is_unmapped_under_a_kernel(monkeypatch):
+    device = UnmappingDevice()
+    on = device.vendor.on
+    device.at_refill = device.double.default
+
+    def noted_on(stream):
+        device.at_refill = stream
+        return on(stream)
+
+    monkeypatch.setattr(device.vendor, "on", noted_on)
+    monkeypatch.setattr(
+        torch._C,
+        "_accelerator_getAllocatorSettings",
+        lambda: "expandable_segments:True",
+        raising=False,
+    )
+    for _ in range(3):
+        base = device.fetched()
+        device.kernel(base)
+        device.empty(base)

@@ -1,0 +1,63 @@
+"""Streams of our own: torch hands out 32 in turn, so a program's own could be one of ours."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+__all__ = ["new_stream"]
+
+#: Driver interfaces that can make a stream: their libraries, the call, and its flag for a stream
+#: that does not wait for the default one.
+DRIVERS = {
+    "cuda": (("libcuda.so.1", "nvcuda.dll"), "cuStreamCreate", 1),
+    "hip": (("libamdhip64.so", "amdhip64.dll"), "hipStreamCreateWithFlags", 1),
+}
+
+_log = logging.getLogger("torchTensorRef")
+
+
+def new_stream(module: Any, device: Any, kind: str) -> Any:
+    """Make a stream beside those of the program.
+
+    Parameters
+    ----------
+    module : module
+        ``torch.cuda``, ``torch.xpu``, or whatever has their names.
+    device : torch.device
+        Which one of its kind.
+    kind : str
+        ``"cuda"``, ``"hip"``, ``"xpu"``.
+
+    Returns
+    -------
+    stream
+        One that the driver has made for us where the module can wrap such, else one of its pool.
+    """
+    handle = from_driver(module, device, kind) if hasattr(module, "ExternalStream") else None
+    if handle is not None:
+        # Never destroyed: a device has three, and lives as long as the process.
+        return module.ExternalStream(handle, device=device)
+    try:
+        return module.Stream(device=device)
+    except TypeError:  # modules of one device (`torch.cpu`) take no device for it
+        return module.Stream()
+
+
+def from_driver(module: Any, device: Any, kind: str) -> int | None:
+    """Return the handle of a fresh stream; None where the driver is not found, or refuses."""
+    names, call, non_blocking = DRIVERS.get(kind, ((), "", 0))
+    for name in names:
+        try:
+            create = getattr(ctypes.CDLL(name), call)
+        except (OSError, AttributeError):
+            continue
+        handle = ctypes.c_void_p()
+        with module.device(device):
+            module.synchronize(device)  # the driver makes it in the context that torch has made
+            status = create(ctypes.byref(handle), ctypes.c_uint(non_blocking))
+        if status == 0 and handle.value:
+            return int(handle.value)
+        _log.info("torchTensorRef: %s refuses a stream (%s); one of torch's is used.", name, status)
+    return None
