@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from xml.etree import ElementTree
 
+from . import recording
 from .cells import LIMIT_S, ROOT, SELECTION, Cell
 
 #: Environments, some 6 GB each: torch comes with its vendor's libraries.
 FOLDER = ROOT / ".venv-matrix"
+#: So long pytest may take to end when it is told to.
+GRACE_S = 30
+#: `recording`, as it is found from the root.
+PLUGIN = "tests.matrix.recording"
 _VERSIONS = """
 import json, platform, torch
 print(json.dumps([torch.__version__, platform.python_version()]))
@@ -66,40 +71,45 @@ def run(python: Path, selection: tuple[str, ...] = SELECTION, limit_s: int = LIM
             check=True,
         ).stdout
     )
-    report = FOLDER / f"{torch}-{version}.xml"
+    record = FOLDER / f"{torch}-{version}.jsonl"
     FOLDER.mkdir(exist_ok=True)
-    report.unlink(missing_ok=True)
+    record.write_text("")
     workers = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadfile"]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN]
+    environ = {**os.environ, recording.VARIABLE: str(record)}
     begin = time.perf_counter()
     broken_off = ""
-    process = subprocess.Popen([*command, f"--junitxml={report}", *selection], cwd=ROOT)
+    process = subprocess.Popen([*command, *workers, *selection], cwd=ROOT, env=environ)
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
         broken_off = f"broken off after {limit_s} s"
-        process.terminate()  # pytest ends its workers
-        process.wait()
+        process.send_signal(signal.SIGINT)  # pytest ends its workers
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     took_s = round(time.perf_counter() - begin, 1)
-    counts, failures = _read(report)
+    counts, failures = _read(record)
     if not broken_off and process.returncode not in (0, 1):
         broken_off = f"pytest ended with {process.returncode}"
     return Run(torch, version, date.today().isoformat(), took_s, counts, failures, broken_off)
 
 
-def _read(report: Path) -> tuple[dict[str, int], dict[str, str]]:
+def _read(record: Path) -> tuple[dict[str, int], dict[str, str]]:
+    # A test may pass and fail in its end; then it has failed.
+    reasons: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
+    for line in record.read_text().splitlines():
+        name, outcome, why = json.loads(line)
+        outcomes[name] = "failed" if "failed" in (outcome, outcomes.get(name)) else outcome
+        if outcome == "failed":
+            reasons.setdefault(name, why)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
-    failures: dict[str, str] = {}
-    if not report.exists():
-        return counts, failures
-    for case in ElementTree.parse(report).iter("testcase"):
-        wrong = [part for part in case if part.tag in ("failure", "error")]
-        kind = "failed" if wrong else "skipped" if case.find("skipped") is not None else "passed"
-        counts[kind] += 1
-        if wrong:
-            why = (wrong[0].get("message") or "").partition("\n")[0]
-            failures[f"{case.get('classname')}::{case.get('name')}"] = why[:200]
-    return counts, failures
+    for outcome in outcomes.values():
+        counts[outcome] += 1
+    return counts, reasons
 
 
 def as_json(done: Run) -> dict[str, object]:

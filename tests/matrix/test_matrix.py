@@ -19,6 +19,14 @@ def test_that_passes():
 def test_that_fails():
     assert 1 == 2, "on purpose"
 
+@pytest.fixture
+def ending():
+    yield
+    raise ValueError("at the end")
+
+def test_that_fails_at_its_end(ending):
+    pass
+
 @pytest.mark.skip(reason="on purpose")
 def test_that_is_skipped():
     assert False
@@ -34,20 +42,31 @@ def test_a_selection_is_run_and_counted(tmp_path, monkeypatch):
     tests = tmp_path / "test_it.py"
     tests.write_text(TESTS)
     done = runs.run(Path(sys.executable), (str(tests),))
-    assert done.counts == {"passed": 1, "failed": 1, "skipped": 1}
+    assert done.counts == {"passed": 1, "failed": 2, "skipped": 1}
     assert done.torch == torch.__version__
     assert not done.broken_off
-    ((name, why),) = done.failures.items()
-    assert name.endswith("test_that_fails")
+    (first, why), (second, why_second) = done.failures.items()
+    assert first.endswith("test_that_fails")
     assert "on purpose" in why
+    assert second.endswith("test_that_fails_at_its_end")
+    assert "at the end" in why_second
 
 
-def test_what_takes_too_long_is_broken_off(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "FOLDER", tmp_path)
+    (tmp_path / "test_it.py").write_text("import no_such_library\n")
+    done = runs.run(Path(sys.executable), (str(tmp_path / "test_it.py"),))
+    assert done.counts["failed"] == 1
+
+
+def test_what_takes_too_long_is_broken_off_and_what_was_run_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "FOLDER", tmp_path)
     tests = tmp_path / "test_it.py"
-    tests.write_text("import time\n\ndef test_that_waits():\n    time.sleep(60)\n")
-    done = runs.run(Path(sys.executable), (str(tests),), limit_s=1)
+    waits = "def test_that_waits():\n    time.sleep(60)\n"
+    tests.write_text(f"import time\n\ndef test_first():\n    pass\n\n{waits}")
+    done = runs.run(Path(sys.executable), (str(tests),), limit_s=10)
     assert "broken off" in done.broken_off
+    assert done.counts["passed"] == 1
     assert done.took_s < 50
 
 
