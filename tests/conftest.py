@@ -41,6 +41,18 @@ def threads_of_kernels_are_given_back() -> Iterator[None]:
         sys.modules["torch"].set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def the_default_device_is_given_back() -> Iterator[None]:
+    """Have torch forget that a default device was taken back: old ones stumble over that.
+
+    `torch_versions.DEFAULT_DEVICE` says which.
+    """
+    yield
+    context = getattr(sys.modules.get("torch"), "_GLOBAL_DEVICE_CONTEXT", None)
+    if getattr(context, "device_context", context) is None:
+        del context.device_context
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., str]:
     """Write a program that has never heard of us; return its path."""

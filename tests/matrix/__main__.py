@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +27,12 @@ def main() -> int:
         parser.error("--python goes with one name")
     is_wrong = False
     for name in options.names or CELLS:
-        python = options.python or python_of(name, CELLS[name])
+        try:
+            python = options.python or python_of(name, CELLS[name])
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"{name}: cannot be set up: {error}", flush=True)  # noqa: T201
+            is_wrong = True
+            continue
         done = run(python)
         if not done.torch.startswith(CELLS[name].torch):
             parser.error(f"{python} has torch {done.torch}, and not {CELLS[name].torch}")

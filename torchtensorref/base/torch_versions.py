@@ -40,6 +40,7 @@ class Difference(NamedTuple):
 MANAGEMENT = "management"
 CPP_PATH = "operators in C++"
 TRACED_CLASSES = "torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES"
+DEFAULT_DEVICE = "`torch.get_default_device()` after `torch.set_default_device(None)`"
 
 ROWS = {
     row.name: row
@@ -63,6 +64,13 @@ ROWS = {
             (2, 14),
             "2.9 and 2.15 have no check by the class of a tensor there that has to be told of "
             "TensorRefs (2.10 to 2.12 were not looked at)",
+        ),
+        Difference(
+            DEFAULT_DEVICE,
+            (2, 13),
+            None,
+            "in 2.9 that raises, in plain torch, too, and so does who asks, such as transformers' "
+            "models when they are made (2.10 to 2.12 were not looked at)",
         ),
     )
 }

@@ -4,6 +4,7 @@ import configparser
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchTensorRef.base import torch_versions
 from torchTensorRef.base.torch_versions import Difference
@@ -42,10 +43,9 @@ def test_every_row_says_why_and_some_torch_has_it():
         assert row.reason
         assert row.first or row.last
         assert row.first is None or row.last is None or row.first <= row.last
-    assert set(torch_versions.lacking("2.12.0")) == {
-        torch_versions.CPP_PATH,
-        torch_versions.TRACED_CLASSES,
-    }
+    assert set(torch_versions.lacking("2.15.0")) == {torch_versions.TRACED_CLASSES}
+    assert torch_versions.MANAGEMENT not in torch_versions.lacking("2.9.1")
+    assert torch_versions.lacking("2.8.0").keys() == torch_versions.ROWS.keys()
     assert torch_versions.lacking("2.13.0") == {}
 
 
@@ -55,3 +55,13 @@ def test_the_package_asks_for_the_oldest_that_is_managed():
     oldest = torch_versions.ROWS[torch_versions.MANAGEMENT].first
     wanted = f"torch>={'.'.join(map(str, oldest))}"
     assert wanted in setup["options"]["install_requires"].split()
+
+
+def test_a_default_device_that_was_taken_back_is_none_where_the_table_says_so():
+    torch.set_default_device("cpu")
+    torch.set_default_device(None)
+    try:
+        answers = torch.get_default_device() == torch.device("cpu")
+    except AttributeError:
+        answers = False
+    assert answers is torch_versions.has(torch_versions.DEFAULT_DEVICE, torch.__version__)
