@@ -49,7 +49,7 @@ def the_default_device_is_given_back() -> Iterator[None]:
     """
     yield
     context = getattr(sys.modules.get("torch"), "_GLOBAL_DEVICE_CONTEXT", None)
-    if getattr(context, "device_context", context) is None:
+    if context is not None and getattr(context, "device_context", context) is None:
         del context.device_context
 
 
