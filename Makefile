@@ -12,6 +12,7 @@ CORE ?= python
 WORKERS ?= 2
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
+MATRIX_ARGS ?=
 SOAK_ARGS ?= --minutes 30
 SANITIZE_ARGS ?= --minutes 10
 INTERRUPTS_ARGS ?= --count 2000
@@ -27,7 +28,7 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test core conformance compatibility soak interrupts sanitize gpu gpu-dry lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts sanitize gpu gpu-dry lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -50,6 +51,11 @@ conformance: $(VENV)/test.stamp
 # Some ten minutes: every model of tests/conformance/zoo, with plain torch and with us.
 compatibility: $(VENV)/compatibility.stamp
 	@$(BIN)/python -m tests.conformance.models $(MODELS)
+
+# A selection of the tests on the oldest, the pinned and the newest torch, and on a newer Python: in
+# environments of their own under .venv-matrix, some 6 GB each. MATRIX_ARGS="newest" runs a part.
+matrix: $(VENV)/test.stamp
+	@$(BIN)/python -m tests.matrix $(MATRIX_ARGS)
 
 soak: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
@@ -89,7 +95,7 @@ lint: $(VENV)/test.stamp
 	@cd $(LINT_DIR) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/setup.cfg
 
 clean:
-	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,31 @@ def libraries_are_set_aside() -> None:
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_kernels_are_given_back() -> Iterator[None]:
+    """Give the number of threads back that a test has set: kernels have other bits with another.
+
+    What came later compared results of threads of its own, which begin with the number that torch
+    was started with, with those of the main one: on torch 2.15 they differed.
+    """
+    before = "torch" in sys.modules and sys.modules["torch"].get_num_threads()
+    yield
+    if before and sys.modules["torch"].get_num_threads() != before:
+        sys.modules["torch"].set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def the_default_device_is_given_back() -> Iterator[None]:
+    """Have torch forget that a default device was taken back: old ones stumble over that.
+
+    `torch_versions.DEFAULT_DEVICE` says which.
+    """
+    yield
+    context = getattr(sys.modules.get("torch"), "_GLOBAL_DEVICE_CONTEXT", None)
+    if context is not None and getattr(context, "device_context", context) is None:
+        del context.device_context
 
 
 @pytest.fixture

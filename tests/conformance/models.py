@@ -31,6 +31,7 @@ from torchTensorRef.base.options import settings
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 
+from ..matrix import page as matrix
 from ..support.differential import copied, differences
 from .zoo.cases import Case, observed, parts_of, seed, weights_nbytes
 
@@ -272,6 +273,10 @@ def page(outcomes: list[Outcome]) -> str:
         "where torch has none, streams that do nothing stand in for them, for plain torch too.",
         "",
         f"Made with {versions}.",
+        "",
+        *matrix.section(matrix.known()).splitlines(),
+        "",
+        "## Models",
         "",
         "| model | family | weights | runs | identical | on the accelerator |",
         "|---|---|---:|---|---|---:|",

@@ -15,7 +15,7 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import TensorRef, injectTo
 from torchTensorRef.inject import hooks
-from torchTensorRef.inject.built_before import BuiltBefore
+from torchTensorRef.inject.built_before import PATIENCE, BuiltBefore
 
 
 @pytest.fixture
@@ -220,6 +220,19 @@ def test_a_copy_of_it_is_said_to_be_plain(build, caplog):
     with pytest.warns(RuntimeWarning, match="is plain"):
         call_often(built)
     assert caplog.text.count("is plain") == 1
+
+
+def test_parameters_that_come_and_go_in_one_place_are_not_counted_as_one(build):
+    """The next one often has the `id` of the one before: then each met TensorRefs once only."""
+    build(lambda: None)
+    x, ids = torch.ones(1, 3), []
+    for _ in range(50):
+        with torchTensorRef.disabled():
+            parameter = nn.Parameter(torch.ones(3, 5), requires_grad=False)
+        x @ parameter  # a warning would be an error
+        ids.append(id(parameter))
+        del parameter
+    assert max(map(ids.count, ids)) > PATIENCE, "no id came again: the test has shown nothing"
 
 
 def test_models_that_are_plain_by_choice_stay_so(build):

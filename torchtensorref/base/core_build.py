@@ -17,14 +17,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from . import torch_versions
+
 PACKAGE = Path(__file__).parents[1]
 SOURCES = PACKAGE / "interception" / "csrc"
 #: The module that the library is, and its file.
 NAME = "torchTensorRef_core"
 #: What the compiler is told beside the usual: another library. For sanitizers (`tests/stress`).
 FLAGS: list[str] = []
-#: The oldest torch that has dispatch keys at the places where the sources need them.
-OLDEST_TORCH = (2, 13)
 
 _BUILD = """
 import sys
@@ -97,10 +97,9 @@ def _cache() -> Path:
 
 
 def _obstacle(torch: str, compiler: str | None) -> str:
-    numbers = tuple(int(part) for part in torch.split(".")[:2] if part.isdecimal())
-    if numbers < OLDEST_TORCH:
-        wanted = ".".join(map(str, OLDEST_TORCH))
-        return f"it needs torch {wanted} or later, and this is {torch or 'absent'}"
+    needed = torch_versions.ROWS[torch_versions.CPP_PATH]
+    if not needed.is_in(torch):
+        return f"it needs torch {needed.torches}, and this is {torch or 'absent'}"
     if os.name != "posix":
         return "it is built on Linux and macOS only"
     if compiler is None:

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .._version import __version__
-from ..base import core_build
+from ..base import core_build, torch_versions
 from ..base.options import OPTIONS, PREFIX, settings
 from ..base.units import format_nbytes
 from ..inject import hooks
@@ -77,7 +77,7 @@ def _companions() -> Iterator[str]:
 def _torch() -> Iterator[str]:
     installed = version_of("torch")
     if installed == "absent" and "torch" not in sys.modules:
-        yield "absent: torchTensorRef needs torch 2.9 or later (pip install torch)"
+        yield f"absent: torchTensorRef needs {torch_versions.WANTED} (pip install torch)"
         return
     torch = importlib.import_module("torch")
     built = torch.version.cuda or torch.version.hip

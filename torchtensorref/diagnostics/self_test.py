@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..base import torch_versions
 from ..base.options import settings
 from ..base.units import format_nbytes
 from ..devices import registry
@@ -42,7 +43,7 @@ def main(names: Sequence[str] | None = None) -> int:
         import torch
     except Exception as error:
         print(f"FAIL  torch   {type(error).__name__}: {error}")
-        print("torchTensorRef needs torch 2.9 or later (pip install torch).", file=sys.stderr)
+        print(f"torchTensorRef needs {torch_versions.WANTED} (pip install torch).", file=sys.stderr)
         return 1
     print(f"torch {torch.__version__}")
     asked = list(names or ())

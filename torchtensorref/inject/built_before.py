@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.activation import when_plain
 from ..memory.once import note_plain
@@ -37,8 +38,9 @@ class BuiltBefore:
         self._torch_arrives = torch_arrives
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handle: Any = None
-        #: How often plain parameters have met TensorRefs, by id; None when that has been said.
-        self._meetings: dict[int, int] | None = {}
+        #: How often plain parameters have met TensorRefs, by id, and by what we know each again (a
+        #: weak reference to a parameter would keep it from being adopted); None when it was said.
+        self._meetings: dict[int, tuple[StorageWeakRef, int]] | None = {}
 
     def begin(self) -> None:
         """Find them: 70 ms among 170,000 objects. Where torch is just arriving there are none."""
@@ -83,7 +85,10 @@ class BuiltBefore:
         """A plain parameter meets TensorRefs in an operator."""
         if self._meetings is None or is_disabled.get():
             return
-        count = self._meetings[id(parameter)] = self._meetings.get(id(parameter), 0) + 1
+        storage = StorageWeakRef(parameter.untyped_storage())
+        known, count = self._meetings.get(id(parameter), (storage, 0))
+        count = count + 1 if known == storage else 1
+        self._meetings[id(parameter)] = storage, count
         if count >= PATIENCE:
             self._meetings = None
             note_plain(parameter.numel())

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn.modules import module as module_hooks
 
 from ..base.interrupts import lets_program_run
-from . import hooks
+from . import control_flow, hooks
 from .built_before import unwatched
 
 
@@ -43,6 +43,9 @@ def call_with_refs(eval_frame: Any) -> Callable[[], None]:
         compiles = isinstance(self, eval_frame.OptimizeContext)
         if not compiles or self.export or type(compiled) is not FunctionType:
             return compiled
+        control = control_flow.in_python(function)
+        if control is not None:
+            return control_flow.around(compiled, control)
         return _around(compiled, functools.partial(original, self))
 
     context.__call__ = functools.wraps(original)(compiled_alike)

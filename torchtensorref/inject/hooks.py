@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from ..base import torch_versions
 from ..base.activation import disabled as disabled
 from ..base.activation import is_disabled as is_disabled
 from ..base.options import settings
 
 PACKAGE = __package__.rpartition(".")[0]
-
-OLDEST_TORCH = (2, 9)
 
 
 @dataclass
@@ -47,7 +46,7 @@ def load(name: str) -> ModuleType:
         if error.name != "torch":
             raise
         raise ImportError(
-            "torchTensorRef needs torch 2.9 or later, and there is none: pip install torch.",
+            f"torchTensorRef needs {torch_versions.WANTED}, and there is none: pip install torch.",
             name="torch",
         ) from None
 
@@ -110,8 +109,10 @@ def on_torch(module: ModuleType) -> None:
 
 def complaint_of(version: str) -> str:
     """Say why a torch of that version will not do; "" if it will."""
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    return "" if len(numbers) < 2 or numbers >= OLDEST_TORCH else "torch 2.9 or later is needed"
+    is_known = len(torch_versions.numbers_of(version)) == 2
+    if not is_known or torch_versions.has(torch_versions.MANAGEMENT, version):
+        return ""
+    return f"{torch_versions.WANTED} is needed"
 
 
 def register() -> None:

@@ -35,7 +35,7 @@ from .factories import (
 )
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
-from .readers import in_python, legacy_instance, on_plain
+from .readers import legacy_instance, on_plain
 from .registration import on_registration
 from .signals import HandlersPatch, get_handler, set_handler
 
@@ -183,12 +183,6 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "_worker_loop",
         left_plain,
         "a spawned worker of a DataLoader needs no accelerator, as a forked one has none",
-    ),
-    Patch(
-        "torch._higher_order_ops.utils",
-        "_hop_compile_and_call",
-        in_python,
-        "compiles control flow as a whole, and its compiler knows no TensorRef",
     ),
     HookPatch(
         "torch.nn.modules.module",

@@ -1,0 +1,1 @@
+"""A selection of the tests on other versions of torch and Python; `python -m tests.matrix`."""
