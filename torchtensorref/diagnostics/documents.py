@@ -5,6 +5,7 @@ Write them anew with ``python -m torchTensorRef.diagnostics.documents docs``.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from pathlib import Path
@@ -95,6 +96,8 @@ def errors_page() -> str:
     -----
     Imports torch: `OutOfBudgetError` is an error of torch as well.
     """
+    # torch first: a module of ours that brings it in is not whole yet when torch is patched.
+    importlib.import_module("torch")
     hooks.load(".memory.budget")
     kinds = {kind.__name__: kind for kind in _own_subclasses(TensorRefError)}
     sections = [
