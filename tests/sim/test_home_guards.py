@@ -97,7 +97,7 @@ def test_bytes_that_others_may_write_are_read_before_the_copy_is_left_alone(mana
     array = x.numpy() if is_exposed else None
     home = x._ttr_block.replicas[manager.residency.books.host]
     reading, device = Reading(home.base), Device()
-    Transfer._mind_source(home, device, reading)  # type: ignore[arg-type]
+    Transfer._mind_source(home, device, reading, was_exposed=False)  # type: ignore[arg-type]
     assert reading.was_finished is is_exposed
     assert device.wishes == [not is_exposed]
     del array
