@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchTensorRef.base.options import options
+from torchTensorRef.operators.blocked import probe
 
 from ..support.differential import differences
 
@@ -202,6 +203,27 @@ def test_the_host_runs_what_blocks_would_add_in_another_order(manage):
     assert stats["blocked_op_count"] == stats["reordered_op_count"] == 1
     assert "1 added in another order: mm.default 1x" in manager.report()
     torch.testing.assert_close(manager.release(ours), plain)
+
+
+@pytest.mark.parametrize("is_in_columns", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_powers_of_two_keep_their_bits(manage, dtype, is_in_columns):
+    """Kernels have ways of their own for them: tiles of 512 in double precision differ there."""
+    a, b = rand(1024, 256, dtype=dtype), rand(256, 1024, dtype=dtype)
+    b = rand(1024, 256, dtype=dtype).t() if is_in_columns else b
+    nbytes = int(0.8 * (a.nbytes + b.nbytes + 1024 * 1024 * a.element_size()))
+    plain, ours = both(manage(nbytes=nbytes), torch.mm, [a, b])
+    assert not differences(plain, ours)
+
+
+def test_another_processors_tiles_are_not_trusted(manage, monkeypatch):
+    monkeypatch.setattr(probe, "_is_alike", lambda *_: False)
+    probe._are_alike.cache_clear()
+    manager = manage(nbytes=4_000_000)
+    plain, ours = both(manager, torch.mm, [rand(1500, 500), rand(500, 2000)])
+    assert not differences(plain, ours)
+    assert manager.stats()["host_fallback_operators"] == {"aten.mm.default": 1}
+    probe._are_alike.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

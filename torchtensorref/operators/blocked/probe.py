@@ -1,0 +1,44 @@
+"""Whether this machine's kernels add a tile of a product as they add the whole one.
+
+What is known of tiles was measured on one processor (`products.py`). Before the first cut that counts
+on it, a few products are computed whole and by tiles here, and compared.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+#: Terms of each sum.
+INNER = (96, 1024, 8192)
+
+
+def tiles_are_alike(dtype: torch.dtype, step: int) -> bool:
+    """Say whether tiles of `step` rows and columns have the bits of the whole, with these threads.
+
+    Takes about a tenth of a second, once for each number of threads.
+    """
+    return _are_alike(dtype, step, torch.get_num_threads())
+
+
+@cache
+def _are_alike(dtype: torch.dtype, step: int, _: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    return all(_is_alike(dtype, step, inner, generator) for inner in INNER)
+
+
+def _is_alike(dtype: torch.dtype, step: int, inner: int, generator: torch.Generator) -> bool:
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float32).to(dtype)
+
+    a = drawn(2 * step, inner)
+    for b in (drawn(inner, 2 * step), drawn(2 * step, inner).t()):
+        whole = a @ b
+        for rows in (slice(step), slice(step, None)):
+            for columns in (slice(step), slice(step, None)):
+                # As a block is fetched: memory of its own, in the order of the operand's.
+                tile = a[rows].clone() @ b[:, columns].clone()
+                if not torch.equal(tile, whole[rows, columns]):
+                    return False
+    return True
