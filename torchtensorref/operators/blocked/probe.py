@@ -1,7 +1,7 @@
 """Whether this machine's kernels add a tile of a product as they add the whole one.
 
-What is known of tiles was measured on one processor (`products.py`). Before the first cut that counts
-on it, a few products are computed whole and by tiles here, and compared.
+What is known of tiles was measured on one processor (`products.py`). Before the first cut that
+counts on it, a few products are computed whole and by tiles here, and compared.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ orders. Measured with torch 2.13 and MKL 2024.2 on an EPYC with AVX-512, 1 and 2
 products of random sizes up to 4096, cut at random, and 3,700 of powers of two: in half precision no
 cut ever changed a bit. In single precision tiles of 128 and more did not, but where the second
 operand is in rows and the first has less than 8 rows: there they did in one of thirty. In double
-precision tiles of 512 of products of powers of two did, where the second operand is in columns: none
-is taken to keep them. On other processors it may be otherwise, so single precision is tried first
-(`probe.py`).
+precision tiles of 512 of products of powers of two did, where the second operand is in columns:
+none is taken to keep them. On other processors it may be otherwise, so single precision is tried
+first (`probe.py`).
 """
 
 from __future__ import annotations
