@@ -74,11 +74,14 @@ def attention_for_cpu(call: Call) -> Cut | None:
     if query.dim() != 4 or call["key"].size(1) != query.size(1) or call["dropout_p"]:
         return None
     length = query.size(2)
-    is_even = not call["is_causal"] and length >= 2 * ENOUGH
-    axes = [Axis(query.size(0)), Axis(query.size(1)), Axis(length, ENOUGH if is_even else length)]
+    axes = [Axis(query.size(0)), Axis(query.size(1))]
+    of_queries = None  # which key a query sees depends on where it stands
+    if not call["is_causal"]:
+        of_queries = 2
+        axes.append(Axis(length, ENOUGH if length >= 2 * ENOUGH else length))
     of_key: Along = (0, 1, None, None)
     operands: dict[tuple[str, int | None], Along] = {
-        ("query", None): (0, 1, 2, None),
+        ("query", None): (0, 1, of_queries, None),
         ("key", None): of_key,
         ("value", None): of_key,
     }
@@ -86,7 +89,8 @@ def attention_for_cpu(call: Call) -> Cut | None:
         sizes = (*query.size()[:3], call["key"].size(2))
         lead = 4 - mask.dim()
         operands["attn_mask", None] = tuple(
-            None if lead + i == 3 or size != sizes[lead + i] else lead + i
+            None if lead + i >= len(axes) or size != sizes[lead + i] else lead + i
             for i, size in enumerate(mask.size())
         )
-    return Cut(axes=tuple(axes), operands=operands, results=((0, 1, 2, None), (0, 1, 2)))
+    results = ((0, 1, of_queries, None), (0, 1, of_queries))
+    return Cut(axes=tuple(axes), operands=operands, results=results)
