@@ -126,6 +126,8 @@ def test_a_variable_with_a_bad_path_is_refused_by_the_import(tmp_path: Path) -> 
 def test_a_report_is_whole_or_as_it_was(script: Any, tmp_path: Path) -> None:
     path, report = script(TRAINS), tmp_path / "report.txt"
     report.write_text("of yesterday\n")
+    if python(path, file_nbytes=100).returncode:
+        pytest.skip("this torch writes files of its own when an optimizer is made (2.9 does)")
     ours = python(*RUN, "--report", str(report), path, file_nbytes=100)
     assert ours.returncode == 0
     assert report.read_text() == "of yesterday\n"
