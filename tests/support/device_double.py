@@ -169,8 +169,8 @@ class LateModule:
 class LateLane(StreamLane):
     """Copies are made when their stream comes to them."""
 
-    def __init__(self, vendor: Any, jitter: random.Random) -> None:
-        super().__init__(vendor)
+    def __init__(self, vendor: Any, jitter: random.Random, *, is_urgent: bool = False) -> None:
+        super().__init__(vendor, is_urgent=is_urgent)
         self._jitter = jitter
 
     def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ ever fires by itself: whoever forgets to wait is seen to.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,9 @@ from .device_double import Runtime
 
 Clock = dict["OrderedStream", int]
 
+#: Numbers copies in the order in which they are issued.
+_issues = itertools.count(1)
+
 
 class OrderedStream:
     """Work in its order, and what of other streams' work comes before."""
@@ -29,6 +33,8 @@ class OrderedStream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {self: 0}
+        #: Which of all copies was the last here; 0 for none.
+        self.last_issue = 0
 
     def work(self) -> Clock:
         """Issue some; return when that is."""
@@ -107,6 +113,7 @@ class OrderedLane(StreamLane):
 
     def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
         self.last = self.stream.work()
+        self.stream.last_issue = next(_issues)
         move_bytes(source, destination)
         return self._vendor.record(self.stream)
 
@@ -136,7 +143,9 @@ class OrderedDevice(AcceleratorDevice):
     @property
     def arrived(self) -> Clock:
         """When the last copy to the device is made."""
-        return self._copier.in_lane.last  # type: ignore[attr-defined,no-any-return]
+        lanes = (self._copier.in_lane, self._copier.urgent_lane)
+        latest = max(lanes, key=lambda lane: lane.stream.last_issue)
+        return latest.last  # type: ignore[attr-defined,no-any-return]
 
     def kernel(self, *bases: torch.Tensor) -> Clock:
         """Run an operator on this thread's stream; return when that is."""

@@ -21,16 +21,25 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkCopier", "StreamLane"]
 
-#: Smaller sources are not worth a staging buffer.
+#: Smaller sources are not worth a staging buffer, nor have they to wait behind those that are:
+#: they pass them, on a stream of their own.
 STAGED_FROM_NBYTES = 64 << 10
 
 
 class StreamLane:
-    """One direction of the link: a stream, and copies on it."""
+    """One direction of the link: a stream, and copies on it.
 
-    def __init__(self, vendor: Vendor) -> None:
+    Parameters
+    ----------
+    vendor : Vendor
+        Has the streams.
+    is_urgent : bool
+        Whether its copies are to be preferred, where the vendor has priorities.
+    """
+
+    def __init__(self, vendor: Vendor, *, is_urgent: bool = False) -> None:
         self._vendor = vendor
-        self.stream: Any = vendor.new_stream()
+        self.stream: Any = vendor.new_stream(is_urgent=is_urgent)
 
     def hold_back(self, event: Any) -> None:
         """Let the stream wait for an event of the device."""
@@ -46,7 +55,7 @@ class StreamLane:
 class Queue(enum.Enum):
     """Copies that end in the order they were given in."""
 
-    IN, STAGED_IN, OUT, STAGED_OUT = range(4)
+    IN, URGENT_IN, STAGED_IN, OUT, STAGED_OUT = range(5)
 
 
 class CopiesInFlight:
@@ -109,12 +118,18 @@ class LinkCopier:
     ----------
     in_lane, out_lane : StreamLane
         The two directions, where there are streams.
+    urgent_lane : StreamLane
+        Small copies to the accelerator, which pass those that are queued on `in_lane`.
     stall_ns : int
         How long the host waited for the accelerator's events.
 
     Notes
     -----
     No thread is started and no memory is page-locked before a copy needs it.
+
+    The two lanes to the accelerator write into one pool of room. Neither waits for the other as
+    such: a copy waits for the events of what was in its room before (`after`), which are those of
+    readers and of copies that had not ended when it was emptied, on whatever lane they are.
     """
 
     def __init__(
@@ -124,7 +139,7 @@ class LinkCopier:
         compute: ComputeStreams,
         *,
         lock: threading.RLock,
-        new_lane: Callable[[Vendor], StreamLane],
+        new_lane: Callable[..., StreamLane],
     ) -> None:
         self._vendor = vendor
         self._page_locks = page_locks
@@ -135,6 +150,7 @@ class LinkCopier:
         if not vendor.has_streams:
             return
         self.in_lane, self.out_lane = new_lane(vendor), new_lane(vendor)
+        self.urgent_lane = new_lane(vendor, is_urgent=True)
         copier, make_slot = HostCopier(), page_locks.allocate
         self._in_ring = StagingRing(self.in_lane, into=True, make_slot=make_slot, copier=copier)
         self._out_ring = StagingRing(self.out_lane, into=False, make_slot=make_slot, copier=copier)
@@ -151,12 +167,13 @@ class LinkCopier:
         waits = events_of(after)
         event: AcceleratorEvent | StagedEvent
         mirror = host_readers.mirrors.of(source)
-        if mirror is not None:
-            event = self._issue(self.in_lane, mirror.memory, target, waits)
-            return self._keep(base, event, Queue.IN)
         if source.numel() < STAGED_FROM_NBYTES:
             # From a clone: the source may be written at once.
-            event = self._issue(self.in_lane, source.clone(), target, waits)
+            memory = source.clone() if mirror is None else mirror.memory
+            event = self._issue(self.urgent_lane, memory, target, waits)
+            return self._keep(base, event, Queue.URGENT_IN)
+        if mirror is not None:
+            event = self._issue(self.in_lane, mirror.memory, target, waits)
             return self._keep(base, event, Queue.IN)
         if self.is_page_locked(source):
             event, queue = self._issue(self.in_lane, source, target, waits), Queue.IN

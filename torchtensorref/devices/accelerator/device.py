@@ -74,8 +74,8 @@ class AcceleratorDevice(Device):
     Notes
     -----
     Copies run on one side stream per direction where the module has streams and events, and in the
-    order of compute where not (mps). Three rules keep them apart from compute, and none makes the
-    host wait:
+    order of compute where not (mps). Small ones to the device have another stream, and pass large
+    ones. Three rules keep copies apart from compute, and none makes the host wait:
 
     * *Room.* What is fetched is allocated on the copy stream. Torch's allocator has a pool of room
       per stream, so that room is only ever used by other fetched replicas, and who used it last is
@@ -103,7 +103,7 @@ class AcceleratorDevice(Device):
         index: int = 0,
         *,
         module: ModuleType | None = None,
-        new_lane: Callable[[Vendor], StreamLane] = StreamLane,
+        new_lane: Callable[..., StreamLane] = StreamLane,
     ) -> None:
         self.kind = kind
         self.index = index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from typing import Any
@@ -11,14 +12,17 @@ __all__ = ["new_stream"]
 #: Driver interfaces that can make a stream: their libraries, the call, and its flag for a stream
 #: that does not wait for the default one.
 DRIVERS = {
-    "cuda": (("libcuda.so.1", "nvcuda.dll"), "cuStreamCreate", 1),
-    "hip": (("libamdhip64.so", "amdhip64.dll"), "hipStreamCreateWithFlags", 1),
+    "cuda": (("libcuda.so.1", "nvcuda.dll"), "cuStreamCreateWithPriority", 1),
+    "hip": (("libamdhip64.so", "amdhip64.dll"), "hipStreamCreateWithPriority", 1),
 }
+
+#: Of a stream whose work is preferred, and of others; all vendors have these two.
+URGENT_PRIORITY, USUAL_PRIORITY = -1, 0
 
 _log = logging.getLogger("torchTensorRef")
 
 
-def new_stream(module: Any, device: Any, kind: str) -> Any:
+def new_stream(module: Any, device: Any, kind: str, *, is_urgent: bool = False) -> Any:
     """Make a stream beside those of the program.
 
     Parameters
@@ -29,23 +33,30 @@ def new_stream(module: Any, device: Any, kind: str) -> Any:
         Which one of its kind.
     kind : str
         ``"cuda"``, ``"hip"``, ``"xpu"``.
+    is_urgent : bool
+        Whether its work is to be preferred, where the vendor has priorities.
 
     Returns
     -------
     stream
         One that the driver has made for us where the module can wrap such, else one of its pool.
     """
-    handle = from_driver(module, device, kind) if hasattr(module, "ExternalStream") else None
+    priority = URGENT_PRIORITY if is_urgent else USUAL_PRIORITY
+    has_external = hasattr(module, "ExternalStream")
+    handle = from_driver(module, device, kind, priority) if has_external else None
     if handle is not None:
-        # Never destroyed: a device has three, and lives as long as the process.
+        # Never destroyed: a device has four, and lives as long as the process.
         return module.ExternalStream(handle, device=device)
+    if is_urgent:
+        with contextlib.suppress(TypeError):  # a module whose streams have no priorities
+            return module.Stream(device=device, priority=priority)
     try:
         return module.Stream(device=device)
     except TypeError:  # modules of one device (`torch.cpu`) take no device for it
         return module.Stream()
 
 
-def from_driver(module: Any, device: Any, kind: str) -> int | None:
+def from_driver(module: Any, device: Any, kind: str, priority: int = USUAL_PRIORITY) -> int | None:
     """Return the handle of a fresh stream; None where the driver is not found, or refuses."""
     names, call, non_blocking = DRIVERS.get(kind, ((), "", 0))
     for name in names:
@@ -56,7 +67,10 @@ def from_driver(module: Any, device: Any, kind: str) -> int | None:
         handle = ctypes.c_void_p()
         with module.device(device):
             module.synchronize(device)  # the driver makes it in the context that torch has made
-            status = create(ctypes.byref(handle), ctypes.c_uint(non_blocking))
+            # A priority that the device does not have is taken as the nearest one.
+            status = create(
+                ctypes.byref(handle), ctypes.c_uint(non_blocking), ctypes.c_int(priority)
+            )
         if status == 0 and handle.value:
             return int(handle.value)
         _log.info("torchTensorRef: %s refuses a stream (%s); one of torch's is used.", name, status)

@@ -55,12 +55,13 @@ class Vendor:
 
     # streams and events -------------------------------------------------------------------
 
-    def new_stream(self) -> Any:
-        """Make a stream beside those that operators go to."""
+    def new_stream(self, *, is_urgent: bool = False) -> Any:
+        """Make a stream beside those that operators go to, preferred where there are priorities."""
         import torch
 
         is_hip = self._kind == "cuda" and torch.version.hip is not None
-        return new_stream(self._module, self._device, "hip" if is_hip else self._kind)
+        kind = "hip" if is_hip else self._kind
+        return new_stream(self._module, self._device, kind, is_urgent=is_urgent)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:

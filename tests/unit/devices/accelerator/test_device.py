@@ -140,9 +140,9 @@ def test_a_copy_in_runs_aside_and_after(device, module):
     arrival = device.copy_in(torch.ones(4, dtype=torch.uint8), base, after=device.available(base))
     assert module.calls == [
         ("record", "compute"),
-        ("wait", "side 1"),
-        ("on", "side 1"),
-        ("record", "side 1"),
+        ("wait", "side 3"),
+        ("on", "side 3"),
+        ("record", "side 3"),
     ]
     arrival.wait()
     assert module.calls[-1] == ("wait", "compute")
