@@ -137,3 +137,31 @@ def test_what_any_operator_writes_to_a_list_is_counted(manager):
         before = [half._version for half in halves]
         torch.split_copy(whole, 3, out=halves)
         assert [half._version for half in halves] == [version + 1 for version in before]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.to("meta"),
+        lambda x: x.to(device="meta", dtype=torch.float64),
+        lambda x: x.T.to(torch.device("meta"), copy=True),
+        lambda x: torch.empty_like(x, device="meta"),
+        lambda x: torch.nn.Parameter(x).to("meta"),
+        lambda x: x.new_zeros(3, 2, device="meta"),
+    ],
+)
+def test_what_goes_to_the_meta_device_is_fetched_by_nobody(manage, look):
+    """accelerate empties the weights of models far larger than memory so, one by one."""
+    manager = manage("lru", 1 << 10)
+    plain = torch.rand(64, 64)
+    found, expected = look(manager.adopt(plain.clone())), look(plain)
+    assert found.is_meta
+    assert (found.size(), found.stride(), found.dtype, found.requires_grad) == (
+        expected.size(),
+        expected.stride(),
+        expected.dtype,
+        expected.requires_grad,
+    )
+    stats = manager.stats()
+    assert stats["fetched_nbytes"] == 0
+    assert stats["host_fallback_count"] == 0

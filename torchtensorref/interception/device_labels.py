@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..devices.base import Device
+from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -46,6 +47,29 @@ def exchange_device(
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = None  # page-locking is the runtime's business
     return label
+
+
+def run_on_meta(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call whose results are to be on the meta device, which reads no byte of its operands.
+
+    Returns
+    -------
+    object
+        What torch gives for operands without bytes; NotImplemented for any other call.
+    """
+    asked = plan.argument("device", args, kwargs)
+    if asked is None or torch.device(asked).type != "meta":
+        return NotImplemented
+
+    def stand_in(value: Any) -> Any:
+        if type(value) is not TensorRef:
+            return value
+        with torch._C.DisableTorchFunction():
+            return torch._C._VariableFunctions.empty_strided(
+                value.size(), value.stride(), dtype=value.dtype, device="meta"
+            )
+
+    return plan.op(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
 
 
 class DeviceOperands:

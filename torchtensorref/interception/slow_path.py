@@ -30,6 +30,7 @@ from ..memory.states import INVALID
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
 from .blocks import Blocks
+from .device_labels import run_on_meta
 from .fallback import Fallback
 from .handlers import HANDLERS
 from .operands import Operands, analyse
@@ -87,6 +88,10 @@ class SlowPath:
             if result is not NotImplemented:
                 return result
 
+        if plan.has_device:
+            result = run_on_meta(plan, self.args, self.kwargs)
+            if result is not NotImplemented:
+                return result
         operands = analyse(plan, self.args, self.kwargs, manager)
         if operands.has_other_subclass:
             return NotImplemented
