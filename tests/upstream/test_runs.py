@@ -6,7 +6,7 @@ from . import page, runs
 from .suites import SUITES, Suite
 
 TESTS = """
-import torch, pytest
+import torch, pytest, warnings
 
 class TestTensors:
     def test_numbers(self):
@@ -18,18 +18,23 @@ class TestTensors:
 
 def test_that_tells_us_apart():
     assert not hasattr(torch.ones(2), "proxyInfo")
+
+def test_warnings_are_no_errors_of_the_librarys():
+    warnings.warn("as this project's own tests have it")
 """
 
 
 def test_a_suite_is_compared_test_by_test(tmp_path, monkeypatch):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(TESTS)
-    monkeypatch.setattr(runs, "CACHE", tmp_path)
-    monkeypatch.setattr(runs, "unpacked", lambda requirement: tmp_path)
-    monkeypatch.setattr(runs, "install", lambda requirements: tmp_path)
+    (tmp_path / "setup.cfg").write_text("[tool:pytest]\nfilterwarnings = error\n")
+    cache = tmp_path / "cache"
+    (cache / "thing" / "tests").mkdir(parents=True)
+    (cache / "thing" / "tests" / "test_it.py").write_text(TESTS)
+    monkeypatch.setattr(runs, "CACHE", cache)
+    monkeypatch.setattr(runs, "unpacked", lambda requirement: cache / "thing")
+    monkeypatch.setattr(runs, "install", lambda requirements: cache)
     monkeypatch.setattr(runs, "BUDGETS", {"tight": "4KiB"})
     compared = runs.compare(Suite("thing==1.0", ("tests",)))
-    assert compared.plain.counts == {"passed": 3, "failure": 1}
+    assert compared.plain.counts == {"passed": 4, "failure": 1}
     assert compared.plain.by_test["tests/test_it::TestTensors::test_own_failure[2]"] == "failure"
     (test,) = compared.differences("tight")
     assert test == "tests/test_it::test_that_tells_us_apart"
