@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -109,27 +109,27 @@ class Entry(Hold):
         return plain
 
     def _exchange_parameters(self) -> None:
-        slots = self.slots
+        slots, device, hung = self.slots, self.device, self.hung
         stand_ins: dict[int, torch.Tensor] = {}
         for i, slot in enumerate(slots):
-            ref: Any = slot.ref()
-            slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
-            plain = cast("torch.Tensor", slot.plain)
-            self.hung.append((slot, ref, plain, _version(plain)))
-            slot.registry[slot.name] = plain
+            registry, name, weak, _, view, plain = slot
+            ref: Any = weak()
+            if view is None or ref._ttr_plain is not view or ref._ttr_device is not device:
+                slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
+                plain = slot.plain
+                self.region.storages = {}
+            assert plain is not None
+            if plain.requires_grad != ref.requires_grad:
+                plain.requires_grad_(ref.requires_grad)
+            hung.append((slot, ref, plain, plain._version))
+            registry[name] = plain
 
     def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
         """Return a slot with what takes its tensor's place, kept for the next time."""
-        view, device = slot.view, self.device
-        if view is not None and ref._ttr_plain is view and ref._ttr_device is device:
-            assert slot.plain is not None
-            if slot.plain.requires_grad != ref.requires_grad:
-                slot.plain.requires_grad_(ref.requires_grad)
-            return slot
         plain = made.get(id(ref))
         if plain is None:
-            plain = made[id(ref)] = _stand_in(ref, slot.block.base_on(device))
-        return slot._replace(view=plain_on(ref, device), plain=plain)
+            plain = made[id(ref)] = _stand_in(ref, slot.block.base_on(self.device))
+        return slot._replace(view=plain_on(ref, self.device), plain=plain)
 
     def _put_back(self) -> None:
         """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
@@ -143,7 +143,7 @@ class Entry(Hold):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
             known[id(plain)] = (plain, ref)
-            if _version(plain) != version:
+            if plain._version != version:
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, slot.block)
                 self.region.slots = []
@@ -256,10 +256,17 @@ class Entry(Hold):
         return plain, block, device
 
     def _block_over(self, key: int) -> Block | None:
+        """Return the block of which a storage is the bytes on the device."""
+        region = self.region
+        if not region.storages:
+            region.storages = self._storages_of(self.own)
         if not self.made:
-            for block in self.blocks:
-                self.made[block.base_on(self.device).untyped_storage()._cdata] = block
-        return self.made.get(key)
+            self.made.update(self._storages_of(self.given))
+        return self.made.get(key) or region.storages.get(key)
+
+    def _storages_of(self, blocks: tuple[Block, ...]) -> dict[int, Block]:
+        device = self.device
+        return {block.base_on(device).untyped_storage()._cdata: block for block in blocks}
 
 
 def _copied(plain: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..base.options import settings
+from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager
@@ -36,6 +37,8 @@ class Hold:
             b for b in dict.fromkeys(r._ttr_block for r in inputs) if b not in self.own
         )
         self.blocks = (*self.own, *self.given)
+        #: What something has to be decided about, and what is held of it.
+        self.fetched: list[Block] = []
         self.held: list[Any] = []
         self.reserve: Any = None
 
@@ -56,9 +59,11 @@ class Hold:
             return False
         self._announce()
         try:
-            if not self._are_ready():
+            self.fetched = self._not_ready()
+            if self.fetched:
                 # What is given may be written inside, unseen: a static cache.
-                self.held = residency.acquire(self.device, self.blocks, self.given, passing)
+                given = [block for block in self.fetched if block in self.given]
+                self.held = residency.acquire(self.device, self.fetched, given, passing)
             if self.device.is_witness:
                 residency.evictor.make_room_patiently(
                     self.device, passing, "a native region", may_fail=True
@@ -104,13 +109,11 @@ class Hold:
         else:
             entries[key] = self.outer
 
-    def _are_ready(self) -> bool:
-        """Whether nothing has to be decided about any of the blocks, which are announced."""
+    def _not_ready(self) -> list[Block]:
+        """Return the blocks about which something has to be decided; all are announced."""
         device = self.device
-        for block in self.own:
-            if block.ready is not device:
-                return False
-        return all(block.ready is device and block.owned for block in self.given)
+        own = [block for block in self.own if block.ready is not device]
+        return own + [block for block in self.given if block.ready is not device or not block.owned]
 
     def _tell_accesses(self) -> None:
         """Tell what the recorded operators told: how they run makes no difference to forecasts."""
@@ -145,5 +148,5 @@ class Hold:
         residency.release(self.held)
         self.held = []
         with residency.books.lock:
-            for block in self.blocks:
+            for block in self.fetched:
                 residency.set_ready(block, self.device)

@@ -51,20 +51,31 @@ class Slot(NamedTuple):
 class Part:
     """A module under a region as it was when it was learned; holds no module above it."""
 
-    __slots__ = ("listeners", "module", "state")
+    __slots__ = ("attributes", "children", "listeners", "module", "names")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.listeners = listeners_of(module)
-        self.state = state_of(module)
+        self.attributes = dict(_own_attributes(module))
+        self.children = [*module._modules.values()]
+        self.names = _names_of(module)
 
     def is_heard(self) -> bool:
         """Whether somebody listens to its calls, or to its gradients."""
         return any(self.listeners)
 
     def is_as_before(self) -> bool:
-        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
-        return same_state(state_of(self.module), self.state)
+        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged.
+
+        Asked twice for each module and call: whole dictionaries are compared, which is quick where
+        they hold the same objects.
+        """
+        module = self.module
+        return (
+            same_state(_own_attributes(module), self.attributes)
+            and [*module._modules.values()] == self.children
+            and _names_of(module) == self.names
+        )
 
 
 @dataclass
@@ -91,18 +102,29 @@ class Region:
     #: Storages of plain tensors that the modules have in their attributes: the program's own.
     foreign: frozenset[int] = frozenset()
     own: tuple[Block, ...] = ()
+    #: Its own blocks by their storages on the device; empty where that is to be asked again.
+    storages: dict[int, Block] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Let go of all that was noted about the module's parts and tensors."""
-        self.slots, self.parts, self.own, self.state = [], [], (), ()
+        self.slots, self.parts, self.own, self.state, self.storages = [], [], (), (), {}
 
 
-def same_state(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+def same_state(now: object, before: object) -> bool:
     """Whether attributes hold the same objects, or equal ones."""
     try:
-        return now == before
+        return bool(now == before)
     except Exception:
         return False  # what cannot be compared (tensors, arrays) is not the same object
+
+
+def slots_hold(region: Region) -> bool:
+    """Whether the TensorRefs that were noted hang where they were, over the same blocks."""
+    for registry, name, weak, block, *_ in region.slots:
+        ref = weak()
+        if ref is None or registry.get(name) is not ref or ref._ttr_block is not block:
+            return False
+    return True
 
 
 def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
@@ -132,14 +154,23 @@ def is_region(module: nn.Module) -> bool:
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's attributes and children, and which parameters and buffers it has."""
+    return *_own_attributes(module).values(), *module._modules.values(), *_names_of(module)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's dictionary, without what makes it a region: that must not hold itself."""
     attributes = module.__dict__
-    values = (*attributes.values(), *module._modules.values())
-    if is_region(module):
-        # What makes it a region is no part of it; that must not hold itself.
-        ours = attributes["_compiled_call_impl"]
-        values = tuple(value for value in values if value is not ours)
-    registries = (module._parameters, module._buffers)
-    return *values, *(name for r in registries for name, x in r.items() if x is not None)
+    if "_compiled_call_impl" in attributes and is_region(module):
+        return {name: x for name, x in attributes.items() if name != "_compiled_call_impl"}
+    return attributes
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that a module has."""
+    names = [name for name, x in module._parameters.items() if x is not None]
+    if module._buffers:
+        names += [name for name, x in module._buffers.items() if x is not None]
+    return names
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}

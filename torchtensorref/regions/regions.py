@@ -43,6 +43,7 @@ from .region import (
     key_of,
     listeners_of,
     same_state,
+    slots_hold,
     stand_in_of,
     state_of,
     tensors_of,
@@ -345,7 +346,7 @@ class Regions:
         inputs: list[Any],
     ) -> Entry | None:
         """Bring everything there, or return None where something speaks against it."""
-        if not region.slots or not self._slots_hold(region):
+        if not region.slots or not slots_hold(region):
             region.slots, slots = [], []
             gone = forgetter(region)
             for registry, name, ref in tensors_of(module):
@@ -362,11 +363,3 @@ class Regions:
             region.slots = slots  # last, and whole: with a part of them the rest would be plain
         entry = Entry(self.manager, self.unwatched(), region, module, structure, exchange, inputs)
         return entry if entry.acquire() else None
-
-    @staticmethod
-    def _slots_hold(region: Region) -> bool:
-        for registry, name, weak, block, *_ in region.slots:
-            ref = registry.get(name)
-            if ref is None or weak() is not ref or ref._ttr_block is not block:  # type: ignore[union-attr]
-                return False
-        return True

@@ -38,6 +38,7 @@ from ..region import (
     Structure,
     is_region,
     key_of,
+    slots_hold,
     stand_in_of,
     state_of,
     tensors_of,
@@ -63,6 +64,15 @@ class _Bundle(Entry):
     """A layer's run: what it uses is fetched as one bundle, whether memory is short or not."""
 
     def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
+        return True
+
+    def acquire(self) -> bool:
+        """Hold the layer's blocks; what comes after it is fetched while it is computed."""
+        if not super().acquire():
+            return False
+        residency = self.residency
+        if residency.books.is_pressed and residency.feed.looks_ahead:
+            residency.prefetcher.issue_wishes(self.device)
         return True
 
 
@@ -95,6 +105,8 @@ class CompiledCall:
         self._region: Region | None = None
         self._whole: nn.Module | None = None
         self._lock = threading.RLock()
+        #: How often it has been looked at or run under the lock.
+        self._turn_count = 0
         #: The layers that were compiled by themselves, each with its call.
         self._blocks: weakref.WeakKeyDictionary[nn.Module, CompiledCall] | None = None
 
@@ -109,21 +121,29 @@ class CompiledCall:
         exchange = Exchange()
         inputs = exchange.find((args, kwargs, cells.contents))
         modules = modules_of(self._function)
-        owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
-        refs = [*inputs, *(tensor for tensor in owned if type(tensor) is TensorRef)]
-        if not refs and not holds_refs(self._function):
-            return self._compiled(*args, **kwargs)
-        if not self._may_run_natively(owned):
+        turn = self._turn_count
+        if not self._is_as_learned(modules):
+            turn = -1
+            owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
+            refs = [*inputs, *(tensor for tensor in owned if type(tensor) is TensorRef)]
+            if not refs and not holds_refs(self._function):
+                return self._compiled(*args, **kwargs)
+            if any(type(tensor) is not TensorRef or tensor.is_inference() for tensor in owned):
+                return self._function(*args, **kwargs)
+        if not self._may_run_natively():
             return self._function(*args, **kwargs)
         self._manager.residency.repair()
         with self._lock:  # while another thread runs it, its parameters are plain
+            # Where nobody has had a turn since, what was found then is still so.
+            is_as_learned, self._turn_count = turn == self._turn_count, self._turn_count + 1
             try:
-                return self._call_alone(modules, exchange, inputs, cells, args, kwargs)
+                region, whole = self._learned(modules, is_as_learned=is_as_learned)
+                return self._call_alone(region, whole, exchange, inputs, cells, args, kwargs)
             except BaseException:
                 self._manager.doubt()
                 raise
 
-    def _may_run_natively(self, owned: list[Any]) -> bool:
+    def _may_run_natively(self) -> bool:
         residency = self._manager.residency
         return not (
             settings.regions == "off"
@@ -135,21 +155,20 @@ class CompiledCall:
             or not may_bypass(autocast=False, observers=False)
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()
-            or any(type(tensor) is not TensorRef or tensor.is_inference() for tensor in owned)
             or holds_refs(self._function)
         )
 
     @lets_program_run
     def _call_alone(
         self,
-        modules: list[nn.Module],
+        region: Region,
+        whole: nn.Module,
         exchange: Exchange,
         inputs: list[Any],
         cells: Cells,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        region, whole = self._look_at(modules)
         structure = region.structures.setdefault(key_of(inputs), Structure())
         if structure.doubt:
             return self._function(*args, **kwargs)
@@ -207,11 +226,28 @@ class CompiledCall:
 
     # -- what it has ------------------------------------------------------------------------
 
-    def _look_at(self, modules: list[nn.Module]) -> tuple[Region, nn.Module]:
+    def _is_as_learned(self, modules: list[nn.Module]) -> bool:
+        """Whether its modules, and the tensors they have, are those that were learned."""
+        region, whole = self._region, self._whole
+        return (
+            region is not None
+            and whole is not None
+            and bool(region.slots)
+            and [*whole.children()] == modules
+            and slots_hold(region)
+            and all(part.is_as_before() for part in region.parts)
+        )
+
+    def _learned(
+        self, modules: list[nn.Module], *, is_as_learned: bool
+    ) -> tuple[Region, nn.Module]:
         """Return its modules as they are now, as one region; what differs is learned anew."""
-        if self._whole is None or [*self._whole.children()] != modules:
-            self._whole, self._region = _Reachable(modules), None
         whole, region = self._whole, self._region
+        if whole is not None and region is not None and is_as_learned:
+            return region, whole
+        if whole is None or [*whole.children()] != modules:
+            whole, region = _Reachable(modules), None
+            self._whole = whole
         if region is None:
             region = self._region = Region(weakref.ref(whole))
         if not region.state or not all(part.is_as_before() for part in region.parts):
@@ -222,11 +258,10 @@ class CompiledCall:
             region.forget()
             region.parts = [Part(part) for part in whole.modules() if part is not whole]
             region.state = state_of(whole)
-        slots = [
-            Slot(registry, name, weakref.ref(ref), ref._ttr_block)
-            for registry, name, ref in tensors_of(whole)
-        ]
-        if not _are_alike(slots, region.slots):
+        if not region.slots or not slots_hold(region):
+            region.slots, slots = [], []
+            for registry, name, ref in tensors_of(whole):
+                slots.append(Slot(registry, name, weakref.ref(ref), ref._ttr_block))
             region.own = tuple(dict.fromkeys(slot.block for slot in slots))
             region.slots = slots  # last: with these the others are taken to be right
         return region, whole
@@ -263,10 +298,3 @@ class CompiledCall:
 
 def _compiled_count() -> int:
     return int(torch._dynamo.utils.counters["frames"]["total"])
-
-
-def _are_alike(now: list[Slot], before: list[Slot]) -> bool:
-    return len(now) == len(before) and all(
-        a.registry is b.registry and a.name == b.name and a.ref() is b.ref() and a.block is b.block
-        for a, b in zip(now, before, strict=True)
-    )
