@@ -22,6 +22,7 @@ from torchTensorRef import TensorRef, options, tensorsManager
 from torchTensorRef.base.activation import is_disabled
 from torchTensorRef.inject.built_before import PATIENCE
 from torchTensorRef.memory import core
+from torchTensorRef.regions.region import Part, Region
 
 pytestmark = pytest.mark.skipif(core.library is not None, reason="in C++ there are no regions")
 
@@ -883,3 +884,36 @@ def test_subclass_that_an_unseen_branch_leaves_in_a_cache(ample: Any) -> None:
             caches[0].clear(), caches[1].clear()
     ample.bring_all_home()
     assert_equal([part + 0 for part in caches[0]], [part + 0 for part in caches[1]])
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "an attribute": lambda model: setattr(model[0], "in_features", 7),
+    "a new attribute": lambda model: setattr(model[0], "mark", "new"),
+    "a tensor for a tensor": lambda model: setattr(model, "kept", torch.ones(3)),
+    "a child": lambda model: model[1].register_module("more", nn.Linear(2, 2)),
+    "another child": lambda model: setattr(model[1], "0", nn.Linear(4, 4)),
+    "a parameter where none was": lambda model: setattr(
+        model[0], "bias", nn.Parameter(torch.ones(4))
+    ),
+    "no parameter where one was": lambda model: setattr(model[0], "weight", None),
+    "a buffer": lambda model: model[0].register_buffer("more", torch.ones(2)),
+    "a parameter in the dictionary": lambda model: model[1]._parameters.update(
+        more=nn.Parameter(torch.ones(2))
+    ),
+    "all attributes": lambda model: setattr(
+        model[0], "__dict__", {**model[0].__dict__, "mark": "new"}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_a_region_is_seen(manager: Any, change: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4)))
+    model.kept = torch.zeros(3)
+    region = Region(weakref.ref(model))
+    region.parts = [Part(part) for part in model.modules()]
+    assert region.parts_are_as_before()
+    assert region.outline is not None
+    assert region.parts_are_as_before()
+    CHANGES[change](model)
+    assert not region.parts_are_as_before()

@@ -66,7 +66,7 @@ def _unheard() -> Iterator[None]:
 
 
 @contextmanager
-def _unregistered() -> Iterator[None]:
+def unregistered() -> Iterator[None]:
     """Call no hook of ours when modules are put together: the compiler would stumble over it.
 
     A part of a list of layers is a list made anew. Modules that another thread makes meanwhile keep
@@ -98,7 +98,7 @@ def _around(compiled: Any, compile_alike: Callable[[Any], Any]) -> Any:
 
     @lets_program_run
     def plain(*args: Any, **kwargs: Any) -> Any:
-        with _unheard(), _unregistered():
+        with _unheard(), unregistered():
             return compiled(*args, **kwargs)
 
     @functools.wraps(compiled)

@@ -176,7 +176,9 @@ class Entry(Hold):
     def _gather_what_stays(self) -> None:
         """Wrap what an unforeseen branch has left in the attributes of modules."""
         region = self.region
-        changed = [part.module for part in region.parts if not part.is_as_before()]
+        changed = []
+        if not region.parts_are_as_before():
+            changed = [part.module for part in region.parts if not part.is_as_before()]
         if not same_state(state_of(self.module), region.state):
             changed.append(self.module)
         for module in changed:

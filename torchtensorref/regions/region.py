@@ -57,7 +57,7 @@ class Part:
         self.module = module
         self.listeners = listeners_of(module)
         self.attributes = dict(_own_attributes(module))
-        self.children = [*module._modules.values()]
+        self.children = dict(module._modules)
         self.names = _names_of(module)
 
     def is_heard(self) -> bool:
@@ -65,17 +65,44 @@ class Part:
         return any(self.listeners)
 
     def is_as_before(self) -> bool:
-        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged.
-
-        Asked twice for each module and call: whole dictionaries are compared, which is quick where
-        they hold the same objects.
-        """
+        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
         module = self.module
         return (
             same_state(_own_attributes(module), self.attributes)
-            and [*module._modules.values()] == self.children
+            and [*module._modules.items()] == [*self.children.items()]
             and _names_of(module) == self.names
         )
+
+
+class Outline:
+    """All parts of a region, to be compared at once: that is asked twice for each call.
+
+    Whole dictionaries are compared in C, which is quick where they hold the same objects. It does
+    not look at the order of children, nor which tensors hang where: `slots_hold` does.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.modules = [part.module for part in parts]
+        registries = [r for m in self.modules for r in (m._parameters, m._buffers)]
+        self.registries = [registry for registry in registries if registry]
+        self.empty = [registry for registry in registries if not registry]
+        self._before = (
+            [part.attributes for part in parts],
+            [part.children for part in parts],
+            self._kinds(),
+        )
+
+    def holds(self) -> bool:
+        """Whether nothing has come, gone or been exchanged; False where it cannot be told."""
+        attributes = [module.__dict__ for module in self.modules]
+        children = [one["_modules"] for one in attributes]
+        return same_state((attributes, children, self._kinds()), self._before) and not any(
+            self.empty
+        )
+
+    def _kinds(self) -> list[list[type]]:
+        """Return the classes of what hangs in the registries: a parameter may have become None."""
+        return [[*map(type, registry.values())] for registry in self.registries]
 
 
 @dataclass
@@ -99,6 +126,8 @@ class Region:
     parts: list[Part] = field(default_factory=list)
     #: The module itself as it was when it was learned.
     state: tuple[Any, ...] = ()
+    #: The parts, to be compared at once; None where that has to be done one by one.
+    outline: Outline | None = None
     #: Storages of plain tensors that the modules have in their attributes: the program's own.
     foreign: frozenset[int] = frozenset()
     own: tuple[Block, ...] = ()
@@ -108,6 +137,18 @@ class Region:
     def forget(self) -> None:
         """Let go of all that was noted about the module's parts and tensors."""
         self.slots, self.parts, self.own, self.state, self.storages = [], [], (), (), {}
+        self.outline = None
+
+    def parts_are_as_before(self) -> bool:
+        """Whether no module under it has changed."""
+        if self.outline is not None and self.outline.holds():
+            return True
+        if not all(part.is_as_before() for part in self.parts):
+            return False
+        # What makes a module a region stands in its attributes, and would hold itself.
+        is_simple = not any(is_region(part.module) for part in self.parts)
+        self.outline = Outline(self.parts) if is_simple else None
+        return True
 
 
 def same_state(now: object, before: object) -> bool:

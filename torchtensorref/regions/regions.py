@@ -311,7 +311,7 @@ class Regions:
         if (
             region.state
             and same_state(state_of(module), region.state)
-            and all(part.is_as_before() for part in region.parts)
+            and region.parts_are_as_before()
         ):
             return True
         parts = list(module.modules())

@@ -235,7 +235,7 @@ class CompiledCall:
             and bool(region.slots)
             and [*whole.children()] == modules
             and slots_hold(region)
-            and all(part.is_as_before() for part in region.parts)
+            and region.parts_are_as_before()
         )
 
     def _learned(
@@ -250,7 +250,7 @@ class CompiledCall:
             self._whole = whole
         if region is None:
             region = self._region = Region(weakref.ref(whole))
-        if not region.state or not all(part.is_as_before() for part in region.parts):
+        if not region.state or not region.parts_are_as_before():
             for part in whole.modules():
                 if is_region(part):
                     del part.__dict__["_compiled_call_impl"]  # the compiler would stumble over it
