@@ -22,6 +22,8 @@ MOST_COPIES = 4.0
 #: before copies are planned around what is computed there; "of late" is about so many.
 OPEN_SHARE = 1 / 16
 OF_LATE_COUNT = 32
+#: What takes no longer at home and back is light: as long as a crossing takes (THEORY.md, 3.1).
+LIGHT_NS = 50_000
 
 
 class AtHome:
@@ -31,6 +33,8 @@ class AtHome:
         #: By struct, in ns: running there, and handing over what goes in and what comes out.
         self._ns_per_byte: dict[int, float] = {}
         self._struct_of: dict[int, int] = {}
+        #: What the next operator at home takes, as foreseen, and the longest of late.
+        self.next_ns = self.longest_ns = 0.0
         self._share = 0.0  # of those asked about of late, that were computed at home
 
     def use(self, access: Access) -> None:
@@ -49,27 +53,46 @@ class AtHome:
     def wants(self, op: OpSnapshot) -> Offer | None:
         """Return the host's offer if an operator that lacks a weight ends sooner there.
 
-        What only lacks what operators have made follows its weights: it runs on the accelerator.
+        What only lacks what operators have made follows it home where all of it is there, and
+        little is to be done: so a group of operators shares one crossing. Else it follows its
+        weights: it runs on the accelerator.
         """
         if not (op.is_movable and op.is_pressed):
             return None
         lasting = [block for block in op.missing if block.is_persistent]
         home = next((one for one in op.offers if one.device != op.default_device), None)
-        if home is None or not lasting:
+        if home is None:
             return None
+        if not lasting:
+            is_light = home.run_ns + home.back_ns <= LIGHT_NS
+            return home if home.is_here and is_light else None
         largest = max(lasting, key=lambda block: block.nbytes)
         cost_ns = home.run_ns + 2 * home.back_ns
         self._ns_per_byte[largest.struct] = cost_ns / max(largest.nbytes, 1)
         # However long the link is busy, what crosses may outweigh what does not.
         is_cheap = cost_ns <= MOST_COPIES * sum(block.copy_ns for block in lasting)
-        is_sooner = is_cheap and home.end_ns < op.offer(op.default_device).end_ns
+        # A copy that is on its way would be lost: the link could have brought another.
+        lost_ns = sum(block.copy_ns for block in lasting if block.is_coming)
+        is_sooner = is_cheap and home.end_ns + lost_ns < op.offer(op.default_device).end_ns
         self._share += (is_sooner - self._share) / OF_LATE_COUNT
-        return home if is_sooner else None
+        if not is_sooner:
+            return None
+        faded_ns = self.longest_ns + (cost_ns - self.longest_ns) / OF_LATE_COUNT
+        self.longest_ns = max(cost_ns, faded_ns)
+        return home
 
     @property
     def is_open(self) -> bool:
         """Whether enough of what lacks weights is computed at home to plan copies around it."""
         return self._share > OPEN_SHARE
+
+    def idle_nbytes(self, device: DeviceSnapshot, at_home_ns: float) -> float:
+        """Return what the link could bring beyond its queue while the host computes so long.
+
+        Meanwhile nothing can be queued. More than that would hold room before it is needed.
+        """
+        reached_ns = max(device.now_ns, device.compute_free_ns)
+        return (reached_ns + at_home_ns - device.link_free_ns) * device.h2d_bytes_per_s / 1e9
 
     def in_time(
         self,
@@ -88,13 +111,14 @@ class AtHome:
         ns_per_link_byte = 1e9 / device.h2d_bytes_per_s
         reached_ns = max(device.now_ns, device.compute_free_ns)
         link_ns = float(max(0, device.link_free_ns - reached_ns))
-        at_home_ns = waited_ns = 0.0
+        at_home_ns = waited_ns = self.next_ns = 0.0
         for wanted in missing:
             distance, block_id, nbytes = wanted
             copy_ns = nbytes * ns_per_link_byte
             cost_ns = self._cost_ns(block_id, nbytes)
             begins_ns = gate.compute_ns(cursor, distance) + at_home_ns + waited_ns
             if cost_ns < MOST_COPIES * copy_ns and begins_ns < link_ns + copy_ns:
+                self.next_ns = self.next_ns or cost_ns
                 at_home_ns += cost_ns
                 continue
             link_ns += copy_ns

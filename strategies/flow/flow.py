@@ -38,8 +38,8 @@ MIB = 2**20
 QUEUE_COUNT = 4
 QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
-#: While the host computes nothing is queued: then up to this share.
-QUEUE_SHARE_BESIDE = 1 / 16
+#: While the host computes nothing is queued: then so many, which last until it is through.
+QUEUE_COUNT_BESIDE = 16
 #: ... once less than this share is free.
 FREE_SHARE = 1 / 2
 #: They are queued up to so many, and up to this share of the budget.
@@ -274,14 +274,17 @@ class Flow(Strategy):
         self._wait_until_ns = 0
 
     def _may_queue(self, device: DeviceSnapshot) -> bool:
+        if self._at_home.is_open and device.in_flight_count:
+            at_home = self._at_home
+            is_near = at_home.idle_nbytes(device, at_home.longest_ns) > 0
+            return is_near and device.in_flight_count < QUEUE_COUNT_BESIDE
         limit_nbytes = self._queue_nbytes(device)
         return device.in_flight_count == 0 or (
             device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
         )
 
     def _queue_nbytes(self, device: DeviceSnapshot) -> float:
-        share = QUEUE_SHARE_BESIDE if self._at_home.is_open else QUEUE_SHARE
-        return min(QUEUE_NBYTES, device.limit_nbytes * share)
+        return min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
 
     def _missing(self) -> Iterator[_Wanted]:
         """Yield the blocks that will be used and are not there, in the order of use."""
@@ -325,11 +328,16 @@ class Flow(Strategy):
         room_nbytes = device.free_nbytes
         queue_nbytes = self._queue_nbytes(device) - device.in_flight_nbytes
         queue_count = self.queue_count - device.in_flight_count
+        is_open = self._at_home.is_open
+        if is_open:
+            queue_nbytes = self._at_home.idle_nbytes(device, self._at_home.next_ns)
+            queue_count = QUEUE_COUNT_BESIDE - device.in_flight_count
         issued: list[Prefetch] = []
         victims_left = self._at_rest(device, look, newest)
         for distance, block_id, nbytes in wanted:
             is_first = not issued and device.in_flight_count == 0
-            if len(issued) >= queue_count or (not is_first and nbytes > queue_nbytes):
+            is_too_much = queue_nbytes <= 0 if is_open else nbytes > queue_nbytes
+            if len(issued) >= queue_count or (is_too_much and not is_first):
                 break
             reserve_nbytes = self._room.reserve_nbytes(history.cursor, distance)
             reserve_nbytes = min(reserve_nbytes, device.limit_nbytes // 2)

@@ -112,6 +112,7 @@ def _snapshot(
                 struct_of(call.kind, block),
                 block.is_persistent,
                 int(block.nbytes / clocks.h2d_bytes_per_s * 1e9),
+                _is_coming(block, accelerator),
             )
             for block in missing
         ),
@@ -120,6 +121,11 @@ def _snapshot(
             _offer_of_host(residency, call, blocks, clocks, now_ns),
         ),
     )
+
+
+def _is_coming(block: Block, accelerator: Device) -> bool:
+    replica = block.replicas.get(accelerator)
+    return replica is not None and replica.state is FILLING
 
 
 def _offer_of_accelerator(
@@ -168,4 +174,5 @@ def _offer_of_host(
         worked_s = cost.flops / (clocks.host_flops_per_s or LEAST_FLOPS_PER_S)
         run_ns = int(max(moved_s, worked_s) * 1e9)
     back_ns = HAND_OVER_NS + int(call.result_nbytes / clocks.h2d_bytes_per_s * 1e9)
-    return Offer(host.name, there_ns, run_ns, back_ns, is_learned)
+    is_here = all(block.readable_on(host) is not None for block in blocks)
+    return Offer(host.name, there_ns, run_ns, back_ns, is_learned, is_here)

@@ -101,6 +101,8 @@ class MissingBlock(NamedTuple):
     is_persistent: bool
     #: How long its copy to the accelerator takes, once it is its turn.
     copy_ns: int = 0
+    #: That copy has been issued.
+    is_coming: bool = False
 
 
 class Offer(NamedTuple):
@@ -117,6 +119,8 @@ class Offer(NamedTuple):
     #: How long its result takes on its way to where the program goes on.
     back_ns: int
     is_learned: bool
+    #: All of its operands are there.
+    is_here: bool = False
 
     @property
     def end_ns(self) -> int:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from torchTensorRef.strategies.flow.at_home import AtHome
+from torchTensorRef.strategies.flow.at_home import LIGHT_NS, AtHome
 from torchTensorRef.strategies.flow.latest_start import LatestStart
 from torchTensorRef.strategy import Access, DeviceSnapshot, MissingBlock, Offer, OpSnapshot
 
@@ -16,7 +16,15 @@ NBYTES, STRUCT = 1000, 5
 DEVICE = DeviceSnapshot("sim", 10**6, 0, 0, 0, 0, 0, 1e9, 1e9)
 
 
-def asked(home_ns: int, fetch_ns: int, *, is_movable: bool = True, is_persistent: bool = True):
+def asked(
+    home_ns: int,
+    fetch_ns: int,
+    *,
+    is_movable: bool = True,
+    is_persistent: bool = True,
+    is_here: bool = False,
+    is_coming: bool = False,
+):
     return OpSnapshot(
         name="mm",
         operand_nbytes=NBYTES,
@@ -25,10 +33,10 @@ def asked(home_ns: int, fetch_ns: int, *, is_movable: bool = True, is_persistent
         default_device="sim",
         is_movable=is_movable,
         is_pressed=True,
-        missing=(MissingBlock(1, NBYTES, STRUCT, is_persistent, NBYTES),),
+        missing=(MissingBlock(1, NBYTES, STRUCT, is_persistent, NBYTES, is_coming),),
         offers=(
             Offer("sim", fetch_ns, 0, 0, is_learned=True),
-            Offer("cpu", 0, home_ns, 0, is_learned=True),
+            Offer("cpu", 0, home_ns, 0, is_learned=True, is_here=is_here),
         ),
     )
 
@@ -85,3 +93,33 @@ def test_at_home_where_that_ends_sooner():
     assert at_home.wants(asked(4100, 10**6)) is None  # of little that would have to cross
     assert at_home.wants(asked(500, 600, is_movable=False)) is None
     assert at_home.wants(asked(500, 600, is_persistent=False)) is None
+
+
+def test_a_copy_that_is_on_its_way_is_not_lost_for_a_little():
+    at_home = AtHome()
+    assert at_home.wants(asked(500, 500 + NBYTES, is_coming=True)) is None
+    assert at_home.wants(asked(500, 501 + NBYTES, is_coming=True)).device == "cpu"
+
+
+def test_what_is_light_follows_what_is_at_home():
+    at_home = AtHome()
+    light = asked(LIGHT_NS, 0, is_persistent=False, is_here=True)
+    assert at_home.wants(light).device == "cpu"
+    heavy = asked(LIGHT_NS + 1, 10**9, is_persistent=False, is_here=True)
+    assert at_home.wants(heavy) is None
+    assert at_home.wants(asked(1, 10**9, is_persistent=False)) is None  # some of it is not there
+    assert not at_home.is_open
+
+
+def test_the_link_gets_what_lasts_until_the_host_is_through():
+    at_home = knowing(500, 20)
+    assert at_home.longest_ns == 500
+    fetched(at_home, 20)
+    assert at_home.next_ns == 500
+    busy = replace(DEVICE, link_free_ns=300)
+    assert at_home.idle_nbytes(busy, at_home.next_ns) == 200
+    assert at_home.idle_nbytes(replace(busy, compute_free_ns=100), at_home.next_ns) == 300
+    fetched(at_home, 20, compute_ns=1200)
+    for _ in range(200):
+        at_home.wants(asked(250, 10**9))
+    assert 250 <= at_home.longest_ns < 260  # what was long ago is forgotten
