@@ -70,25 +70,32 @@ def manage() -> Iterator[Callable[..., Any]]:
     """Give `manage(strategy=, nbytes=, ...)`: the manager on a fresh simulated accelerator.
 
     Its capacity is the budget, so the device itself refuses any byte too many; freed and stale
-    bytes are poisoned. At the end the books are checked, nothing may be held, and all goes home.
-    What a test makes stays plain unless it adopts it, or injection is what it is about
-    (`hooks.is_disabled.set(False)`).
+    bytes are poisoned. With `count=2` there are two such in one machine. At the end the books are
+    checked, nothing may be held, and all goes home. What a test makes stays plain unless it adopts
+    it, or injection is what it is about (`hooks.is_disabled.set(False)`).
     """
     torch = pytest.importorskip("torch")
     import torchTensorRef
     import torchTensorRef.tensor.install
     from torchTensorRef import tensorsManager
     from torchTensorRef.devices.sim.device import SimDevice
+    from torchTensorRef.devices.sim.machine import Machine
     from torchTensorRef.devices.sim.spec import DeviceSpec
     from torchTensorRef.memory import once
 
     torch.manual_seed(0)
 
-    def make(strategy: Any = "lru", nbytes: int = DEFAULT_NBYTES, **spec: Any) -> Any:
-        device = SimDevice(
-            DeviceSpec(name="test", capacity_nbytes=nbytes, **spec), poison=True, name="sim:test"
-        )
-        tensorsManager.device = device
+    def make(
+        strategy: Any = "lru", nbytes: int = DEFAULT_NBYTES, count: int = 1, **values: Any
+    ) -> Any:
+        spec = DeviceSpec(name="test", capacity_nbytes=nbytes, **values)
+        machine = Machine.of(spec)
+        names = ["sim:test", *(f"sim:test{number}" for number in range(1, count))]
+        devices = [
+            SimDevice(spec, number, machine=machine, poison=True, name=name)
+            for number, name in enumerate(names)
+        ]
+        tensorsManager.device = devices if count > 1 else devices[0]
         tensorsManager.budget = nbytes
         tensorsManager.strategy = strategy
         tensorsManager.reset_stats()

@@ -15,10 +15,35 @@ from torch import nn
 from torchTensorRef.memory.transfer import ATTEMPTS
 from torchTensorRef.operators.plan import OpPlan
 
-from ..support.programs import Adversary, RandomEviction, assert_same, unchanged
+from ..support.programs import Adversary, InTurn, RandomEviction, Scatter, assert_same, unchanged
 
-#: Everything fits; little more than one operator does; less than the largest operator needs.
-CASES = [("lru", 1 << 20), ("lru", 1_200), ("genoa", 1_200), ("flow", 1_200), ("flow", 500)]
+#: Everything fits; little more than one operator does; less than the largest operator needs. Then
+#: the same for two accelerators: they share the program, or its operators are scattered.
+CASES = [
+    ("lru", 1 << 20, 1),
+    ("lru", 1_200, 1),
+    ("genoa", 1_200, 1),
+    ("flow", 1_200, 1),
+    ("flow", 500, 1),
+    ("scatter", 1 << 20, 2),
+    ("in turn", 1_200, 2),
+    ("scatter", 500, 2),
+    ("scatter", 1_200, 2),
+]
+MADE: dict[str, Callable[[], Any]] = {
+    "in turn": InTurn,
+    "random": lambda: RandomEviction(1),
+    "adversary": lambda: Adversary(1),
+    "scatter": lambda: Scatter(1),
+}
+
+
+def made(strategy: str) -> Any:
+    return MADE.get(strategy, lambda: strategy)()
+
+
+def accelerators(manager: Any) -> tuple[Any, ...]:
+    return tuple(manager.residency.books.accelerators)
 
 
 class Step:
@@ -75,13 +100,13 @@ def assert_nothing_leaks(manager: Any) -> None:
     """No pins, no copies in flight, and the allocator agrees with the ledger and with itself."""
     residency = manager.residency
     manager.check()
-    device = residency.books.main
-    ledger = residency.books.ledgers[device]
     assert not residency.holds.pins_by_thread
     assert not residency.holds.announced
-    assert not [r for r in ledger.replicas() if r.pins]
-    assert device.resident_nbytes == device.recount_nbytes() == ledger.resident_nbytes
-    assert ledger.resident_nbytes == sum(r.nbytes for r in ledger.replicas())
+    for device in accelerators(manager):
+        ledger = residency.books.ledgers[device]
+        assert not [r for r in ledger.replicas() if r.pins]
+        assert device.resident_nbytes == device.recount_nbytes() == ledger.resident_nbytes
+        assert ledger.resident_nbytes == sum(r.nbytes for r in ledger.replicas())
 
 
 @pytest.fixture
@@ -90,14 +115,14 @@ def plain(manage):
     return plain_states(2)
 
 
-@pytest.mark.parametrize(("strategy", "nbytes"), CASES)
+@pytest.mark.parametrize(("strategy", "nbytes", "count"), CASES)
 @pytest.mark.parametrize("kind", ["alloc", "copy"])
-def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes):
+def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes, count):
     number = 0
     while True:
         number += 1
-        manager = manage(strategy, nbytes=nbytes)
-        device = manager.residency.books.main
+        manager = manage(made(strategy), nbytes=nbytes, count=count)
+        device = accelerators(manager)[-1]
         step = Step(manager.adopt)
         device.fail_next(kind, number)
         first = state_of(step, step.run())
@@ -116,15 +141,16 @@ def faults_left(device: Any, kind: str) -> int:
     return len(device._faults._numbers[kind])
 
 
-@pytest.mark.parametrize(("strategy", "nbytes"), [*CASES, ("random", 1_200), ("adversary", 1_200)])
-def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes):
+@pytest.mark.parametrize(
+    ("strategy", "nbytes", "count"), [*CASES, ("random", 1_200, 1), ("adversary", 1_200, 1)]
+)
+def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes, count):
     """The n-th copy and all further attempts at it fail: the host must help, or patience."""
-    made = {"random": lambda: RandomEviction(1), "adversary": lambda: Adversary(1)}
     number = 0
     while True:
         number += 3
-        manager = manage(made.get(strategy, lambda: strategy)(), nbytes=nbytes)
-        device = manager.residency.books.main
+        manager = manage(made(strategy), nbytes=nbytes, count=count)
+        device = accelerators(manager)[-1]
         step = Step(manager.adopt)
         for attempt in range(ATTEMPTS):
             device.fail_next("copy", number + attempt)
@@ -206,9 +232,12 @@ class _Callable:
 @pytest.mark.parametrize(
     "error", [KernelFailedError("kernel"), KeyboardInterrupt()], ids=["kernel", "ctrl-c"]
 )
-@pytest.mark.parametrize(("strategy", "nbytes"), [("lru", 1 << 20), ("genoa", 1_200)])
-def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, error, after):
-    manager = manage(strategy, nbytes=nbytes)
+@pytest.mark.parametrize(
+    ("strategy", "nbytes", "count"),
+    [("lru", 1 << 20, 1), ("genoa", 1_200, 1), ("in turn", 1_200, 2), ("scatter", 1 << 20, 2)],
+)
+def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, count, error, after):
+    manager = manage(made(strategy), nbytes=nbytes, count=count)
     bomb = Bomb(monkeypatch, error, after=after)
     number = 0
     while True:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import tensorsManager
+from torchTensorRef.strategies.venice import Venice
 from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, OpSnapshot, Prefetch, Strategy
 
 from .differential import differences, plain_leaves
@@ -143,6 +144,15 @@ class Scatter(RandomEviction):
 
     def place(self, op: OpSnapshot) -> str:
         return self._random.choice(op.accelerators).name
+
+
+class InTurn(Venice):
+    """Venice, whose accelerators get weights in turn, however small a program is."""
+
+    name = "in turn"
+
+    def _next(self, nbytes: int, accelerators: Sequence[DeviceSnapshot]) -> str:
+        return accelerators[len(self._home) % len(accelerators)].name
 
 
 class Adversary(Strategy):
