@@ -22,7 +22,7 @@ from torchTensorRef.interception import handlers
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.memory.copies import RoomTakenError
 
-from ..support.programs import RandomEviction, assert_same
+from ..support.programs import InTurn, RandomEviction, Scatter, assert_same
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -56,9 +56,10 @@ def assert_idle(manager: Any, limit_nbytes: int | None = None) -> None:
     assert not residency.holds.announced
     ledgers = residency.books.ledgers.values()
     assert not [r for ledger in ledgers for r in ledger.replicas() if r.pins]
-    device = residency.books.main
-    assert device.peak_nbytes <= (limit_nbytes or manager.budget)
-    assert device.recount_nbytes() == device.resident_nbytes
+    for device in residency.books.accelerators:
+        whole_nbytes = residency.books.ledgers[device].limit_nbytes
+        assert device.peak_nbytes <= (limit_nbytes or whole_nbytes)
+        assert device.recount_nbytes() == device.resident_nbytes
 
 
 STRATEGIES = {
@@ -66,7 +67,20 @@ STRATEGIES = {
     "genoa": lambda: "genoa",
     "flow": lambda: "flow",
     "random": lambda: RandomEviction(7),
+    "in turn": InTurn,
+    "scatter": lambda: Scatter(7),
 }
+
+
+@pytest.fixture
+def manage(manage: Any) -> Any:
+    """Give as many accelerators as the strategy uses: two where it spreads."""
+
+    def make(strategy: Any = "lru", nbytes: int = 1 << 20, **values: Any) -> Any:
+        count = 2 if getattr(strategy, "spreads", False) else 1
+        return manage(strategy, nbytes, count, **values)
+
+    return make
 
 
 @pytest.fixture(params=STRATEGIES)

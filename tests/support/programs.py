@@ -47,10 +47,10 @@ def managed_result(program: Program, manager: Any) -> Any:
 
 
 def accelerator_work(manager: Any) -> int:
-    """How much the accelerator has computed: zero where it ran no operator."""
-    main = manager.residency.books.main
-    if main.has_virtual_clock:
-        return main.clocks().compute_ns
+    """How much the accelerators have computed: zero where they ran no operator."""
+    books = manager.residency.books
+    if books.main.has_virtual_clock:
+        return sum(device.clocks().compute_ns for device in books.accelerators)
     stats = manager.stats()
     return stats["op_count"] - stats["host_op_count"] - stats["host_fallback_count"]
 
