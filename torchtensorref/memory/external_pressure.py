@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from ..devices.base import Device
@@ -85,16 +86,19 @@ class OthersWatch:
     """
 
     def __init__(self) -> None:
-        self._watched: tuple[Any, Device] | None = None
+        #: What is followed: each accelerator without a budget, for its residency.
+        self._watched: dict[Device, Any] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
 
     def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
-        """Follow a real device without a budget; leave alone what was followed before."""
+        """Follow a real device without a budget; leave one alone that has got a budget."""
         is_followed = device.shares_memory and setting_for(setting, device) is None
         with self._lock:
-            self._watched = (residency, device) if is_followed else None
+            self._watched.pop(device, None)
+            if is_followed:
+                self._watched[device] = residency
             if is_followed and self._thread is None:
                 thread = threading.Thread(
                     target=self._serve, name="torchTensorRef-others", daemon=True
@@ -103,6 +107,12 @@ class OthersWatch:
                 self._thread = thread
                 atexit.unregister(self._end)
                 atexit.register(self._end)
+
+    def leave(self, devices: Iterable[Device]) -> None:
+        """Follow some devices no more: others are used."""
+        with self._lock:
+            for device in devices:
+                self._watched.pop(device, None)
 
     def _end(self) -> None:
         self._is_over.set()
@@ -113,15 +123,15 @@ class OthersWatch:
     def _serve(self) -> None:
         while not self._is_over.wait(PERIOD_S):
             with self._lock:
-                watched = self._watched
-                if watched is None:
+                watched = list(self._watched.items())
+                if not watched:
                     self._thread = None
                     return
-            residency, device = watched
-            try:
-                self.look(residency, device)
-            except SHORTAGES as error:
-                residency.books.log.note("-", f"others {device.name}", str(error)[:80])
+            for device, residency in watched:
+                try:
+                    self.look(residency, device)
+                except SHORTAGES as error:
+                    residency.books.log.note("-", f"others {device.name}", str(error)[:80])
             del watched, residency, device
 
     def look(self, residency: Any, device: Device) -> None:
@@ -137,7 +147,7 @@ class OthersWatch:
             "-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}"
         )
         with residency.books.lock:
-            if self._watched != (residency, device):
+            if self._watched.get(device) is not residency:
                 return  # meanwhile the user has said what the budget is
             ledger.budget = Budget(max(limit_nbytes, 0))
             residency.books.bury()

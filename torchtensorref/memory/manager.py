@@ -164,6 +164,7 @@ class TensorsManager:
             self._open_ledger(residency, device, budget)
         # An operator that could not be waited for ends on the old ones.
         left = residency.books.use(devices)
+        self._others.leave(left)
         residency.feed.follow_default(self._strategy_setting, len(devices))
         self.unsupported.clear()
         residency.times.forget()
