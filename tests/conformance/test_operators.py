@@ -8,6 +8,7 @@ import torch
 from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.operator_cases import DTYPES, Outcome, operators, run_operator, turn_of
+from ..support.programs import Scatter
 from ..support.shaking import Shaken
 from .known_differences import KNOWN
 
@@ -55,6 +56,29 @@ def run(manage):
 
     yield compare
     torch.set_num_threads(torch.get_num_interop_threads())
+
+
+@pytest.fixture
+def run_on_two(manage):
+    """Give `run(name)`: the same on two accelerators, over which operands are scattered."""
+    torch.set_num_threads(1)
+    manage(Scatter(1), count=2)
+
+    def compare(name: str) -> Outcome:
+        total = Outcome()
+        for dtype in (DTYPES[0], DTYPES[1 + turn_of(name) % (len(DTYPES) - 1)]):
+            total.add(run_operator(operators()[name], dtype, samples=SAMPLES))
+        return total
+
+    yield compare
+    torch.set_num_threads(torch.get_num_interop_threads())
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name not in KNOWN])
+def test_the_operator_does_so_with_operands_on_two_accelerators(run_on_two, name):
+    outcome = run_on_two(name)
+    assert not outcome.failures
+    assert outcome.passed or outcome.refused
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name not in KNOWN])
