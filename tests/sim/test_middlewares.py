@@ -14,7 +14,7 @@ from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
 
 from ..support.differential import same_values as same_bits
-from ..support.programs import linears, sweep
+from ..support.programs import Scatter, linears, sweep
 
 
 class Noting(middlewares.Middleware):
@@ -112,6 +112,24 @@ def test_a_placed_module_has_its_gradients_there_too(manager):
     plain(x).sum().backward()
     with manager.middlewares.scoped(middlewares.Place("2.0", "cpu")):
         model(manager.adopt(x)).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("where", ["sim:test", "sim:test1", "cpu"])
+@pytest.mark.parametrize("strategy", ["venice", Scatter(1)], ids=["venice", "scatter"])
+def test_a_module_is_placed_on_one_of_several_accelerators(manage, strategy, where):
+    manager = manage(strategy, count=2)
+    model, plain = model_of(manager)
+    x = torch.rand(2, 64)
+    plain(x).sum().backward()
+    with manager.middlewares.scoped(middlewares.Place("2", where)):
+        model(manager.adopt(x)).sum().backward()
+        with torch.no_grad():
+            placed = model[2](model[1](model[0](manager.adopt(x))))
+    assert placed.proxyInfo.device == where
+    with torch.no_grad():
+        assert same_bits(placed, plain[2](plain[1](plain[0](x))))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(ours.grad, theirs.grad)
 

@@ -16,7 +16,7 @@ from torchTensorRef.inject import hooks
 from torchTensorRef.promises import graph
 
 from ..support.differential import differences
-from ..support.programs import assert_right, assert_same, mlp
+from ..support.programs import Scatter, assert_right, assert_same, mlp
 
 COUNT = 200
 
@@ -92,6 +92,14 @@ def test_random_programs_are_bit_equal_when_fulfilled(manage, part):
     for seed in range(part, COUNT, 8):
         plain, ours = on_both(a_program(seed))
         assert differences(plain, ours) == [], f"seed {seed}"
+
+
+def test_random_programs_are_bit_equal_when_fulfilled_on_two_accelerators(manage):
+    manager = manage(Scatter(1), nbytes=3_000, count=2)
+    for seed in range(0, COUNT, 8):
+        plain, ours = on_both(a_program(seed))
+        assert differences(plain, ours) == [], f"seed {seed}"
+    assert all(device.clocks().compute_ns for device in manager.residency.books.accelerators)
 
 
 def test_what_real_tensors_were_counts_and_not_what_they_become(manage):

@@ -151,3 +151,25 @@ def test_the_command_line_takes_devices_and_budgets_in_order(tmp_path):
     refused = done(*run, "--device", "sim:0,sim:rtx306", script)
     assert refused.returncode == 2
     assert "rtx3060" in refused.stderr
+
+
+@pytest.mark.parametrize("strategy", ["venice", "lru"])
+def test_each_budget_is_obeyed_when_it_changes_and_bits_stay(manager, strategy):
+    plain, x = tower(), torch.rand(1, 64)
+    with torch.no_grad():
+        expected = plain(x)
+    manager = on_two(80 << 10, 80 << 10, strategy=strategy)
+    model = manager.adopt(tower())
+    for first, second in ((80, 20), (20, 80), (10, 10), (0, 40), (80, 80)):
+        budgets = {"sim:test0": first << 10, "sim:test1": second << 10}
+        manager.budget = budgets
+        devices = manager.residency.books.accelerators
+        for device in devices:
+            assert device.resident_nbytes <= budgets[device.name]
+            device.reset_peak()
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(bits(manager.release(model(manager.adopt(x)))), bits(expected))
+        assert all(device.peak_nbytes <= budgets[device.name] for device in devices)
+        assert manager.budget == budgets
+        manager.check()
