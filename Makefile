@@ -28,7 +28,14 @@ NEEDS := setup.cfg pyproject.toml constraints.txt
 # Without a clean folder setuptools would put deleted modules into the wheel again.
 LINT_DIR := .cache/lint
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts sanitize gpu gpu-dry lint clean
+# What is there: our environment if it was made, else an interpreter that has torch, else one is made.
+GPU_PYTHON_VERSION ?= 3.12
+GPU_HAS_TORCH := $(if $(filter gpu%,$(MAKECMDGOALS)),$(shell $(PYTHON) -c 'import torch, transformers' 2>/dev/null && echo yes))
+GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
+GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
+GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
+
+.PHONY: demo test core conformance compatibility matrix soak interrupts sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -74,13 +81,24 @@ sanitize: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.sanitizers $(SANITIZE_ARGS)
 
 # On a machine with an accelerator: the tests on it, then the benchmark against peers. Goes on where
-# it was broken off.
-gpu: $(VENV)/test.stamp
-	@$(BIN)/python -m benchmarks.small_gpu.calls $(GPU_ARGS)
+# it was broken off. Installs nothing where there is a torch: a rented machine may reach no registry;
+# what it lacks is carried (gpu-archive).
+gpu: $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m benchmarks.small_gpu.carried benchmarks.small_gpu.calls $(GPU_ARGS)
 
 # The same harness on the simulated device, the peers on the host: a few minutes, no accelerator.
-gpu-dry: $(VENV)/test.stamp
-	@$(BIN)/python -m benchmarks.small_gpu --dry $(GPU_DRY_ARGS)
+gpu-dry: $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m benchmarks.small_gpu.carried benchmarks.small_gpu --dry $(GPU_DRY_ARGS)
+
+# The same harness over the adapter for real accelerators, with the host in the place of one.
+gpu-rehearsal: $(GPU_NEEDS)
+	@$(GPU_PYTHON) -m benchmarks.small_gpu.carried benchmarks.small_gpu --device cpu $(GPU_DRY_ARGS)
+
+# One file to be carried there: this tree, and wheels of the peers that such machines lack.
+gpu-archive:
+	@$(GPU_PYTHON) -m benchmarks.small_gpu.carried --fetch $(GPU_PYTHON_VERSION)
+	@$(GPU_PYTHON) -m benchmarks.small_gpu.carried --pack .cache/carried.tar.gz
+	@ls -l .cache/carried.tar.gz
 
 # mypy finds only packages that are really there, which an editable install is not, so it gets a
 # plain one in a folder of its own. The tests must not see it: they run against the edited files.

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from ..baseline import EXACT, Keeper
-from . import table
+from . import archive, table
 from .compare import Comparison, figures_of_ours
 from .contestants import CONTESTANTS, reason_not
 from .plan import NO_CAP, Seat, Selection, State, seats, selection_of, workloads_of
@@ -43,14 +43,17 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.scale = SCALES[options.scale]
-        self.folder: Path = options.state
+        self.folder: Path = options.folder
         self.selection: Selection = options.only
         self.deadline_s = time.perf_counter() + options.minutes * 60
         what = {"device": options.device, "scale": options.scale}
-        if not options.resume:
+        # What is in one file is gone on with: to begin again, remove it.
+        is_kept = options.archive is not None and archive.unpack(options.archive, self.folder)
+        is_resuming = bool(options.resume) or is_kept
+        if not is_resuming:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
         self.state = State.open(
-            self.folder / "run" / "state.json", what, resume=bool(options.resume)
+            self.folder / "run" / "state.json", what, resume=is_resuming
         )
         self.results = self.folder / "run" / "results"
         self.results.mkdir(parents=True, exist_ok=True)
@@ -68,14 +71,23 @@ class Bench:
         except OutOfTime as reason:
             self.console.print(f"not finished: {reason}")
             return False
+        finally:
+            self._save()
         return True
+
+    def _save(self) -> None:
+        """Write down what is known, also into the archive if there is one."""
+        self.state.save()
+        if self.options.archive is not None:
+            archive.pack(self.options.archive, self.folder, self.comparison.is_needed)
 
     def _prepare(self) -> None:
         """Make the weights and probe the machine: for each family, where it is simulated."""
         families = {WORKLOADS[w]: None for w in self.selection.workloads}
         for family in families:
             stands_for = family if self.comparison.is_dry or family != "lora" else "llama"
-            if stands_for in self.state.probes:
+            known = self.state.probes.get(stands_for)
+            if known is not None and self._has_weights(stands_for):
                 continue
             found, ending = self._probe(stands_for)
             if found is None and self.processes.is_forking and not self.comparison.is_dry:
@@ -85,8 +97,19 @@ class Bench:
             self.state.is_forking = self.processes.is_forking
             if found is None:
                 raise RuntimeError(f"the probe {ending.status}; see {self.processes.folder}")
-            self.state.probes[stands_for] = found
-            self.state.save()
+            if known is not None and known["digest"] != found["digest"]:
+                raise RuntimeError(
+                    f"the weights made here ({found['digest']}) are not those of the run that is "
+                    f"gone on with ({known['digest']}); begin again with another --state"
+                )
+            self.state.probes.setdefault(stands_for, found)
+            self._save()
+
+    def _has_weights(self, family: str) -> bool:
+        from .weights import folder_of
+
+        folder = folder_of(self.folder / "weights", self.scale, family)
+        return self.options.archive is None or (folder / "manifest.json").exists()
 
     def _probe(self, family: str) -> tuple[dict[str, Any] | None, Ending]:
         expected_s = self.options.expected_seconds
@@ -106,6 +129,7 @@ class Bench:
             out="",
             results={},
             cell_s=self.options.cell_seconds,
+            warm_s=self.options.warm_seconds,
             timelines={},
         )
 
@@ -134,7 +158,8 @@ class Bench:
         pending = self.state.pending(seat, workloads_of(seat, self.selection))
         for workload in list(pending):
             nbytes, cap = self._nbytes(seat.family), self.comparison.cap_nbytes(workload, seat.cap)
-            reason = reason_not(contestant, workload, 2**60 if cap is None else cap, nbytes)
+            room = 2**60 if cap is None else cap
+            reason = reason_not(contestant, workload, room, nbytes, self.options.device)
             if reason is not None:
                 self.state.put(seat, workload, {"status": "skipped", "reason": reason})
                 pending.remove(workload)
@@ -155,10 +180,10 @@ class Bench:
             except OutOfTime as cut:
                 for event in cut.events:
                     self._put_measured(seat, event)
-                self.state.save()
+                self._save()
                 raise
             pending, headrooms = self._take(seat, pending, headrooms, ending)
-            self.state.save()
+            self._save()
             done = f"{seat.name:40} {ending.took_s:6.1f} s  {ending.status}"
             self.console.print(done, highlight=False)
 
@@ -206,7 +231,10 @@ class Bench:
     def _put_measured(self, seat: Seat, event: dict[str, Any]) -> None:
         if event["event"] == "measured":
             row = {k: v for k, v in event.items() if k not in ("event", "workload")}
-            self.state.put(seat, event["workload"], {"status": "measured", **row})
+            workload = event["workload"]
+            self.state.put(seat, workload, {"status": "measured", **row})
+            same = self.comparison.sameness(workload, seat.cap, seat.contestant)
+            self.state.put(seat, workload, {"status": "measured", **row, "same": same})
 
     def _fail(self, seat: Seat, left: list[str], workload: str | None, reason: str) -> list[str]:
         """Write a failure down: of one workload, or of all that are left if it was none's."""
@@ -226,8 +254,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on where the last call ended")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin nothing later")
     parser.add_argument("--cell-seconds", type=float, default=15, help="no more runs then")
+    parser.add_argument(
+        "--warm-seconds", type=float, help="each cell is warmed up so long (full scale: 10)"
+    )
     parser.add_argument("--seat-seconds", type=float, default=300, help="stopped then")
-    parser.add_argument("--state", type=Path, help="a folder (.cache/small_gpu/DEVICE_SCALE)")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        help="a folder (.cache/small_gpu/DEVICE_SCALE), or one file NAME.tar.gz to go on with",
+    )
     parser.add_argument("--write", type=Path, help="also write the page to this file or folder")
     whole = ("device", "scale", "only", "rounds")
     options = KEEPER.parse(parser, arguments, defaults=whole)
@@ -237,13 +272,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.device = "sim:rx6600xt"
     if options.write_baseline and options.write is None:
         options.write = KEEPER.path.with_suffix(".md")
-    is_dry = options.device.startswith("sim:")
-    options.scale = options.scale or ("small" if is_dry else "full")
+    is_small = options.device == "cpu" or options.device.startswith("sim:")
+    options.scale = options.scale or ("small" if is_small else "full")
+    if options.warm_seconds is None:
+        usual = {"full": 10.0, "medium": 5.0}
+        options.warm_seconds = 0.0 if is_small else usual.get(options.scale, 0.0)
     options.expected_seconds = {"full": 60.0, "medium": 15.0}.get(options.scale, 2.0)
-    if options.state is None:
-        name = f"{options.device.replace(':', '_')}_{options.scale}"
-        options.state = Path(".cache/small_gpu") / name
-    options.state = options.state.resolve()
+    return _place(options)
+
+
+def _place(options: argparse.Namespace) -> argparse.Namespace:
+    """Find the folder to work in, and the file to keep it in where one was named."""
+    usual = Path(".cache/small_gpu") / f"{options.device.replace(':', '_')}_{options.scale}"
+    is_one_file = options.state is not None and archive.is_archive(options.state)
+    options.archive = options.state.resolve() if is_one_file else None
+    options.folder = (usual if is_one_file or options.state is None else options.state).resolve()
     return options
 
 

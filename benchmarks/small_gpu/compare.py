@@ -136,6 +136,8 @@ class Comparison:
         path = self.path_of(workload, cap, contestant)
         if reference is None or not path.exists():
             return {}
+        if not self.path_of(workload, *reference[:2]).exists():
+            return {}
         ours = torch.load(path, weights_only=True)
         theirs = torch.load(self.path_of(workload, *reference[:2]), weights_only=True)
         differences = [(ours[k].double() - theirs[k].double()).abs().max().item() for k in theirs]
@@ -145,6 +147,25 @@ class Comparison:
             "bits": all(torch.equal(ours[key], theirs[key]) for key in theirs),
             "largest": max(differences),
         }
+
+    def is_needed(self, path: Path) -> bool:
+        """Whether a file of a run says something that is not in the state.
+
+        A result with the reference's bits does not; those of references are what others will be
+        compared with.
+        """
+        if path.parent != self.results:
+            return True
+        for workload in WORKLOADS:
+            reference = self.reference(workload)
+            if reference is None or path == self.path_of(workload, *reference[:2]):
+                continue
+            for key in self.state.cells:
+                name, cap, contestant = key.split("/")
+                if name == workload and path == self.path_of(name, int(cap), contestant):
+                    row = self.state.row(name, int(cap), contestant) or {}
+                    return not row.get("same", {}).get("bits", False)
+        return True
 
     # -- rows and targets -----------------------------------------------------------------------
 
@@ -174,7 +195,8 @@ class Comparison:
             floor = self.bound(workload, cap, "between_steps")
             assert floor is not None
             row["of_floor"] = floor.seconds / row["step_s"]
-        row["same"] = self.sameness(workload, cap, contestant)
+        # A file that was equal does not come along in an archive.
+        row["same"] = self.sameness(workload, cap, contestant) or row.get("same", {})
         return row
 
     def slowest_allowed_s(self, workload: str, cap: int) -> float | None:

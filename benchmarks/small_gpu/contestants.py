@@ -58,6 +58,18 @@ class Contestant:
         model.to(machine.device)
         return machine.put
 
+    def is_settled(self) -> bool:
+        """Whether it is as it will be, asked after each run of the warm-up."""
+        return True
+
+    def reason_not_here(self, device: str, workload: str) -> str | None:
+        """Why it does not run on a device, or not this workload; None if it does."""
+        return None
+
+    def model_to_run(self, model: Any) -> Any:
+        """What programs call: some peers put something else before the model."""
+        return model
+
     def plain(self, result: Any) -> Any:
         """Return a result as plain tensors on the host."""
         return tree_map(
@@ -78,6 +90,7 @@ class Ours(Contestant):
     """torchTensorRef under one of its strategies. The program is the unmodified one."""
 
     is_ours = True
+    _locked_nbytes = -1
 
     def reason_not(self, cap_nbytes: int, weights_nbytes: int) -> str | None:
         return None
@@ -88,6 +101,16 @@ class Ours(Contestant):
 
     def place(self, model: Any, machine: Machine, room_nbytes: int, folder: Path) -> Put:
         return lambda tensor: tensor
+
+    def is_settled(self) -> bool:
+        """Its home memory is page-locked as it recurs, which makes copies faster."""
+        from torchTensorRef import tensorsManager
+
+        before, self._locked_nbytes = (
+            self._locked_nbytes,
+            tensorsManager.stats()["page_locked_nbytes"],
+        )
+        return self._locked_nbytes == before
 
     def plain(self, result: Any) -> Any:
         from torchTensorRef import tensorsManager
@@ -102,7 +125,8 @@ class Ours(Contestant):
 
         tensorsManager.check()
         stats = tensorsManager.stats()
-        wanted = ("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes", "stall_ns")
+        wanted = ("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes", "staged_nbytes")
+        wanted += ("stall_ns", "alloc_retry_count", "out_of_budget_count")
         return {
             **{name: stats[name] for name in wanted},
             **{k: v for k, v in stats.items() if "page_locked" in k},
@@ -190,6 +214,54 @@ class Diffusers(Contestant):
         return "on the host: hooks run; streams, page-locked memory and copies to a device do not"
 
 
+class FlexTensor(Contestant):
+    """NVIDIA's FlexTensor: which weights stay is planned once, the others come in time.
+
+    Everything that is a block of the model may be offloaded; the plan is for the same cap. It is
+    made in the warm-up, from forwards that discover the order and measure, until which the
+    contestant is not settled. Two to four blocks of room, whatever its own search finds best; its
+    measuring is the one for tight memory, since the other keeps a second copy on the device.
+    """
+
+    package = "flextensor"
+
+    def reason_not(self, cap_nbytes: int, weights_nbytes: int) -> str | None:
+        return None
+
+    def reason_not_here(self, device: str, workload: str) -> str | None:
+        if not device.startswith("cuda"):
+            return f"FlexTensor needs cuda, and this is {device}"
+        return "FlexTensor is for inference only" if workload == "training" else None
+
+    def headrooms(self, cap_nbytes: int, weights_nbytes: int) -> list[int]:
+        """Of accelerate's: its plan too is for the cap less what activations need."""
+        step = math.ceil(weights_nbytes / 28)
+        return [step * n for n in (0, 1, 2, 3, 4, 6, 8) if step * n < cap_nbytes]
+
+    def place(self, model: Any, machine: Machine, room_nbytes: int, folder: Path) -> Put:
+        import flextensor
+
+        share = min(1.0, room_nbytes / machine.total_nbytes())
+        kinds = list(getattr(model, "_no_split_modules", None) or [])
+        config = flextensor.OffloadConfig(
+            gpu_device=machine.index,
+            include_patterns=[f"class:{kind}" for kind in kinds],
+            max_gpu_mem_fraction=share,
+            profile_mode="getter",
+            num_blocks=4,
+            min_blocks=2,
+        )
+        self._model = flextensor.offload(model, config)
+        self._manager = flextensor.get_offload_manager()
+        return machine.put
+
+    def model_to_run(self, model: Any) -> Any:
+        return self._model
+
+    def is_settled(self) -> bool:
+        return str(self._manager.phase.value).lower() == "inference"
+
+
 def _without_adapters(model: nn.Module) -> Any:
     """The model that PEFT's was made from, with the adapters in it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -205,12 +277,18 @@ CONTESTANTS: dict[str, Contestant] = {
         Accelerate("accelerate"),
         Diffusers("diffusers block", "block_level"),
         Diffusers("diffusers leaf", "leaf_level"),
+        FlexTensor("flextensor"),
     )
 }
 
 
-def reason_not(contestant: Contestant, workload: str, cap_nbytes: int, nbytes: int) -> str | None:
+def reason_not(
+    contestant: Contestant, workload: str, cap_nbytes: int, nbytes: int, device: str = ""
+) -> str | None:
     """Why there can be no such cell, or None."""
+    reason = contestant.reason_not_here(device, workload)
+    if reason is not None:
+        return reason
     for package in (contestant.package, "peft" if workload == "training" else None):
         if package is not None and importlib.util.find_spec(package) is None:
             return f"{package} is not installed"

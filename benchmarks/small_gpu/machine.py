@@ -125,7 +125,8 @@ class Machine:
         Returns
         -------
         dict
-            `allocated`, `reserved`, `page_locked`, `rss`; `in_steps` is what was allocated at most
+            `allocated`, `reserved`, `page_locked`, `rss`; `retries`: how often torch's allocator
+            gave up its cache for want of room, since the seat began; `in_steps` is what was allocated at most
             during steps, `between_steps` the least that was between them; `driver` is what the
             driver says is taken at the end.
         """
@@ -138,10 +139,16 @@ class Machine:
             "reserved": self._peaks.get("reserved"),
             "page_locked": page_locked,
             "rss": peak_rss(),
+            "retries": self._retries(),
             "in_steps": self._peaks.get("allocated steps"),
             "between_steps": self._least_held,
             "driver": self._taken_from_driver(),
         }
+
+    def _retries(self) -> int | None:
+        if self.is_host or not hasattr(self.module, "memory_stats"):
+            return None
+        return int(self.module.memory_stats(self.index).get("num_alloc_retries", 0))
 
     def _taken_from_driver(self) -> int | None:
         """What the driver has given away, to whomever; also what no allocator of torch's saw."""

@@ -28,6 +28,8 @@ from .workloads import ALL, Workload, add_adapters
 
 #: Steps to measure, unless the time for a cell is up before.
 WANTED_STEPS = 12
+#: Who goes on changing is measured after so many times the seconds of warming up, with a note.
+LONGEST_WARM_UP = 4
 #: The process's exit status when what it was forked from has touched the accelerator.
 BAD_FORK = 41
 SPOILED = 42
@@ -49,8 +51,9 @@ class Job(TypedDict):
     out: str
     #: Folder for results (one file per workload), by the same name as the cell.
     results: dict[str, str]
-    #: Seconds for a cell after which no more runs are begun.
+    #: Seconds for a cell after which no more runs are begun, and those to warm up for before them.
     cell_s: float
+    warm_s: float
     #: Workload -> a step longer than this is given a timeline in the file named.
     timelines: dict[str, tuple[float, str]]
 
@@ -123,7 +126,7 @@ def _bring(job: Job, contestant: Contestant, machine: Machine, scratch: Path) ->
         model = add_adapters(model)
     room = 2**50 if cap is None else cap - job["headroom_nbytes"]
     put = contestant.place(model, machine, room, scratch)
-    return model, put, is_capped
+    return contestant.model_to_run(model), put, is_capped
 
 
 def _report_failure(say: Callable[..., None], workload: str | None, error: Exception) -> None:
@@ -151,22 +154,29 @@ def _cell(
     gc.collect()
     machine.reset_peaks()
     run = workload.prepare(model, SCALES[job["scale"]], put)
-    began_s = machine.now_s()
     runs: list[StopWatch] = []
     results: list[Any] = []
-    while True:
+
+    def run_once() -> None:
         watch = StopWatch(machine)
         results.append(contestant.plain(run(watch)))
         runs.append(watch)
-        measured = [s for w in runs[workload.warm_up_runs :] for s in w.steps_s]
-        if machine.runs_once or (measured and len(measured) >= WANTED_STEPS):
-            break
-        if measured and (machine.now_s() - began_s > job["cell_s"] or _is_virtual(job, contestant)):
+
+    is_settled = _warm_up(job, workload, contestant, machine, run_once)
+    warm_up_count = len(runs)
+    began_s = machine.now_s()
+    measured: list[float] = []
+    while not machine.runs_once and len(measured) < WANTED_STEPS:
+        run_once()
+        measured += runs[-1].steps_s
+        if _is_virtual(job, contestant) or machine.now_s() - began_s > job["cell_s"]:
             break
     row = {
         **figures(measured or runs[-1].steps_s),
         "first_s": runs[0].steps_s[0],
         "run_count": len(runs),
+        "warm_up_count": warm_up_count,
+        "is_settled": is_settled,
         "is_comparable": machine.is_comparable,
         "is_repeatable": workload.is_stateful or all(_same(results[0], r) for r in results[1:]),
         "headroom_nbytes": job["headroom_nbytes"],
@@ -179,6 +189,37 @@ def _cell(
         timeline.write(Path(path), machine, lambda: run(StopWatch(machine)))
         row["timeline"] = Path(path).name
     return row
+
+
+def _warm_up(
+    job: Job,
+    workload: Workload,
+    contestant: Contestant,
+    machine: Machine,
+    run_once: Callable[[], None],
+) -> bool:
+    """Run until it is as it will be: the same runs and seconds for all, longer for who changes.
+
+    Returns
+    -------
+    bool
+        Whether it stopped changing; if not, that is said beside the figures.
+    """
+    if machine.runs_once:
+        run_once()
+        return True
+    began_s, count = machine.now_s(), 0
+    is_settled = False
+    while True:
+        run_once()
+        count += 1
+        is_settled = _is_virtual(job, contestant) or contestant.is_settled()
+        took_s = machine.now_s() - began_s
+        if count < workload.warm_up_runs or took_s < job["warm_s"]:
+            continue
+        most = workload.warm_up_runs * LONGEST_WARM_UP
+        if is_settled or (count >= most and took_s >= job["warm_s"] * LONGEST_WARM_UP):
+            return is_settled
 
 
 def _is_virtual(job: Job, contestant: Contestant) -> bool:

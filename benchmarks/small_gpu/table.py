@@ -23,6 +23,8 @@ HEADINGS = (
     "reserved",
     "RSS",
     "page-locked",
+    "staged",
+    "retries",
     "same",
     "note",
 )
@@ -95,6 +97,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
         nbytes(memory["reserved"]),
         nbytes(memory["rss"]),
         nbytes(page_locked),
+        nbytes(counted.get("staged_nbytes")),
+        "-" if memory.get("retries") is None else str(memory["retries"]),
         sameness(row["same"]),
         "; ".join(_notes(row)),
     ]
@@ -104,6 +108,8 @@ def _notes(row: dict[str, Any]) -> list[str]:
     notes = [row["note"]] if row.get("note") else []
     if not row["is_repeatable"]:
         notes.append("two runs differed")
+    if not row.get("is_settled", True):
+        notes.append("still changing when it was measured")
     if row["headroom_nbytes"]:
         notes.append(f"headroom {nbytes(row['headroom_nbytes'])}")
     if row.get("counts", {}).get("host_fallbacks"):

@@ -225,6 +225,11 @@ class Device(ABC):
         """Host memory that is page-locked for its copies."""
         return 0
 
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes copied so far by way of staging buffers, since their memory was not page-locked."""
+        return 0
+
     # shortage -----------------------------------------------------------------------------
 
     def limit(self, nbytes: int) -> bool:

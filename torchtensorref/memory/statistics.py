@@ -25,6 +25,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "resident_nbytes": main.resident_nbytes if ledger else 0,
             "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
             "page_locked_nbytes": main.page_locked_nbytes,
+            "staged_nbytes": main.staged_nbytes,
             "fetched_nbytes": copies.fetched_nbytes,
             "prefetched_nbytes": copies.prefetched_nbytes,
             "written_back_nbytes": copies.written_back_nbytes,

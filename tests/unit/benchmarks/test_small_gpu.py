@@ -387,10 +387,14 @@ def calls_made(tmp_path, monkeypatch):
 
 def test_calls_go_on_until_all_is_done(calls_made):
     statuses, made = calls_made
-    statuses += [0, command.UNFINISHED, 0]
+    statuses += [0, 0, command.UNFINISHED, *[0] * (len(calls.CALLS) - 2)]
     assert calls.main(["--scale", "tiny"]) == 0
-    assert made[0] == "-m pytest -q -m device tests/device"
-    assert [text.startswith("-m benchmarks.small_gpu --resume ") for text in made[1:]] == [True] * 2
+    assert made[0].startswith("-m pytest -q -W default -m device ")
+    assert all(text.startswith("-m benchmarks.small_gpu --resume ") for text in made[1:])
+    chosen = [text.partition(" --only ")[2].partition(" ")[0] for text in made[1:]]
+    wanted = [call.only for call in calls.CALLS[1:]]
+    assert chosen == [wanted[0], wanted[1], *wanted[1:]], "the one not finished is gone on with"
+    assert wanted[0] == "decode1,50,flow,plain,accelerate,diffusers,flextensor"
 
 
 def test_one_call_is_one_and_tests_that_passed_are_not_run_again(calls_made, tmp_path):
@@ -399,13 +403,15 @@ def test_one_call_is_one_and_tests_that_passed_are_not_run_again(calls_made, tmp
     assert calls.main(["--one"]) == command.UNFINISHED
     assert calls.main(["--one"]) == command.UNFINISHED
     assert [text.partition(" --")[0] for text in made] == [
-        "-m pytest -q -m device tests/device",
+        "-m pytest -q -W default -m device -p no:cacheprovider tests/device",
         "-m benchmarks.small_gpu",
         "-m benchmarks.small_gpu",
     ]
-    changed = tmp_path / "torchtensorref" / "some.py"
-    os.utime(changed, (2**32, 2**32))
-    statuses[:] = [1, 0]
+    os.utime(tmp_path / "torchtensorref" / "some.py", (2**32, 2**32))
+    statuses[:] = [command.UNFINISHED]
+    assert calls.main(["--one"]) == command.UNFINISHED, "a carried tree has other times"
+    (tmp_path / "torchtensorref" / "some.py").write_text("changed = True")
+    statuses[:] = [1, *[0] * len(calls.CALLS)]
     assert calls.main(["--one"]) == 1, "tests that failed are not forgotten over the benchmark"
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..base import DONE, Event, bytes_of, move_bytes
+from ..base import DONE, Event, bytes_of, move_bytes, storage_nbytes
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
@@ -122,6 +122,8 @@ class LinkCopier:
         Small copies to the accelerator, which pass those that are queued on `in_lane`.
     stall_ns : int
         How long the host waited for the accelerator's events.
+    staged_nbytes : int
+        Bytes that went through the staging buffers, to and from the accelerator.
 
     Notes
     -----
@@ -147,6 +149,7 @@ class LinkCopier:
         self._lock = lock
         self._in_flight = CopiesInFlight()
         self.stall_ns = 0
+        self.staged_nbytes = 0
         if not vendor.has_streams:
             return
         self.in_lane, self.out_lane = new_lane(vendor), new_lane(vendor)
@@ -219,6 +222,8 @@ class LinkCopier:
         """Hold a copy's ends until it has fired, even if the caller drops its event."""
         with self._lock:
             self._in_flight.add(id(base), event, queue)
+            if queue in (Queue.STAGED_IN, Queue.STAGED_OUT):
+                self.staged_nbytes += storage_nbytes(base)
         return event
 
     def copies_of(self, base: Tensor) -> list[Event]:

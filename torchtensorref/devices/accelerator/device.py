@@ -313,6 +313,11 @@ class AcceleratorDevice(Device):
         return self.page_locks.locked_nbytes
 
     @property
+    def staged_nbytes(self) -> int:
+        """Bytes of copies from and to memory that was not page-locked."""
+        return self._copier.staged_nbytes
+
+    @property
     def stall_ns(self) -> int:
         """How long the host waited for its events."""
         return self._copier.stall_ns
