@@ -247,7 +247,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.small_gpu", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="cuda:0, xpu:0, mps, cpu, sim:NAME")
-    parser.add_argument("--scale", choices=SCALES, help="full, or small in a dry run")
+    parser.add_argument("--scale", choices=SCALES, help="full; small in a dry run, tiny in a rehearsal")
     parser.add_argument("--dry", action="store_true", help="--device sim:rx6600xt")
     parser.add_argument("--only", type=selection_of, default=Selection(), help="decode1,50,flow")
     parser.add_argument("--rounds", type=int, default=1, help="visits to each seat (%(default)s)")
@@ -272,11 +272,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         options.device = "sim:rx6600xt"
     if options.write_baseline and options.write is None:
         options.write = KEEPER.path.with_suffix(".md")
-    is_small = options.device == "cpu" or options.device.startswith("sim:")
-    options.scale = options.scale or ("small" if is_small else "full")
+    is_dry, is_rehearsal = options.device.startswith("sim:"), options.device == "cpu"
+    if options.scale is None:
+        options.scale = "small" if is_dry else "tiny" if is_rehearsal else "full"
     if options.warm_seconds is None:
         usual = {"full": 10.0, "medium": 5.0}
-        options.warm_seconds = 0.0 if is_small else usual.get(options.scale, 0.0)
+        options.warm_seconds = 0.0 if is_dry else usual.get(options.scale, 0.0)
     options.expected_seconds = {"full": 60.0, "medium": 15.0}.get(options.scale, 2.0)
     return _place(options)
 

@@ -4,9 +4,10 @@
     python -m benchmarks.small_gpu.carried --fetch [3.12]           # where there is a registry
     python -m benchmarks.small_gpu.carried --pack FILE.tar.gz       # the tree and the wheels
 
-Where torchTensorRef is not installed, it is taken from this tree. Wheels in `.cache/wheels` that
-are of this Python are unpacked into `.cache/site`, which comes before what is installed: whoever
-carries another version means it. Nothing is installed and no pip is needed.
+Where torchTensorRef is not installed, it is taken from this tree. Wheels in `.cache/wheels` and in
+`.cache/wheels/3.12` (for that Python: wheels go together) are unpacked into `.cache/site`, which
+comes before what is installed: whoever carries another version means it. Nothing is installed and
+no pip is needed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def is_for(wheel: str, version: tuple[int, int]) -> bool:
 def open_site(wheels: Path = WHEELS, site: Path = SITE) -> list[Path]:
     """Unpack what is carried, and ours where it is not installed; return what to import from."""
     shutil.rmtree(site, ignore_errors=True)
-    carried = [w for w in sorted(wheels.glob("*.whl")) if is_for(w.name, sys.version_info[:2])]
+    version = sys.version_info[:2]
+    found = [*wheels.glob("*.whl"), *wheels.glob("{}.{}/*.whl".format(*version))]
+    carried = [wheel for wheel in sorted(found) if is_for(wheel.name, version)]
     for wheel in carried:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -96,6 +99,7 @@ def fetch(version: str, wheels: Path = WHEELS) -> int:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     }
+    wheels = wheels / version
     wheels.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", version, "--implementation", "cp"]
@@ -129,7 +133,7 @@ def pack(target: Path) -> None:
         check=True,
     )
     names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
-    names += [str(w.relative_to(ROOT)) for w in sorted(WHEELS.glob("*.whl"))]
+    names += [str(w.relative_to(ROOT)) for w in sorted(WHEELS.rglob("*.whl"))]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(target, "w:gz") as archive:
         for name in names:

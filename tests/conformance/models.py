@@ -106,8 +106,26 @@ def _kept(value: Any) -> Any:
     return copied(value)
 
 
-def compare(case: Case, *, strategies: Iterable[str] = STRATEGIES, trace: bool = False) -> Outcome:
-    """Run a model with plain torch and with us, under each strategy."""
+def simulated(budget_nbytes: int) -> Any:
+    """An accelerator of so many bytes, whose memory is spoilt when it is given up."""
+    spec = DeviceSpec(name="compat", capacity_nbytes=budget_nbytes)
+    return SimDevice(spec, poison=True, name="sim:compat")
+
+
+def compare(
+    case: Case,
+    *,
+    strategies: Iterable[str] = STRATEGIES,
+    trace: bool = False,
+    accelerator: Callable[[int], Any] = simulated,
+) -> Outcome:
+    """Run a model with plain torch and with us, under each strategy.
+
+    Parameters
+    ----------
+    accelerator : callable
+        Makes what it runs on, for a budget in bytes.
+    """
     outcome = Outcome(case)
     begin = time.perf_counter()
     if case.missing:
@@ -120,21 +138,22 @@ def compare(case: Case, *, strategies: Iterable[str] = STRATEGIES, trace: bool =
         if isinstance(error, Exception)
     }
     for strategy in strategies:
+        _place(strategy, accelerator, max(outcome.weights_nbytes // SHARE, 1))
         _compare_under(strategy, case, plain, outcome, trace=trace)
     outcome.seconds = time.perf_counter() - begin
     return outcome
 
 
-def _compare_under(
-    strategy: str, case: Case, plain: dict[str, Any], outcome: Outcome, *, trace: bool
-) -> None:
-    budget_nbytes = max(outcome.weights_nbytes // SHARE, 1)
-    tensorsManager.device = SimDevice(
-        DeviceSpec(name="compat", capacity_nbytes=budget_nbytes), poison=True, name="sim:compat"
-    )
+def _place(strategy: str, accelerator: Callable[[int], Any], budget_nbytes: int) -> None:
+    tensorsManager.device = accelerator(budget_nbytes)
     tensorsManager.budget = budget_nbytes
     tensorsManager.strategy = strategy
     tensorsManager.reset_stats()
+
+
+def _compare_under(
+    strategy: str, case: Case, plain: dict[str, Any], outcome: Outcome, *, trace: bool
+) -> None:
     for number, (name, run) in enumerate(runs_of(case)):
         where = f"{name}, {strategy}"
         try:

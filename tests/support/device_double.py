@@ -248,6 +248,43 @@ class ExchangingDevice(LateDevice):
         return sum(nbytes for nbytes, storage in self.given_up if not storage.expired())
 
 
+class StreamlessModule:
+    """What `torch.mps` is to the adapter: no streams, no events, no segments, some memory."""
+
+    def __init__(self, total_nbytes: int = 1 << 30) -> None:
+        self.total_nbytes = total_nbytes
+
+    def recommended_max_memory(self) -> int:
+        return self.total_nbytes
+
+    def synchronize(self) -> None:
+        """Everything has happened: it is in one order."""
+
+    def empty_cache(self) -> None:
+        """Nothing is kept."""
+
+
+class MpsDevice(AcceleratorDevice):
+    """One as mps: in one order, and what is evicted lies in another storage afterwards.
+
+    Whatever looks at bytes that were evicted sees 0xAA: the storage that was given up is spoilt.
+    """
+
+    torch_device = torch.device("cpu")  # type: ignore[assignment]
+
+    def __init__(self, total_nbytes: int = 1 << 30) -> None:
+        super().__init__("mps", 0, module=StreamlessModule(total_nbytes))  # type: ignore[arg-type]
+        self.name = "mps double:0"
+        self.exchanges_storages = True
+        self.given_up_count = 0
+
+    def _resize(self, base: torch.Tensor, nbytes: int) -> None:
+        if not nbytes and base.untyped_storage().nbytes():
+            base.untyped_storage().fill_(0xAA)
+            self.given_up_count += 1
+        super()._resize(base, nbytes)
+
+
 class MetaLane(LateLane):
     """Copies no bytes: there are none on `meta`."""
 
