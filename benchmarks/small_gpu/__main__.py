@@ -52,9 +52,7 @@ class Bench:
         is_resuming = bool(options.resume) or is_kept
         if not is_resuming:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
-        self.state = State.open(
-            self.folder / "run" / "state.json", what, resume=is_resuming
-        )
+        self.state = State.open(self.folder / "run" / "state.json", what, resume=is_resuming)
         self.results = self.folder / "run" / "results"
         self.results.mkdir(parents=True, exist_ok=True)
         self.comparison = Comparison(self.state, self.results)
@@ -247,7 +245,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.small_gpu", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="cuda:0, xpu:0, mps, cpu, sim:NAME")
-    parser.add_argument("--scale", choices=SCALES, help="full; small in a dry run, tiny in a rehearsal")
+    parser.add_argument(
+        "--scale", choices=SCALES, help="full; small in a dry run, tiny in a rehearsal"
+    )
     parser.add_argument("--dry", action="store_true", help="--device sim:rx6600xt")
     parser.add_argument("--only", type=selection_of, default=Selection(), help="decode1,50,flow")
     parser.add_argument("--rounds", type=int, default=1, help="visits to each seat (%(default)s)")

@@ -85,7 +85,7 @@ def open_site(wheels: Path = WHEELS, site: Path = SITE) -> list[Path]:
 
 
 def environment(site: Sequence[Path]) -> dict[str, str]:
-    """Return the environment of the module to be run: nothing asks a hub, no warning is an error."""
+    """Return the environment of the module to be run, which asks no hub."""
     before = os.environ.get("PYTHONPATH", "")
     path = os.pathsep.join([*map(str, site), *([before] if before else [])])
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

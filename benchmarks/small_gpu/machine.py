@@ -126,9 +126,9 @@ class Machine:
         -------
         dict
             `allocated`, `reserved`, `page_locked`, `rss`; `retries`: how often torch's allocator
-            gave up its cache for want of room, since the seat began; `in_steps` is what was allocated at most
-            during steps, `between_steps` the least that was between them; `driver` is what the
-            driver says is taken at the end.
+            gave up its cache for want of room, since the seat began; `in_steps` is what was
+            allocated at most during steps, `between_steps` the least that was between them;
+            `driver` is what the driver says is taken at the end.
         """
         self._take_peaks("after")
         page_locked = None

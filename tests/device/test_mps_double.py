@@ -49,9 +49,7 @@ SAMPLE = [n for n in operators() if turn_of(n) % ONE_IN == 1 and n not in KNOWN]
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_operators_give_the_bits_of_plain_torch(
-    manage: Any, device: MpsDevice, part: int
-) -> None:
+def test_operators_give_the_bits_of_plain_torch(manage: Any, device: MpsDevice, part: int) -> None:
     strategies = [Shaken(make_strategy(name)) for name in ("genoa", "flow")]
     manager = manage(strategies[0])
     wrong, passed = {}, 0

@@ -1,4 +1,4 @@
-"""The benchmark on a bare machine: from carried wheels, its state in one file, peers in their way."""
+"""The benchmark on a bare machine: carried wheels, a state in one file, peers in their ways."""
 
 import importlib.util
 import os
@@ -211,7 +211,9 @@ class Changing(Contestant):
         return self.settles_after is not None and self.runs >= self.settles_after
 
 
-@pytest.mark.parametrize(("settles_after", "runs", "is_settled"), [(1, 2, True), (5, 5, True), (None, 8, False)])
+@pytest.mark.parametrize(
+    ("settles_after", "runs", "is_settled"), [(1, 2, True), (5, 5, True), (None, 8, False)]
+)
 def test_who_still_changes_is_warmed_up_longer_and_not_for_ever(settles_after, runs, is_settled):
     contestant, done = Changing(settles_after), []
     workload = Workload("decode1", lambda *_: None, warm_up_runs=2)
@@ -224,7 +226,9 @@ def test_all_are_warmed_up_for_the_same_seconds():
     clock = iter(range(100))
     machine = types.SimpleNamespace(runs_once=False, now_s=lambda: float(next(clock)))
     workload, done = Workload("decode1", lambda *_: None), []
-    seat._warm_up({"device": "cpu", "warm_s": 6.0}, workload, Changing(1), machine, lambda: done.append(1))
+    seat._warm_up(
+        {"device": "cpu", "warm_s": 6.0}, workload, Changing(1), machine, lambda: done.append(1)
+    )
     assert len(done) == 6
 
 
