@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 from ..base.errors import TransferError
@@ -188,13 +189,15 @@ class Evictor:
         chosen = self._feed.victims(device, candidates, need_nbytes, may_fail=may_fail)
         rest = (block.block_id for block in candidates)
         freed_nbytes = 0
+        leaving: list[Replica] = []
+        why = f"{self._feed.strategy.name}: {why}"
         for block_id in chain(chosen, rest):
             replica = candidates.replica(block_id)
             if replica is not None:
-                freed_nbytes += self.evict(replica, f"{self._feed.strategy.name}: {why}")
-            if freed_nbytes >= need_nbytes:
+                freed_nbytes += self._begin_to_evict(replica, why, leaving)
+            if freed_nbytes + sum(gone.nbytes for gone in leaving) >= need_nbytes:
                 break
-        return freed_nbytes
+        return freed_nbytes + sum(self._end_of_evicting(replica, why) for replica in leaving)
 
     # -- one replica ----------------------------------------------------------------------------
 
@@ -211,6 +214,16 @@ class Evictor:
         TransferError
             The copy home failed; the replica is as it was.
         """
+        leaving: list[Replica] = []
+        freed_nbytes = self._begin_to_evict(replica, why, leaving)
+        return freed_nbytes + sum(self._end_of_evicting(one, why) for one in leaving)
+
+    def _begin_to_evict(self, replica: Replica, why: str, leaving: list[Replica]) -> int:
+        """Evict, but for what has to be copied home by way of staging buffers: that is leaving.
+
+        It keeps its bytes and its room, and is counted, until `_end_of_evicting`: nothing can be
+        told to wait for its copy before, and other threads need the locks meanwhile.
+        """
         block = replica.block
         if block is not None and block.exposure is not None:
             self._copier.refresh(block)  # who has let go of it may have written it before
@@ -225,6 +238,32 @@ class Evictor:
             self._copier.write_back(replica, wait=False)
         finally:
             self._holds.unpin([replica])
+        if self._issue_of(replica) is not None:
+            leaving.append(replica)
+            return 0
+        with self._books.lock:
+            return self._let_go(replica, why)
+
+    def _issue_of(self, replica: Replica) -> Callable[[], None] | None:
+        """What waits until a copy home has been issued as a whole; None if nothing has to."""
+        block = replica.block
+        home = block.replicas.get(self._books.host) if block is not None else None
+        return getattr(home.arrival, "finish_issue", None) if home is not None else None
+
+    def _end_of_evicting(self, replica: Replica, why: str) -> int:
+        """Let a replica go whose copy home was begun, once that is under way (no lock held)."""
+        finish = self._issue_of(replica)
+        try:
+            if finish is not None:
+                finish()
+        except TransferError:
+            with self._books.lock:
+                block = replica.block
+                home = block.replicas.get(self._books.host) if block is not None else None
+                if home is not None and home.state is FILLING and replica.state is DIRTY:
+                    home.become(INVALID, "write-back failed")
+                    home.arrival = None
+            raise
         with self._books.lock:
             return self._let_go(replica, why)
 

@@ -175,6 +175,18 @@ class StagedEvent:
         if copy is not None:
             copy.issued.wait()
 
+    def finish_issue(self) -> None:
+        """Make the host wait until the last slice is under way: then a stream can be told to wait.
+
+        Raises
+        ------
+        TransferError
+            The copy failed.
+        """
+        copy = self._copy
+        if copy is not None:
+            self._join(copy)
+
     def _join(self, copy: StagedCopy) -> None:
         if copy.issued.is_set() and copy.error is None:
             return

@@ -1,0 +1,106 @@
+"""Dirty blocks that leave by way of staging buffers: nobody waits for them under a lock."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from torchTensorRef.base.errors import TransferError
+from torchTensorRef.devices.accelerator.staging import HostCopier
+from torchTensorRef.memory.states import DIRTY
+
+from ..support.device_double import LateDevice, LateModule
+from .conftest import managed_by
+
+MIB = 1 << 20
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    monkeypatch.setattr("torchTensorRef.devices.accelerator.staging.SLOT_NBYTES", MIB // 4)
+    made = LateDevice(LateModule(seed=5, refuses=True))  # nothing is page-locked: all is staged
+    for ring in (made._copier._in_ring, made._copier._out_ring):
+        ring._slot_nbytes = MIB // 4
+    return made
+
+
+@pytest.fixture
+def manager(device: LateDevice) -> Any:
+    with managed_by(device) as make:
+        yield make("lru", 8 * MIB)
+
+
+class Gate:
+    """Holds the threads up that empty slots, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        copy = HostCopier.copy
+
+        def held_up(copier: HostCopier, source: torch.Tensor, destination: torch.Tensor) -> None:
+            self.reached.set()
+            self.opened.wait(PATIENCE_S)
+            copy(copier, source, destination)
+
+        monkeypatch.setattr(HostCopier, "copy", held_up)
+
+
+def dirty(manager: Any, count: int) -> list[Any]:
+    """Blocks of 2 MiB, eight slots each, whose only bytes are on the device."""
+    made = []
+    for number in range(count):
+        x = manager.adopt(torch.full((MIB // 2,), float(number)))
+        x.add_(0.5)
+        made.append(x)
+    return made
+
+
+def test_the_locks_are_free_while_a_dirty_block_leaves(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = dirty(manager, 2)
+    books = manager.residency.books
+    ledger, before = books.ledgers[device], books.ledgers[device].resident_nbytes
+    gate = Gate(monkeypatch)
+    evicting = threading.Thread(target=manager.bring_all_home)
+    evicting.start()
+    try:
+        assert gate.reached.wait(PATIENCE_S)
+        is_free = [lock.acquire(timeout=3) for lock in (books.lock, device._lock)]
+        counted_nbytes = ledger.resident_nbytes
+        for lock, is_ours in zip((books.lock, device._lock), is_free, strict=True):
+            if is_ours:
+                lock.release()
+    finally:
+        gate.opened.set()
+        evicting.join(PATIENCE_S)
+    assert is_free == [True, True]
+    assert counted_nbytes == before, "what is leaving has its room until it has landed"
+    assert [float(manager.release(x)[7]) for x in xs] == [0.5, 1.5]
+    assert ledger.resident_nbytes == 0
+
+
+def test_a_copy_home_that_fails_loses_nothing(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x,) = dirty(manager, 1)
+    fails = True
+    issue = device._copier.out_lane.issue
+
+    def hiccup(source: torch.Tensor, destination: torch.Tensor) -> Any:
+        if fails:
+            raise RuntimeError("the link hiccups")
+        return issue(source, destination)
+
+    monkeypatch.setattr(device._copier.out_lane, "issue", hiccup)
+    replicas = manager.residency.books.ledgers[device].replicas()
+    replica = next(r for r in replicas if r.nbytes == 2 * MIB)
+    with pytest.raises(TransferError):
+        manager.residency.evictor.evict(replica, "a test")
+    assert replica.state is DIRTY
+    fails = False
+    assert float(manager.release(x)[7]) == 0.5
