@@ -170,12 +170,15 @@ class Keeper:
         What runs the whole benchmark.
     tolerance : Tolerance
         Of every figure.
+    binding : tuple of str
+        Packages whose versions decide what is done: with another one nothing is compared.
     """
 
     name: str
     command: str
     tolerance: Tolerance
     folder: Path = RESULTS
+    binding: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -222,7 +225,8 @@ class Keeper:
         RESULT is the last line of the standard output; what is wrong goes to the standard error.
         """
         baseline, here = Baseline.read(self.path), measured_on()
-        comparable = baseline if baseline and baseline.settings == settings else None
+        is_alike = baseline is not None and baseline.settings == settings
+        comparable = baseline if is_alike and not self._unlike(baseline, here) else None
         rows = compare(figures, comparable, self.tolerance)
         screen = Console(width=WIDTH, highlight=False, markup=False)
         screen.print(self._table(rows))
@@ -239,6 +243,11 @@ class Keeper:
             Baseline(settings, here, figures).write(self.path)
             said.print(f"written: {self.path}")
         return int(any(row.is_over or (row.contradicts and not writes) for row in rows))
+
+    def _unlike(self, baseline: Baseline | None, here: dict[str, str]) -> list[str]:
+        """Name the packages that bind and are of another version than the baseline's."""
+        before = {} if baseline is None else baseline.measured_on
+        return [name for name in self.binding if here.get(name) != before.get(name)]
 
     def _table(self, rows: list[Row]) -> Table:
         """All figures; of those that must be equal and are, only the number."""
@@ -266,6 +275,9 @@ class Keeper:
         elif baseline.settings != settings:
             yield f"Not compared: the baseline is of {baseline.settings}, this run of {settings}."
         else:
+            others = self._unlike(baseline, here)
+            if others:
+                yield f"Not compared: other versions of {', '.join(others)} do other things."
             for name, before in baseline.measured_on.items():
                 if here.get(name) != before:
                     yield f"{name}: the baseline's was {before}, here it is {here.get(name)}"

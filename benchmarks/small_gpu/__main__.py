@@ -26,7 +26,9 @@ from .seat import Job
 #: The exit status of a run that has to be gone on with: EX_TEMPFAIL.
 UNFINISHED = 75
 #: Times of other devices are those of one machine, and their pages say which.
-KEEPER = Keeper("small_gpu_dry", "python -m benchmarks.small_gpu --dry", EXACT)
+#: Other versions of what the models are made of run other operators.
+BINDING = ("torch", "transformers", "peft")
+KEEPER = Keeper("small_gpu_dry", "python -m benchmarks.small_gpu --dry", EXACT, binding=BINDING)
 
 
 class OutOfTime(Exception):

@@ -160,3 +160,13 @@ def test_a_part_cannot_become_the_baseline(keeper, capsys):
     with pytest.raises(SystemExit):
         parse("--only", "add", "--write-baseline")
     assert "needs a whole run, without --only" in capsys.readouterr().err
+
+
+def test_versions_that_bind_are_not_compared_and_bounds_count(tmp_path, capsys, monkeypatch):
+    keeper = Keeper("some", "python -m benchmarks.some", EXACT, tmp_path, binding=("torch",))
+    assert conclude(keeper, {"add": Figure(1.0, "s")}, writes=True) == 0
+    assert conclude(keeper, {"add": Figure(2.0, "s")}) == 1
+    monkeypatch.setattr(baseline, "versions", lambda: {"torch": "another", "transformers": "x"})
+    assert conclude(keeper, {"add": Figure(2.0, "s")}) == 0
+    assert "Not compared: other versions of torch" in capsys.readouterr().out
+    assert conclude(keeper, {"add": Figure(2.0, "s", 1.5)}) == 1

@@ -120,7 +120,8 @@ class AcceleratorDevice(Device):
         self._compute = ComputeStreams(self.vendor)
         self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        self.page_locks = PageLocks(_locker_of(self.vendor), share_of_ram(settings.page_lock))
+        share = share_of_ram(settings.page_lock)
+        self.page_locks = PageLocks(_locker_of(self.vendor), share, self.vendor.cpus_near())
         self._page_locked_pool = PageLockedPool(self.page_locks)
         self._copier = LinkCopier(
             self.vendor, self.page_locks, self._compute, lock=self._lock, new_lane=new_lane

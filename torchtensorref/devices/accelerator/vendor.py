@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
 from ..base import empty_bytes
+from ..host.numa import cpus_near
 from .own_stream import new_stream
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ class Vendor:
         event = self._module.Event(**(self._blocking if blocking else {}))
         event.record(stream)
         return event
+
+    def cpus_near(self) -> frozenset[int]:
+        """The host's processors on the device's side; none where that is not told."""
+        properties = getattr(self._module, "get_device_properties", None)
+        return frozenset() if properties is None else cpus_near(properties(self._index))
 
     def timed_event(self) -> Any:
         """An event that keeps the time; None where the module has none."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...base.progress import Lines
 from ..background import Background
 from .mirrors import Mirror
+from .numa import run_on
 from .readers import host_readers
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ CHUNK_NBYTES = 64 << 20
 
 #: Smaller pieces do without huge pages.
 HUGE_FROM_NBYTES = 4 << 20
+
+#: The thread that page-locks.
+THREAD = "torchTensorRef-page-lock"
 
 #: Has something done later, by another thread.
 Later = Callable[[Callable[[], None]], None]
@@ -166,6 +170,9 @@ class PageLocks:
         How; None where the device has no page-locking.
     limit_nbytes : int
         The most bytes to be page-locked.
+    cpus : frozenset of int, optional
+        The processors near the device: what recurs is page-locked by a thread that runs on them,
+        so that it lies on their side.
 
     Notes
     -----
@@ -176,8 +183,11 @@ class PageLocks:
     a mapped file keeps both.
     """
 
-    def __init__(self, locker: Locker | None, limit_nbytes: int) -> None:
+    def __init__(
+        self, locker: Locker | None, limit_nbytes: int, cpus: frozenset[int] = frozenset()
+    ) -> None:
         self._locker = locker
+        self._cpus = cpus
         self._limit_nbytes = limit_nbytes
         self._taken_nbytes = 0
         #: Appended to by finalizers, which run in any thread at any moment and take no lock.
@@ -189,7 +199,7 @@ class PageLocks:
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
         #: Memory of our own, page-locked: its size by its address.
         self._own: dict[int, int] = {}
-        self._background = Background("torchTensorRef-page-lock")
+        self._background = Background(THREAD)
         self._has_complained = False
         #: What waits to be page-locked since there was last nothing that did, and what of it is.
         self._wished_nbytes = self._granted_nbytes = 0
@@ -249,6 +259,9 @@ class PageLocks:
         return settled.wait(timeout_s)
 
     def _grant_and_tell(self, reference: weakref.ref[Any], nbytes: int) -> None:
+        if self._cpus and threading.current_thread().name == THREAD:  # not whoever stands in for it
+            run_on(self._cpus)
+            self._cpus = frozenset()
         try:
             self._grant(reference)
         finally:
