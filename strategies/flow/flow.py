@@ -9,16 +9,16 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, starmap
+from itertools import islice, starmap, takewhile
 from typing import NamedTuple
 
 from ...strategy import (
-    PERSISTENT_AFTER,
     Access,
     Birth,
     BlockSnapshot,
     Death,
     DeviceSnapshot,
+    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -38,8 +38,9 @@ MIB = 2**20
 QUEUE_COUNT = 4
 QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
-#: While the host computes nothing is queued: then so many, which last until it is through.
-QUEUE_COUNT_BESIDE = 16
+#: While the host computes, or uses are heard of together, nothing is queued: then so many.
+LONG_QUEUE_COUNT = 16
+LONG_QUEUE_SHARE = 1 / 16
 #: ... once less than this share is free.
 FREE_SHARE = 1 / 2
 #: They are queued up to so many, and up to this share of the budget.
@@ -59,8 +60,8 @@ LOOK_AGAIN_SHARE = 3 / 4
 #: Operators after which a result that is still there is one to be followed: a gradient that is
 #: added to, an activation that backward needs.
 STAYS_AFTER = 100
-#: Results below this share of the budget are nobody's concern.
-TINY_SHARE = 1 / 4096
+#: Uses that are expected at once.
+EXPECTED_COUNT = 8
 
 
 class _Wanted(NamedTuple):
@@ -100,6 +101,7 @@ class Flow(Strategy):
         self._leap_count = 0
         self._present_until = 0  # up to this position all that comes is known to be there
         self._wait_until_ns = 0  # on the compute clock: nothing is urgent before
+        self._is_brief = False  # it hears of several uses at once: more has to be there before
 
     # -- what happens ------------------------------------------------------------------------
 
@@ -153,10 +155,9 @@ class Flow(Strategy):
         self._room.birth(block_id, nbytes, self.history.end)
         if self._limit_nbytes:
             self.referee.birth(block_id, nbytes, self._limit_nbytes)
-        is_tiny = nbytes < self._limit_nbytes * TINY_SHARE
-        stays = not is_tiny and self.history.birth(block_id, nbytes, place)
+        stays = self.history.birth(block_id, nbytes, place)
         self._stock.birth(block_id, nbytes, stays=stays)
-        return 0 if stays else PERSISTENT_AFTER if is_tiny else STAYS_AFTER
+        return 0 if stays else STAYS_AFTER
 
     def on_evict(self, block_id: int) -> None:
         """Note that a block is missing from now on."""
@@ -259,6 +260,20 @@ class Flow(Strategy):
                 self._stock.note_clean(block_id)
         return leaving
 
+    def expects(self, device: DeviceSnapshot) -> list[Expected]:
+        """Return the next uses of blocks that are there, while all of them are small.
+
+        To decide about such a block takes longer than to copy it.
+        """
+        small: dict[int, Expected] = {}
+        if self._follows(PREFETCH_CONFIDENCE):
+            for block_id, struct in self.history.next_ones(EXPECTED_COUNT):
+                if self.history.nbytes(block_id) > device.decision_nbytes or block_id in small:
+                    break
+                small[block_id] = Expected(block_id, struct)
+        self._is_brief = len(small) > 1
+        return list(takewhile(lambda use: self._stock.has(use.block_id), small.values()))
+
     # -- how it is decided -------------------------------------------------------------------
 
     def _set_limit(self, limit_nbytes: int) -> None:
@@ -277,14 +292,19 @@ class Flow(Strategy):
         if self._at_home.is_open and device.in_flight_count:
             at_home = self._at_home
             is_near = at_home.idle_nbytes(device, at_home.longest_ns) > 0
-            return is_near and device.in_flight_count < QUEUE_COUNT_BESIDE
+            return is_near and device.in_flight_count < LONG_QUEUE_COUNT
         limit_nbytes = self._queue_nbytes(device)
         return device.in_flight_count == 0 or (
-            device.in_flight_count < self.queue_count and device.in_flight_nbytes < limit_nbytes
+            device.in_flight_count < self._queue_count and device.in_flight_nbytes < limit_nbytes
         )
 
+    @property
+    def _queue_count(self) -> int:
+        return LONG_QUEUE_COUNT if self._is_brief else self.queue_count
+
     def _queue_nbytes(self, device: DeviceSnapshot) -> float:
-        return min(QUEUE_NBYTES, device.limit_nbytes * QUEUE_SHARE)
+        share = LONG_QUEUE_SHARE if self._is_brief else QUEUE_SHARE
+        return min(QUEUE_NBYTES, device.limit_nbytes * share)
 
     def _missing(self) -> Iterator[_Wanted]:
         """Yield the blocks that will be used and are not there, in the order of use."""
@@ -303,7 +323,7 @@ class Flow(Strategy):
 
     def _wanted(self, device: DeviceSnapshot, look: Look) -> list[_Wanted]:
         """Return the first blocks to fetch, as many as may be queued."""
-        wanted = list(islice(self._to_fetch(device), self.queue_count))
+        wanted = list(islice(self._to_fetch(device), self._queue_count))
         here = [block_id for _, block_id, _ in wanted if look(block_id) is not None]
         for block_id in here:
             self._stock.arrive(block_id, self.history.nbytes(block_id))
@@ -327,11 +347,11 @@ class Flow(Strategy):
         history = self.history
         room_nbytes = device.free_nbytes
         queue_nbytes = self._queue_nbytes(device) - device.in_flight_nbytes
-        queue_count = self.queue_count - device.in_flight_count
+        queue_count = self._queue_count - device.in_flight_count
         is_open = self._at_home.is_open
         if is_open:
             queue_nbytes = self._at_home.idle_nbytes(device, self._at_home.next_ns)
-            queue_count = QUEUE_COUNT_BESIDE - device.in_flight_count
+            queue_count = LONG_QUEUE_COUNT - device.in_flight_count
         issued: list[Prefetch] = []
         victims_left = self._at_rest(device, look, newest)
         for distance, block_id, nbytes in wanted:

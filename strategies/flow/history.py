@@ -329,6 +329,14 @@ class History:
                     yield distance, block_id
                 distance += 1
 
+    def next_ones(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Yield the next accesses forecast, as (block, struct), while they are of living blocks."""
+        coming = self.upcoming(min(limit, self.period))
+        for expected, (distance, block_id) in enumerate(coming):
+            if distance != expected:
+                return
+            yield block_id, self._structs[self.cursor - self.start + distance]
+
     # -- bounds ------------------------------------------------------------------------------
 
     def _trim(self) -> None:

@@ -298,6 +298,10 @@ class Stock:
                     break
         return self._near
 
+    def has(self, block_id: int) -> bool:
+        """Whether a block that lasts is there, or about to be."""
+        return block_id in self._there
+
     # -- looked at ---------------------------------------------------------------------------
 
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:

@@ -120,7 +120,7 @@ PROGRAMS = {"forward": Forward, "step": Steps, "mixed": Mixed}
 def prepared(manage: Any, make: Any, strategy: Any) -> tuple[Any, Any]:
     """Make a program twice, plain and managed, and let the strategy learn it."""
     plain = make()
-    manage(strategy, nbytes=make.nbytes)
+    manage(strategy, nbytes=make.nbytes, decision_nbytes=4 << 10)
     torchTensorRef.inject.hooks.is_disabled.set(False)
     ours = make()
     for _ in range(3):

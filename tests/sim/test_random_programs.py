@@ -89,7 +89,7 @@ RESULTS = {
 
 def devices(count: int) -> list[SimDevice]:
     """Accelerators plugged into one machine, whose freed and stale bytes are poisoned."""
-    spec = DeviceSpec(name="test", capacity_nbytes=CAPACITY_NBYTES)
+    spec = DeviceSpec(name="test", capacity_nbytes=CAPACITY_NBYTES, decision_nbytes=1 << 10)
     machine = Machine.of(spec)
     return [
         SimDevice(spec, number, machine=machine, poison=True, name=f"sim:test{number}")

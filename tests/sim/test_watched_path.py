@@ -155,7 +155,7 @@ def test_a_device_that_was_exchanged_meanwhile_is_left_to_the_slow_path(listener
     manager, _ = listener
     weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0
     residency = manager.residency
-    monkeypatch.setattr(residency, "open_watched", pytest.fail)
+    monkeypatch.setattr(residency.readiness, "open_watched", pytest.fail)
     blocks = [x._ttr_block, weight._ttr_block]
     gone = residency.books.host  # any device that is not the main one by now
     plan = plan_of(aten.mm.default)

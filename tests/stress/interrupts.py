@@ -205,7 +205,7 @@ def prepare(make: Callable[[], Any], strategy: Any) -> tuple[Any, Any]:
     """Make a program twice: plain, and under a tight budget."""
     with torchTensorRef.disabled():
         plain = make()
-    spec = DeviceSpec(name="interrupts", capacity_nbytes=plain.nbytes)
+    spec = DeviceSpec("interrupts", capacity_nbytes=plain.nbytes, decision_nbytes=4 << 10)
     tensorsManager.device = SimDevice(spec, poison=True, name="sim:interrupts")
     tensorsManager.budget = plain.nbytes
     tensorsManager.strategy = strategy

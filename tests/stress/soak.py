@@ -476,7 +476,7 @@ def prepare(seed: int) -> random.Random:
     """Set the runtime up on a small simulated accelerator."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES)
+    spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES, decision_nbytes=4 << 10)
     machine = Machine.of(spec)
     devices[:] = (
         SimDevice(spec, machine=machine, poison=True, name=name)

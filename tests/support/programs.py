@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import tensorsManager
 from torchTensorRef.strategies.venice import Venice
-from torchTensorRef.strategy import BlockSnapshot, DeviceSnapshot, OpSnapshot, Prefetch, Strategy
+from torchTensorRef.strategy import (
+    BlockSnapshot,
+    DeviceSnapshot,
+    Expected,
+    OpSnapshot,
+    Prefetch,
+    Strategy,
+)
 
 from .differential import differences, plain_leaves
 
@@ -135,6 +142,10 @@ class RandomEviction(Strategy):
             return []
         return [Prefetch(self._random.choice(self._seen), victims)]
 
+    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
+        count = self._random.randrange(6)
+        return [Expected(self._random.choice(self._seen or [0]), 7) for _ in range(count)]
+
 
 class Scatter(RandomEviction):
     """Run each operator that lacks an operand on any accelerator."""
@@ -200,6 +211,9 @@ class Adversary(Strategy):
     ) -> Iterable[Prefetch]:
         numbers = self._nonsense(resident)
         return [Prefetch(number, tuple(self._nonsense(resident))) for number in numbers]
+
+    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
+        return [Expected(number, -number) for number in [*self._gone, -1, 10**18]]
 
 
 # -- programs --------------------------------------------------------------------------------------

@@ -86,6 +86,9 @@ class Device(ABC):
     exchanges_storages: bool = False
     #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
+    #: A copy of so many bytes takes no longer than we take to decide about it; 0 where our time is
+    #: not counted, as it is in no virtual one.
+    decision_nbytes: int = 0
 
     name: str
     kind: str

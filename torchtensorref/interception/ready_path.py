@@ -282,11 +282,11 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
     if not is_dense and _has_no_bytes_of_its_own(out):
         return out
     block: Block | None = None
-    # Under pressure the strategy may want to hear of it; who counts for himself may refuse.
-    ledger = None if books.is_pressed or device.is_witness else books.ledgers.get(device)
+    ledger = None if device.is_witness else books.ledgers.get(device)  # a witness may refuse
     if ledger is not None:
         nbytes = out.nbytes if is_dense else out.untyped_storage().nbytes()
-        block = ledger.bear_if_room(out, nbytes, books.tick)
+        if not books.is_pressed or nbytes < ledger.tiny_nbytes:  # else the strategy hears of it
+            block = ledger.bear_if_room(out, nbytes, books.tick)
     if block is None:
         block = residency.born(out, device)
     if not is_dense or labelled.otherwise:

@@ -212,7 +212,7 @@ def view(operands: Operands, residency: Residency) -> Any:
             if device is not None:
                 out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
                 if block.ready is None and device is residency.books.ready_device:
-                    residency.set_ready(block, device)
+                    residency.readiness.set_ready(block, device)
                 break
         residency.copier.bring_home(block)
     if type(out) in (list, tuple):

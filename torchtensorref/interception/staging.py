@@ -151,6 +151,6 @@ class Staged:
         with residency.books.lock:
             for block in self.operands.blocks:
                 if device.is_host:
-                    residency.settle_at_home(block)
+                    residency.readiness.settle_at_home(block)
                 else:
-                    residency.set_ready(block, device)
+                    residency.readiness.set_ready(block, device)

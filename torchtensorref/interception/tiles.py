@@ -86,7 +86,7 @@ class Run:
             residency.release(held)
             for block in blocks:
                 with residency.books.lock:
-                    residency.settle_at_home(block)
+                    residency.readiness.settle_at_home(block)
         for block in written:
             residency.copier.has_been_written(block, self._host)
         return self._wrapped(born)

@@ -1,25 +1,38 @@
-"""Operators that lack nothing but that the strategy hears of them: opened, run, told, closed.
+"""Operators that lack their operands and no decision: fetched or opened, run by the ready path.
 
-While memory is short, a strategy that follows the program wants to hear of each use of what stays,
-so such blocks are not ready. Where all of an operator's blocks are on the accelerator all the
-same, or on their way there, nothing has to be decided: they are opened to the ready path for this
-one operator. Anything else is left to the slow path. An evictor may close them again at any moment;
+While memory is short most operators are of one of two kinds. A strategy that follows the program
+wants to hear of each use of what stays, so such blocks are not ready. Where all of an operator's
+blocks are on the accelerator all the same, or on their way there, nothing has to be decided: they
+are opened to the ready path for this one operator. An evictor may close them again at any moment;
 then the ready path finds them closed.
+
+Or blocks are at home, and nobody asks where the operator runs. Then they are brought and held, as
+the slow path does, and the ready path runs the operator, a composite one as a whole. Where there is
+no room, or a copy fails, the slow path tries all that it can.
+
+Anything else is left to the slow path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from ..base.interrupts import holds_operands
 from ..devices.base import Device
 from ..memory.block import Block
+from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
+from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .ready_path import SLOW, WAYS, all_owned, flattened, targets
+
+_Tensor = torch.Tensor
 
 
 def may_be_watched(residency: Residency) -> bool:
@@ -32,22 +45,50 @@ def may_be_watched(residency: Residency) -> bool:
 
 
 def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run an operator whose blocks are closed only since they are watched, or return `SLOW`."""
+    """Run an operator whose blocks only have to be opened or fetched, or return `SLOW`."""
     residency: Any = tensorsManager._residency
     books = residency.books
     if not books.is_pressed or books.ready_device is not books.main or plan.is_true_view:
         return SLOW
-    if not may_be_watched(residency):
-        return SLOW
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):
         return SLOW
+    residency.feed.catch_up()
     device = books.main
-    used = {arg._ttr_block: None for arg in flattened(plan, args) if type(arg) is TensorRef}
+    used: dict[Block, None] = {}
+    for arg in flattened(plan, args):
+        if type(arg) is TensorRef:
+            used[arg._ttr_block] = None
+        elif isinstance(arg, _Tensor) and arg.dim():
+            return SLOW
     closed = [block for block in used if block.ready is not device]
     if not closed or any(b.ready is not None or b.births is not None for b in closed):
         return SLOW  # it is not only they that keep it from the ready path
-    return _run_opened(plan, args, kwargs, residency, device, used, closed)
+    if may_be_watched(residency) and all(_is_there(block, device) for block in closed):
+        return _run_opened(plan, args, kwargs, residency, device, list(used), closed)
+    if may_be_fetched(plan, args, residency) and all(map(_is_ours_alone, closed)):
+        return _run_fetched(plan, args, kwargs, residency, device, list(used))
+    return SLOW
+
+
+def may_be_fetched(plan: OpPlan, args: tuple[Any, ...], residency: Residency) -> bool:
+    """Whether an operator that lacks operands runs on the accelerator, whoever is asked."""
+    feed = residency.feed
+    if feed.places or feed.spreads or residency.books.main.is_host:
+        return False
+    if plan.reads_part or plan.is_random or plan.host_operands or plan.special is not None:
+        return False
+    dtypes = [arg.dtype for arg in args if type(arg) is TensorRef]
+    return not dtypes or (plan.number, dtypes[0]) not in tensorsManager.unsupported
+
+
+def _is_there(block: Block, device: Device) -> bool:
+    replica = block.replicas.get(device)
+    return replica is not None and replica.state is not INVALID
+
+
+def _is_ours_alone(block: Block) -> bool:
+    return block.exposure is None and block.sharers is None and block.promise is None
 
 
 def run_promised(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -63,15 +104,15 @@ def _run_opened(
     kwargs: Any,
     residency: Residency,
     device: Device,
-    used: Iterable[Block],
-    closed: list[Block],
+    used: Sequence[Block],
+    closed: Sequence[Block],
 ) -> Any:
     residency.holds.begin_operator()
     try:
         if residency.books.main is not device:
             return SLOW  # it was exchanged before this operator was counted as one that runs
         try:
-            if not residency.open_watched(closed, device):
+            if not residency.readiness.open_watched(closed, device, residency.feed.places):
                 return SLOW
             if not all_owned(plan, args):
                 return SLOW
@@ -80,10 +121,68 @@ def _run_opened(
             residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
             out = WAYS[plan.ready_way](plan, args, kwargs)
         finally:
-            residency.close_watched(closed, device)
+            residency.readiness.close_watched(closed, device)
         if out is not SLOW:
             residency.feed.tell_deaths()
             residency.after_operator(device, ())
         return out
     finally:
         residency.holds.end_operator()
+
+
+@holds_operands
+def _run_fetched(
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    residency: Residency,
+    device: Device,
+    used: Sequence[Block],
+) -> Any:
+    books = residency.books
+    residency.holds.begin_operator()
+    try:
+        if books.main is not device:
+            return SLOW
+        written = [arg._ttr_block for arg in targets(plan, args)]
+        residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
+        sizes = _sizes_of(plan, args)
+        try:
+            expected_nbytes = residency.times.result_nbytes.get(sizes, 0)
+            held = residency.acquire(device, used, written, expected_nbytes)
+        except SHORTAGES:
+            return SLOW
+        try:
+            # First: an exception may come when part of the operands has been written.
+            for block in written:
+                residency.copier.written(block, device)
+            device.before_operator(
+                [replica.base for replica in held], [b.replicas[device].base for b in written]
+            )
+            is_open = residency.readiness.open_held(used, device)
+            out = WAYS[plan.ready_way](plan, args, kwargs) if is_open else SLOW
+        finally:
+            residency.release(held)
+            residency.readiness.close_watched(used, device)
+        if out is not SLOW:
+            blocks = list(dict.fromkeys([*used, *_blocks_of(out)]))
+            result_nbytes = sum(block.nbytes for block in blocks[len(used) :])
+            residency.times.remember_results(sizes, result_nbytes)
+            books.counts.slow_op_count += 1
+            books.counts.costs.note_operator(plan.name, sum(block.nbytes for block in blocks))
+            residency.feed.tell_deaths()
+            residency.after_operator(device, blocks)
+        return out
+    finally:
+        residency.holds.end_operator()
+
+
+def _blocks_of(out: Any) -> list[Block]:
+    """Return the blocks of what an operator gave back."""
+    return [leaf._ttr_block for leaf in tree_leaves(out) if type(leaf) is TensorRef]
+
+
+def _sizes_of(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what calls of an operator on operands of equal sizes have in common."""
+    refs = [arg for arg in flattened(plan, args) if type(arg) is TensorRef]
+    return (plan.number, *(ref.size() for ref in refs[:3]))

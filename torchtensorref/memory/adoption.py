@@ -95,7 +95,7 @@ def block_for(
             )
     block.replicas[residency.books.host] = Replica(block, residency.books.host, base, CLEAN)
     table.add(storage, start, stop, block)
-    residency.settle_at_home(block)
+    residency.readiness.settle_at_home(block)
     return block, start
 
 

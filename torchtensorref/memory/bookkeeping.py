@@ -142,6 +142,8 @@ class Books(core.BooksBase):  # type: ignore[misc]
         #: accelerator, for one that spreads.
         self.departures: deque[int] = deque()
         self.notes_departures = self.is_spread = False
+        #: The strategy wants to be told each use of what stays, once memory is short.
+        self.watches_accesses = False
         #: Called with a block whose bytes are only promised, and asked for; the first promise
         #: brings who can answer (`promises/`).
         self.asked: Callable[[Block], None]
@@ -153,6 +155,25 @@ class Books(core.BooksBase):  # type: ignore[misc]
             self.changed_by = None  # it has left the exchange, wherever it was
         files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
         self.doubts.append(Doubt(threading.get_ident(), frozenset(files)))
+
+    @property
+    def spreads(self) -> bool:
+        """Whether the strategy chooses among several accelerators, as there are."""
+        return self.is_spread and len(self.accelerators) > 1
+
+    @property
+    def wants_every_use(self) -> bool:
+        """Whether each use of a persistent block has to be told: it takes the slow path then."""
+        return self.is_pressed and self.watches_accesses
+
+    def note_use(self, block: Block, tick: int) -> bool:
+        """Count a use of a block that is not ready, or was not; True if it is the first."""
+        block.last_use = tick
+        block.use_count += 1
+        is_first = block.use_count == 1
+        if is_first:
+            self.known[block.block_id] = block
+        return is_first
 
     @property
     def is_in_doubt(self) -> bool:

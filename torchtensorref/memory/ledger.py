@@ -11,6 +11,7 @@ import torch
 
 from ..base.units import format_nbytes
 from ..devices.base import Device
+from ..strategy import TINY_SHARE
 from . import core
 from .block import Block, Replica
 from .budget import Budget
@@ -63,6 +64,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         self._budget = budget
         #: Resident bytes up to which nothing is evicted.
         self.high_nbytes = budget.high_nbytes
+        #: Results of fewer bytes are not told to the strategy.
+        self.tiny_nbytes = int(budget.limit_nbytes * TINY_SHARE)
 
     @property
     def resident_nbytes(self) -> int:

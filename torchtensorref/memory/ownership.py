@@ -209,7 +209,7 @@ class Ownership:
                 tell_no_room(ref._ttr_block, device, error)
             raise
         with residency.books.lock:
-            residency.set_ready(ref._ttr_block, device)
+            residency.readiness.set_ready(ref._ttr_block, device)
         exposure = ref._ttr_block.exposure
         if exposure is not None and exposure.alive and exposure.device is not device:
             length = "for good" if exposure.forever else "while that lives"

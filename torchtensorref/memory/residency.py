@@ -22,13 +22,11 @@ from .eviction import Evictor, HeldByOthersError
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
 from .prefetch import Prefetcher
+from .readiness import Readiness
 from .repair import Repair
 from .sharing import Sharing
-from .states import CLEAN, DIRTY, FILLING, INVALID
+from .states import CLEAN, INVALID
 from .strategy_feed import StrategyFeed
-
-#: Operators on blocks up to this size run at home as long as nothing larger takes part.
-AT_HOME_NBYTES = 16
 
 
 class Residency:
@@ -40,6 +38,8 @@ class Residency:
         Devices, ledgers, counts; the lock under which blocks change.
     holds : Holds
         Who keeps which replicas where they are.
+    readiness : Readiness
+        Which blocks operators may use without asking anybody.
     copier, evictor, prefetcher, sharing
         What copies, makes room, works ahead of need, and lets several have the same bytes.
     feed : StrategyFeed
@@ -54,7 +54,8 @@ class Residency:
         self.books = Books(host, accelerators, log)
         self.holds = Holds(self.books)
         self.copier = Copier(self.books, self.holds)
-        self.feed = StrategyFeed(self.books, self.copier, strategy)
+        self.readiness = Readiness(self.books, self.holds, self.copier)
+        self.feed = StrategyFeed(self.books, self.copier, self.readiness, strategy)
         self.evictor = Evictor(self.books, self.holds, self.copier, self.feed)
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
@@ -150,20 +151,10 @@ class Residency:
         with self.books.lock:
             for replica in held:
                 if replica.device.notes_uses:
-                    self._note_use(replica)
+                    self.readiness.note_use(replica)
             self.holds.unpin(held)
         for device in {replica.device for replica in held if self.books.is_left(replica.device)}:
             self.evictor.clear(device)
-
-    def _note_use(self, replica: Replica) -> None:
-        """Tell a device who was the last to use a replica, where that can be known (lock held)."""
-        block = replica.block
-        is_closed = block is not None and block.ready is None and block.exposure is None
-        # Another thread on the ready path may have looked before it was closed.
-        if is_closed and self.holds.is_alone_on_ready_path():
-            replica.device.note_use(replica.base)
-        else:
-            replica.device.forget_use(replica.base)
 
     def _fetch_missing(self, device: Device, blocks: Sequence[Block], expected: int) -> None:
         books = self.books
@@ -228,85 +219,6 @@ class Residency:
             self.books.short_at = self.books.tick
         self.feed.tell_uses(device, blocks, written, kind, is_at_home=is_at_home)
 
-    # -- readiness ------------------------------------------------------------------------------
-
-    def set_ready(self, block: Block, device: Device) -> None:
-        """Open the ready path to a block where nothing has to be decided about it (lock held)."""
-        if (block.is_persistent and self.feed.wants_every_use) or not self._open(block, device):
-            block.ready = None
-
-    def _open(self, block: Block, device: Device) -> bool:
-        replica = block.replicas.get(device)
-        if (
-            replica is None
-            or replica.state not in (CLEAN, DIRTY)
-            or block.exposure is not None
-            or block.sharers is not None
-            or self.books.is_left(device)
-        ):
-            return False
-        home = block.replicas.get(self.books.host)
-        block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
-        if device.notes_uses:
-            device.forget_use(replica.base)
-        block.ready = device
-        return True
-
-    def open_watched(self, blocks: Sequence[Block], device: Device) -> bool:
-        """Open the ready path to blocks for one operator; False if one of them is not there.
-
-        Whatever it says, `close_watched` closes them again.
-        """
-        books = self.books
-        with books.lock:
-            ledger = books.ledgers[device]
-            if ledger.resident_nbytes > ledger.budget.limit_nbytes:
-                return False
-            for block in blocks:
-                replica = block.replicas.get(device)
-                if replica is None or (replica.state is FILLING and self._is_late(replica)):
-                    return False
-                self.copier.arrive(replica)
-                if not self._open(block, device):
-                    return False
-            books.counts.slow_hit_count += len(blocks)
-        return True
-
-    def _is_late(self, replica: Replica) -> bool:
-        """Whether something is to be decided about a replica that is on its way."""
-        arrival = replica.arrival
-        return arrival is None or (self.feed.places and not arrival.is_done())
-
-    def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
-        """Close the ready path to those of the blocks whose uses the strategy wants to hear."""
-        with self.books.lock:
-            for block in blocks:
-                if block.ready is not device or not (
-                    block.is_persistent and self.feed.wants_every_use
-                ):
-                    continue
-                block.ready = None
-                if device.notes_uses:
-                    self._note_use(block.replicas[device])
-
-    def settle_at_home(self, block: Block) -> None:
-        """Open the ready path at home to a small block that is nowhere else.
-
-        Flags, counters and positions: an operator on them takes less time than a copy would.
-        """
-        block.ready = None
-        if (
-            block.nbytes <= AT_HOME_NBYTES
-            and block.exposure is None
-            and block.sharers is None
-            and not block.is_rehoused
-            and not block.is_persistent
-            and len(block.readable_replicas()) == 1
-            and block.readable_on(self.books.host) is not None
-        ):
-            block.owned = True
-            block.ready = self.books.host
-
     # -- results --------------------------------------------------------------------------------
 
     def born(self, tensor: torch.Tensor, device: Device) -> Block:
@@ -322,7 +234,7 @@ class Residency:
         if device.is_host:
             block = Block(nbytes, books.tick)
             block.replicas[device] = Replica(block, device, tensor, CLEAN)
-            self.settle_at_home(block)
+            self.readiness.settle_at_home(block)
             return block
         ledger = books.ledgers[device]
         has_been_refused = False
@@ -339,7 +251,8 @@ class Residency:
                 self.evictor.evict_some(device, nbytes)
                 continue
             if born is not None:
-                self.feed.note_birth(born)
+                if nbytes >= ledger.tiny_nbytes:
+                    self.feed.note_birth(born)
                 return born
             self.evictor.make_room_patiently(device, nbytes, "results")
 
@@ -390,6 +303,8 @@ class Residency:
             if self.feed.looks_ahead:
                 for each in books.accelerators if self.feed.spreads else (device,):
                     self.prefetcher.issue_wishes(each)
+            if self.feed.lease is None and not self.feed.spreads:
+                self.feed.lease = self.readiness.lease(device, self.feed.expected(device))
             if books.tick - books.short_at > books.calm_count:
                 books.note_calm()
         if self.books.is_left(device):

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from ..devices.base import Device
-from ..strategy import BlockSnapshot
+from ..strategy import BlockSnapshot, DeviceSnapshot
 from .block import Block, Replica
 from .bookkeeping import Books
 from .holds import Holds, is_free
+from .in_flight import InFlight
 from .states import DIRTY, FILLING, INVALID
 
 #: Candidates looked at first; then four times as many, and so on.
@@ -152,3 +153,32 @@ def described(books: Books, block: Block, replica: Replica) -> BlockSnapshot:
 def _is_on_its_way_home(books: Books, block: Block) -> bool:
     home = block.replicas.get(books.host)
     return home is not None and home.state is FILLING
+
+
+def device_snapshot(books: Books, in_flight: InFlight, device: Device) -> DeviceSnapshot:
+    """Describe a device (lock of the books held)."""
+    ledger = books.ledgers[device]
+    clocks = device.clocks()
+    now_ns = device.now_ns()
+    compute_free_ns = clocks.compute_free_ns
+    if books.spreads:  # the program comes to this one when it is through with the others
+        others = (other.clocks() for other in books.accelerators if other is not device)
+        compute_free_ns = max(compute_free_ns, *(clocks.compute_free_ns for clocks in others))
+    # What compute gets to before it is through with what it has been given is no longer ahead.
+    filling = in_flight.later_than(device, max(now_ns, compute_free_ns))
+    return DeviceSnapshot(
+        name=device.name,
+        limit_nbytes=ledger.budget.limit_nbytes,
+        resident_nbytes=ledger.resident_nbytes,
+        in_flight_nbytes=sum(r.nbytes for r in filling),
+        in_flight_count=len(filling),
+        now_ns=now_ns,
+        link_free_ns=clocks.link_free_ns,
+        h2d_bytes_per_s=clocks.h2d_bytes_per_s,
+        d2h_bytes_per_s=clocks.d2h_bytes_per_s,
+        compute_ns=clocks.compute_ns,
+        compute_free_ns=compute_free_ns,
+        d2h_free_ns=clocks.d2h_free_ns,
+        stall_ns=device.stall_ns,
+        decision_nbytes=device.decision_nbytes,
+    )

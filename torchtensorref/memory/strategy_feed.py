@@ -24,6 +24,7 @@ from ..strategy import (
     Birth,
     Death,
     DeviceSnapshot,
+    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -33,7 +34,9 @@ from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
 from .copies import Copier
-from .resident import Candidates, Resident, snapshots_of
+from .leases import Lease
+from .readiness import Readiness
+from .resident import Candidates, Resident, device_snapshot, snapshots_of
 from .states import INVALID
 
 #: Results remembered until the strategy is told of them; most are dead by then.
@@ -49,9 +52,12 @@ class StrategyFeed:
         Held while it is told or asked anything. Taken before the lock of the books, never after.
     """
 
-    def __init__(self, books: Books, copier: Copier, strategy: Strategy) -> None:
+    def __init__(
+        self, books: Books, copier: Copier, readiness: Readiness, strategy: Strategy
+    ) -> None:
         self._books = books
         self._copier = copier
+        self._readiness = readiness
         self._checked = CheckedStrategy(strategy)
         self._follow(self._checked)
         self._at_first = _mind_of(strategy)
@@ -64,6 +70,8 @@ class StrategyFeed:
         self._told_tick = 0
         #: Who told last of an operator ahead of its being counted: thread, kind, number.
         self._told: tuple[int, int, int] | None = None
+        #: Uses that it expects, and is told of together.
+        self.lease: Lease | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -75,7 +83,7 @@ class StrategyFeed:
         checked = CheckedStrategy(strategy)
         # In this order: what a strategy is told can need the lock (a result's first look).
         with self.lock, self._books.lock:
-            self._checked = checked
+            self._checked, self.lease = checked, None
             self._books.departures.clear()
             self._follow(checked)
             self._at_first = _mind_of(strategy)
@@ -93,6 +101,7 @@ class StrategyFeed:
     def _follow(self, checked: CheckedStrategy) -> None:
         self._books.notes_departures = checked.hears_evictions
         self._books.is_spread = checked.spreads
+        self._books.watches_accesses = checked.watches_accesses
 
     def repair(self, doubts: Iterable[Doubt]) -> None:
         """Let a strategy that was interrupted while it thought begin anew: it costs time only."""
@@ -104,7 +113,7 @@ class StrategyFeed:
     @property
     def wants_every_use(self) -> bool:
         """Whether each use of a persistent block has to be told: it takes the slow path then."""
-        return self._books.is_pressed and self._checked.watches_accesses
+        return self._books.wants_every_use
 
     @property
     def watches_accesses(self) -> bool:
@@ -114,22 +123,52 @@ class StrategyFeed:
     # -- told -----------------------------------------------------------------------------------
 
     def note_birth(self, block: Block) -> None:
-        """Remember a fresh result, to be told of if it lives."""
+        """Remember a fresh result that is not tiny, to be told of if it lives."""
         if self.wants_every_use:
+            lease = self.lease
+            if lease is not None:
+                lease.result_nbytes -= block.nbytes
+                if lease.result_nbytes < 0:
+                    self._readiness.close_watched(lease.blocks(), lease.device)
             self._unheard.append(weakref.ref(block))
 
-    def tell_births(self) -> None:
+    def catch_up(self) -> None:
+        """Tell of what was used unheard since it was expected (no lock held)."""
+        if self.lease is None:
+            return
+        books = self._books
+        with self.lock:
+            lease, self.lease = self.lease, None
+            if lease is None:
+                return  # another thread has
+            self._readiness.close_watched(lease.blocks(), lease.device)
+            used = lease.used() if lease.device is books.main else []
+            books.counts.slow_hit_count += len(used)
+            for tick, block, struct in used:
+                self.tell_births(before=tick)
+                books.note_use(block, tick)
+                self.tell_access(block, struct, tick, writes=False)
+
+    def tell_births(self, before: int | None = None) -> None:
         """Tell of fresh results that are still there (no lock held).
 
         What the strategy expects to stay, and what has stayed for long, counts as persistent from
         then on.
+
+        Parameters
+        ----------
+        before : int, optional
+            Of operators before this one only.
         """
         if not (self._unheard or self._young):
             return
         with self.lock:
             checked, unheard, young = self._checked, self._unheard, self._young
             while unheard:
-                block = unheard.popleft()()
+                block = unheard[0]()
+                if block is not None and before is not None and block.born >= before:
+                    break
+                unheard.popleft()
                 if block is None:
                     continue
                 _ = block.replicas  # its death has to be told too
@@ -187,12 +226,13 @@ class StrategyFeed:
         told, self._told = self._told, (get_ident(), kind, tick) if ahead else None
         if told is not None and told == (get_ident(), kind, tick):
             return  # this very operator, which has taken the slow path after all
+        self.catch_up()
         self.tell_births()
         with self.lock:
             self._tell_departures()
             # In this order, whether an operator runs as one or in its parts.
             for block in sorted(blocks, key=attrgetter("block_id")):
-                is_first = note_use(books, block, tick)
+                is_first = books.note_use(block, tick)
                 if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
                 if is_at_home or not device.is_host:  # else the accelerator has no need of it
@@ -254,7 +294,7 @@ class StrategyFeed:
     @property
     def spreads(self) -> bool:
         """Whether the strategy chooses among several accelerators, as there are."""
-        return self._books.is_spread and len(self._books.accelerators) > 1
+        return self._books.spreads
 
     def place(self, snapshot: OpSnapshot, default: Device) -> Device:
         """Ask where an operator runs, unless on the default device (no lock held)."""
@@ -273,10 +313,13 @@ class StrategyFeed:
         may_fail : bool
             The operator that needs the room has not run yet: an error may end it.
         """
+        if may_fail:
+            self.catch_up()
         with self._books.lock:
             seen = self.device_snapshot(device)
         with self.lock:
-            self._tell_departures()
+            if self.lease is None:  # else what has gone may have been used before
+                self._tell_departures()
             return self._checked.victims(
                 seen,
                 candidates,
@@ -317,34 +360,18 @@ class StrategyFeed:
             leaving = checked.write_back(seen, resident, count)
             return leaving, checked.prefetch(seen, resident, count)
 
-    # -- snapshots ------------------------------------------------------------------------------
+    def expected(self, device: Device) -> list[Expected]:
+        """Ask which uses need not be told one by one (no lock held)."""
+        if not (self._checked.expects_uses and device.decision_nbytes and self.wants_every_use):
+            return []
+        with self._books.lock:
+            seen = self.device_snapshot(device)
+        with self.lock:
+            return self._checked.expects(seen, len(self._books.known))
 
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device (lock of the books held)."""
-        ledger = self._books.ledgers[device]
-        clocks = device.clocks()
-        now_ns = device.now_ns()
-        compute_free_ns = clocks.compute_free_ns
-        if self.spreads:  # the program comes to this one when it is through with the others
-            others = (other.clocks() for other in self._books.accelerators if other is not device)
-            compute_free_ns = max(compute_free_ns, *(clocks.compute_free_ns for clocks in others))
-        # What compute gets to before it is through with what it has been given is no longer ahead.
-        filling = self._copier.in_flight.later_than(device, max(now_ns, compute_free_ns))
-        return DeviceSnapshot(
-            name=device.name,
-            limit_nbytes=ledger.budget.limit_nbytes,
-            resident_nbytes=ledger.resident_nbytes,
-            in_flight_nbytes=sum(r.nbytes for r in filling),
-            in_flight_count=len(filling),
-            now_ns=now_ns,
-            link_free_ns=clocks.link_free_ns,
-            h2d_bytes_per_s=clocks.h2d_bytes_per_s,
-            d2h_bytes_per_s=clocks.d2h_bytes_per_s,
-            compute_ns=clocks.compute_ns,
-            compute_free_ns=compute_free_ns,
-            d2h_free_ns=clocks.d2h_free_ns,
-            stall_ns=device.stall_ns,
-        )
+        return device_snapshot(self._books, self._copier.in_flight, device)
 
 
 def _mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
@@ -358,13 +385,3 @@ def _mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
 def struct_of(kind: int, block: Block) -> int:
     """Return what uses of equally large blocks by one kind of operator have in common."""
     return hash((kind, block.nbytes))
-
-
-def note_use(books: Books, block: Block, tick: int) -> bool:
-    """Count a use of a block on the slow path or in a native region; True if it is the first."""
-    block.last_use = tick
-    block.use_count += 1
-    is_first = block.use_count == 1
-    if is_first:
-        books.known[block.block_id] = block
-    return is_first

@@ -102,7 +102,7 @@ class Replayer:
         block.is_persistent, block.use_count = known.is_persistent, known.use_count
         if known.use_count:
             self.residency.books.known[block.block_id] = block
-        self.residency.settle_at_home(block)
+        self.residency.readiness.settle_at_home(block)
         return block
 
     def block(self, number: int) -> Block:
@@ -214,7 +214,7 @@ class Replayer:
                 with residency.books.lock:
                     replica = block.replicas.get(device)
                     if replica is not None and replica.state is not INVALID:
-                        residency.set_ready(block, device)
+                        residency.readiness.set_ready(block, device)
 
     # -- the ready path -------------------------------------------------------------------------
 
@@ -288,11 +288,12 @@ class Replayer:
         residency, device, books = self.residency, self.device, self.residency.books
         if not (op.may_be_ready and books.is_pressed and may_be_watched(residency)):
             return False
+        residency.feed.catch_up()
         closed = [block for block in blocks if block.ready is not device]
         if not closed or any(b.ready is not None or b.births is not None for b in closed):
             return False
         try:
-            if not residency.open_watched(closed, device):
+            if not residency.readiness.open_watched(closed, device, residency.feed.places):
                 return False
             written = [self._blocks[number] for number in op.writes]
             if not all(block.owned for block in written):
@@ -300,7 +301,7 @@ class Replayer:
             residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
             has_run = self._run_ready(op, blocks)
         finally:
-            residency.close_watched(closed, device)
+            residency.readiness.close_watched(closed, device)
         if has_run:
             residency.feed.tell_deaths()
             residency.after_operator(device, ())
@@ -385,9 +386,9 @@ class Replayer:
         with residency.books.lock:
             for block in blocks:
                 if device.is_host:
-                    residency.settle_at_home(block)
+                    residency.readiness.settle_at_home(block)
                 else:
-                    residency.set_ready(block, device)
+                    residency.readiness.set_ready(block, device)
 
 
 def _nbytes(blocks: Sequence[Block]) -> int:

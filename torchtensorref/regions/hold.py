@@ -11,7 +11,6 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager
-from ..memory.strategy_feed import note_use
 from .recorder import Use
 from .region import Region, Structure
 
@@ -118,10 +117,11 @@ class Hold:
     def _tell_accesses(self) -> None:
         """Tell what the recorded operators told: how they run makes no difference to forecasts."""
         books, feed = self.residency.books, self.residency.feed
+        feed.catch_up()
         feed.tell_births()
         tick = books.tick
         for block in self.blocks:
-            note_use(books, block, tick + 1)
+            books.note_use(block, tick + 1)
         if feed.wants_every_use:
             with feed.lock:
                 # In the order in which operators tell of theirs.
@@ -149,4 +149,4 @@ class Hold:
         self.held = []
         with residency.books.lock:
             for block in self.fetched:
-                residency.set_ready(block, self.device)
+                residency.readiness.set_ready(block, self.device)

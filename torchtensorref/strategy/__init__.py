@@ -9,11 +9,13 @@ May import: base.
 
 from .contract import (
     PERSISTENT_AFTER,
+    TINY_SHARE,
     Access,
     Birth,
     BlockSnapshot,
     Death,
     DeviceSnapshot,
+    Expected,
     MissingBlock,
     Offer,
     OperandSnapshot,
@@ -24,11 +26,13 @@ from .contract import (
 
 __all__ = [
     "PERSISTENT_AFTER",
+    "TINY_SHARE",
     "Access",
     "Birth",
     "BlockSnapshot",
     "Death",
     "DeviceSnapshot",
+    "Expected",
     "MissingBlock",
     "Offer",
     "OpSnapshot",

@@ -27,6 +27,7 @@ from .contract import (
     BlockSnapshot,
     Death,
     DeviceSnapshot,
+    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -41,6 +42,7 @@ EXPECTED = {
     "after_operator": ("block numbers", "nothing is given back"),
     "prefetch": ("`Prefetch(block_id, victims)`s", "nothing is fetched ahead"),
     "write_back": ("block numbers", "nothing is written back early"),
+    "expects": ("`Expected(block_id, struct)`s", "each use is told by itself"),
     "on_birth": ("a number of operators", f"it is taken for {PERSISTENT_AFTER}"),
     "on_evict": ("nothing", "the program goes on"),
     "on_foretold": ("nothing", "it learns as the program runs"),
@@ -81,6 +83,8 @@ class CheckedStrategy:
         self.looks_ahead = (
             kind.write_back is not Strategy.write_back or kind.prefetch is not Strategy.prefetch
         )
+        #: Whether it says which uses need not be told one by one.
+        self.expects_uses = kind.expects is not Strategy.expects
         #: Whether it follows what leaves the device.
         self.hears_evictions = kind.on_evict is not Strategy.on_evict
         self._warned: set[str] = set()
@@ -167,6 +171,23 @@ class CheckedStrategy:
             return wishes
 
         return self._ask("prefetch", (device, resident), read, [])
+
+    def expects(self, device: DeviceSnapshot, count: int) -> list[Expected]:
+        """Return the uses that need not be told one by one; `count` blocks live."""
+
+        def read(answer: Any) -> list[Expected]:
+            uses: list[Expected] = []
+
+            def take(use: Any) -> bool:
+                if not isinstance(use, Expected):
+                    raise UnusableAnswerError
+                uses.append(Expected(block_number(use.block_id), block_number(use.struct)))
+                return True
+
+            _read_items(answer, count, take)
+            return uses
+
+        return self._ask("expects", (device,), read, [])
 
     # -- told -----------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 #: Operators after which a result that is used counts as one that stays: optimizer state.
 PERSISTENT_AFTER = 1000
+#: Results below this share of the budget are nobody's concern: they are not told.
+TINY_SHARE = 1 / 4096
 
 
 class BlockSnapshot(NamedTuple):
@@ -44,6 +46,14 @@ class Access(NamedTuple):
     is_at_home: bool = False
     #: Name of the accelerator that uses it, or that would have.
     device: str = ""
+
+
+class Expected(NamedTuple):
+    """One use that a strategy expects, of a block that is there: see `Strategy.expects`."""
+
+    block_id: int
+    #: As in `Access`.
+    struct: int
 
 
 class Birth(NamedTuple):
@@ -84,6 +94,9 @@ class DeviceSnapshot:
     d2h_free_ns: int = 0
     #: How long compute has stood idle only because it waited for a copy.
     stall_ns: int = 0
+    #: A copy of so many bytes takes no longer than the host takes to decide about it; 0 where its
+    #: time is not counted.
+    decision_nbytes: int = 0
 
     @property
     def free_nbytes(self) -> int:
@@ -251,7 +264,8 @@ class Strategy:
 
         Notes
         -----
-        Told while memory is short, before the next access: most results die before then.
+        Told while memory is short, before the next access: most results die before then, and those
+        below `TINY_SHARE` of the budget are not told.
         """
         return PERSISTENT_AFTER
 
@@ -278,4 +292,14 @@ class Strategy:
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[int]:
         """Return dirty blocks to copy home now, while the link that way is idle."""
+        return ()
+
+    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
+        """Return the next uses that need not be told one by one, in the order of the program.
+
+        Asked after `prefetch`, while every use is told. Operators may use these blocks unheard, as
+        many of them as are there; `on_access` tells of those that were used together, before it
+        tells of the next use of another block. Results of more than 1/64 of the budget end that,
+        too. A block that is expected twice may be told of once.
+        """
         return ()

@@ -12,6 +12,7 @@ from ..base import DONE, Event, bytes_of, move_bytes, storage_nbytes
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
+from .landing import PIECE_NBYTES, Landing, Pieces
 from .staging import HostCopier, StagedCopy, StagingRing
 from .streams import ComputeStreams
 from .vendor import Vendor
@@ -155,6 +156,7 @@ class LinkCopier:
         self.in_lane, self.out_lane = new_lane(vendor), new_lane(vendor)
         self.urgent_lane = new_lane(vendor, is_urgent=True)
         copier, make_slot = HostCopier(), page_locks.allocate
+        self._pieces = Pieces(make_slot)
         self._in_ring = StagingRing(self.in_lane, into=True, make_slot=make_slot, copier=copier)
         self._out_ring = StagingRing(self.out_lane, into=False, make_slot=make_slot, copier=copier)
 
@@ -196,7 +198,10 @@ class LinkCopier:
         if self.is_page_locked(destination):
             event = self._issue(self.out_lane, source, destination, waits)
             return self._keep(base, event, Queue.OUT)
-        # Also small ones: into pageable memory the driver would make the host wait for compute.
+        # Into pageable memory the driver would make the host wait for compute.
+        piece = self._pieces.take() if source.numel() <= PIECE_NBYTES else None
+        if piece is not None:
+            return self._keep(base, self._land(source, piece, destination, waits), Queue.OUT)
         copy = StagedCopy(source, destination, waits)
         staged = StagedEvent(self._out_ring.submit(copy), self)
         return self._keep(base, staged, Queue.STAGED_OUT)
@@ -213,6 +218,19 @@ class LinkCopier:
         for event in waits:
             lane.hold_back(event)
         return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
+
+    def _land(
+        self, source: Tensor, piece: Tensor, destination: Tensor, waits: tuple[Any, ...]
+    ) -> Landing:
+        """Copy home through a piece that was taken for it."""
+        try:
+            for event in waits:
+                self.out_lane.hold_back(event)
+            event = self.out_lane.issue(source, piece[: source.numel()])
+        except BaseException:
+            self._pieces.give_back(piece)
+            raise
+        return Landing(event, self, source, piece, destination, self._pieces)
 
     def is_page_locked(self, memory: Tensor) -> bool:
         """Whether copies from host memory need no staging."""

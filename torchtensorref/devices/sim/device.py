@@ -109,6 +109,7 @@ class SimDevice(Device):
         self.name = f"sim:{index}" if name is None else name
         self.capacity_nbytes = spec.capacity_nbytes
         self.machine = machine or Machine.of(spec)
+        self.decision_nbytes = spec.decision_nbytes
         self.knows_host = spec.host_kernel_bytes_per_s is not None
         self.poison = poison
         self.page_locked = page_locked

@@ -56,6 +56,9 @@ class DeviceSpec:
     #: a copy to the device of at most so many bytes passes those that are queued, on a stream of
     #: its own of higher priority; 0: copies are done in the order of their issue
     urgent_nbytes: int = 0
+    #: a copy to the device of at most so many bytes takes no longer than the host takes to decide
+    #: about it; 0: decisions take no time, as they take none of the virtual one
+    decision_nbytes: int = 0
     #: both directions of the link work at once
     duplex: bool = True
 
@@ -79,7 +82,7 @@ class DeviceSpec:
         times = (self.copy_latency_ns, self.launch_ns, self.dispatch_ns)
         if self.queue_depth < 1:
             raise ConfigError(f"{self.name}: queue_depth is {self.queue_depth}; 1 is the least")
-        if min(self.capacity_nbytes, self.urgent_nbytes, *times) < 0:
+        if min(self.capacity_nbytes, self.urgent_nbytes, self.decision_nbytes, *times) < 0:
             raise ConfigError(f"{self.name}: a size or a time is negative")
 
     @property

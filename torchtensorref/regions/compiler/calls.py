@@ -222,7 +222,7 @@ class CompiledCall:
             return
         with residency.books.lock:
             for block in blocks:
-                residency.set_ready(block, residency.books.main)
+                residency.readiness.set_ready(block, residency.books.main)
 
     # -- what it has ------------------------------------------------------------------------
 

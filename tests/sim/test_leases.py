@@ -1,0 +1,244 @@
+"""Leases: uses that a strategy expects are not told one by one, and none is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef.memory.strategy_feed import StrategyFeed
+from torchTensorRef.strategy import Expected
+
+from ..support.differential import differences
+from .test_watched_path import ROOM, Listener, ran, weight_on
+
+
+class Teller(Listener):
+    """One that says what it expects."""
+
+    name = "teller"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[Expected] = []
+
+    def prefetch(self, device: Any, resident: Any) -> Any:
+        return ()
+
+    def expects(self, device: Any) -> list[Expected]:
+        return self.expected
+
+
+class World:
+    """Weights on the accelerator under pressure, and what to multiply by them."""
+
+    def __init__(self, manage: Callable[..., Any], count: int = 4, **spec: Any) -> None:
+        self.strategy = Teller()
+        self.manager = manage(self.strategy, ROOM, **{"decision_nbytes": ROOM, **spec})
+        self.manager.regions = False
+        filler = [self.manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
+        assert self.manager.residency.books.is_pressed
+        del filler
+        self.weights = [weight_on(self.manager, 1, 2) for _ in range(count)]
+        self.x = self.manager.adopt(torch.rand(1)).toGPU() + 0
+        for index in range(count):
+            self.use(index)
+        self.strategy.heard.clear()
+
+    def number(self, index: int) -> int:
+        number: int = self.weights[index]._ttr_block.block_id
+        return number
+
+    def expect(self, *indices: int) -> None:
+        """Have these weights expected, from the next watched operator on."""
+        self.strategy.expected = [Expected(self.number(index), 100 + index) for index in indices]
+
+    def use(self, index: int) -> tuple[int, int]:
+        """Use a weight in an operator with a tiny result; return how many were ready and slow."""
+        return ran(self.manager, lambda: self.weights[index] + self.x)[1:]
+
+    def told(self) -> list[tuple[int, int]]:
+        """Return (weight, struct) of the uses of weights that were told, and forget them."""
+        index_of = {self.number(i): i for i in range(len(self.weights))}
+        uses = [u for u in self.strategy.uses() if u.block_id in index_of]
+        self.strategy.heard.clear()
+        assert all(use.was_resident and use.is_persistent for use in uses)
+        return [(index_of[use.block_id], use.struct) for use in uses]
+
+    def end(self) -> None:
+        self.manager.regions = True
+
+
+@pytest.fixture
+def world(manage: Callable[..., Any]) -> Any:
+    world = World(manage)
+    yield world
+    world.end()
+
+
+def test_what_is_expected_is_told_together_in_the_order_of_the_program(world):
+    world.use(0)
+    world.told()
+    world.expect(1, 2)
+    world.use(0)
+    assert [index for index, _ in world.told()] == [0]
+    world.use(2), world.use(1)  # in another order than expected
+    assert world.told() == []
+    world.use(3)
+    told = world.told()
+    assert told[:2] == [(2, 102), (1, 101)]
+    assert [index for index, _ in told[2:]] == [3]
+
+
+def test_what_is_not_used_is_not_told(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.told()
+    world.use(2)
+    world.use(3)
+    assert [index for index, _ in world.told()] == [2, 3]
+
+
+def test_a_lease_ends_when_it_is_told(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.use(1)
+    world.expect()
+    world.use(3)
+    world.told()
+    assert all(weight._ttr_block.ready is None for weight in world.weights)
+    world.use(2)
+    assert [index for index, _ in world.told()] == [2]
+
+
+def test_results_that_are_not_small_end_it(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.told()
+    world.use(1)
+    kept = world.x.expand(512).contiguous()
+    assert world.weights[2]._ttr_block.ready is None
+    world.use(2)
+    told = world.strategy.heard
+    number = kept._ttr_block.block_id
+    births = [n for n, happened in enumerate(told) if happened == ("birth", number)]
+    first, second = (
+        n
+        for n, (kind, what) in enumerate(told)
+        if kind == "use" and what.block_id in (world.number(1), world.number(2))
+    )
+    assert [first < born < second for born in births] == [True]
+
+
+def test_small_results_are_told_between_the_uses_that_they_came_between(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.strategy.heard.clear()
+    world.use(1)
+    kept = world.x.expand(32).contiguous()
+    world.use(2)
+    assert not world.strategy.heard
+    world.use(3)
+    told = [what if kind == "birth" else what.block_id for kind, what in world.strategy.heard]
+    assert told[:3] == [world.number(1), kept._ttr_block.block_id, world.number(2)]
+
+
+def test_what_is_elsewhere_is_not_expected_to_be_there(world):
+    world.weights[1].toCPU()
+    world.expect(2, 1, 3)
+    world.use(0)
+    ready = [weight._ttr_block.ready is not None for weight in world.weights]
+    assert ready == [False, False, True, False]
+
+
+def test_what_was_evicted_since_can_be_used_and_is_told_once(world):
+    before = (world.weights[1] + world.x).tolist()
+    world.expect(1, 2)
+    world.use(0)
+    world.strategy.heard.clear()
+    world.use(1)
+    world.expect()
+    world.manager.residency.evictor.evict_all()
+    assert (world.weights[1] + world.x).tolist() == before
+    uses = [use.was_resident for use in world.strategy.uses() if use.block_id == world.number(1)]
+    assert len(uses) == 2
+
+
+def test_no_lease_where_the_hosts_time_is_not_counted(manage):
+    world = World(manage, decision_nbytes=0)
+    world.expect(1, 2)
+    world.use(0)
+    assert all(weight._ttr_block.ready is None for weight in world.weights)
+    world.end()
+
+
+def test_one_that_another_strategy_was_given_is_forgotten(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.use(1)
+    world.strategy.heard.clear()
+    other = Teller()
+    world.manager.strategy = other
+    world.use(3)
+    assert not world.strategy.uses()
+    assert [u.block_id for u in other.uses() if u.is_persistent] == [world.number(3)]
+
+
+def test_tiny_results_are_not_told(world):
+    world.strategy.heard.clear()
+    kept = [world.x + 1, world.x.expand(64) + 1]
+    world.use(0)
+    births = [what for kind, what in world.strategy.heard if kind == "birth"]
+    assert births == [kept[1]._ttr_block.block_id]
+
+
+# -- Flow ------------------------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """Many small weights, one after the other, and a result of one number from each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.rand(256) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in self.rows:
+            x = x * 0.5 + row.sum()
+        return x
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, monkeypatch, share):
+    plain, x = Rows(192), torch.rand(1)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    asked: list[int] = []
+    wishes = StrategyFeed.wishes
+    monkeypatch.setattr(
+        StrategyFeed, "wishes", lambda feed, device: asked.append(1) or wishes(feed, device)
+    )
+    found = {}
+    for decision_nbytes in (0, nbytes):
+        manager = manage(
+            "flow", int(nbytes * share), decision_nbytes=decision_nbytes, copy_latency_ns=0
+        )
+        manager.regions = False
+        model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
+        with torch.no_grad():
+            for _ in range(6):
+                model(x_there)
+            asked.clear()
+            before = manager.stats()
+            for _ in range(4):
+                assert not list(differences(plain(x), model(x_there)))
+            after = manager.stats()
+        manager.regions = True
+        found[decision_nbytes] = len(asked), after["miss_count"] - before["miss_count"]
+        assert manager.residency.feed.strategy.history.confidence > 0.9
+    (often, missed), (seldom, missed_now) = found.values()
+    assert seldom < often * 2 / 3
+    assert missed_now <= missed + 8

@@ -1,0 +1,159 @@
+"""Readiness: which blocks operators may use without asking anybody, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..devices.base import Device
+from ..strategy import Expected
+from .block import Block, Replica
+from .bookkeeping import Books
+from .copies import Copier
+from .holds import Holds
+from .leases import Lease
+from .states import CLEAN, DIRTY, FILLING, INVALID
+
+#: Operators on blocks up to this size run at home as long as nothing larger takes part.
+AT_HOME_NBYTES = 16
+#: Results that take more than this share of the budget end a lease.
+RESULTS_SHARE = 1 / 64
+
+
+class Readiness:
+    """Opens and closes the ready path to blocks (`Block.ready`)."""
+
+    def __init__(self, books: Books, holds: Holds, copier: Copier) -> None:
+        self._books = books
+        self._holds = holds
+        self._copier = copier
+
+    def set_ready(self, block: Block, device: Device) -> None:
+        """Open the ready path to a block where nothing has to be decided about it (lock held)."""
+        if (block.is_persistent and self._books.wants_every_use) or not self._open(block, device):
+            block.ready = None
+
+    def _open(self, block: Block, device: Device) -> bool:
+        """Open the ready path to a block if its bytes are there, and ours alone (lock held)."""
+        replica = block.replicas.get(device)
+        if (
+            replica is None
+            or replica.state not in (CLEAN, DIRTY)
+            or block.exposure is not None
+            or block.sharers is not None
+            or self._books.is_left(device)
+        ):
+            return False
+        home = block.replicas.get(self._books.host)
+        block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
+        if device.notes_uses:
+            device.forget_use(replica.base)
+        block.ready = device
+        return True
+
+    def settle_at_home(self, block: Block) -> None:
+        """Open the ready path at home to a small block that is nowhere else.
+
+        Flags, counters and positions: an operator on them takes less time than a copy would.
+        """
+        block.ready = None
+        if (
+            block.nbytes <= AT_HOME_NBYTES
+            and block.exposure is None
+            and block.sharers is None
+            and not block.is_rehoused
+            and not block.is_persistent
+            and len(block.readable_replicas()) == 1
+            and block.readable_on(self._books.host) is not None
+        ):
+            block.owned = True
+            block.ready = self._books.host
+
+    # -- what the strategy hears of -------------------------------------------------------------
+
+    def open_watched(self, blocks: Sequence[Block], device: Device, minds_time: bool) -> bool:
+        """Open the ready path to blocks for one operator; False if one of them is not there.
+
+        Whatever it says, `close_watched` closes them again.
+
+        Parameters
+        ----------
+        minds_time : bool
+            What has not arrived yet is not there: it may be computed elsewhere meanwhile.
+        """
+        books = self._books
+        with books.lock:
+            if self._is_over_budget(device):
+                return False
+            for block in blocks:
+                replica = block.replicas.get(device)
+                if replica is None or (replica.state is FILLING and _is_late(replica, minds_time)):
+                    return False
+                self._copier.arrive(replica)
+                if not self._open(block, device):
+                    return False
+            books.counts.slow_hit_count += len(blocks)
+        return True
+
+    def open_held(self, blocks: Sequence[Block], device: Device) -> bool:
+        """Open the ready path to blocks that are held on a device; False if one cannot be."""
+        with self._books.lock:
+            return all(block.ready is device or self._open(block, device) for block in blocks)
+
+    def lease(self, device: Device, expected: Sequence[Expected]) -> Lease | None:
+        """Open the ready path to blocks that are used next, as far as they are there.
+
+        Returns
+        -------
+        Lease or None
+            None for less than two of them: then each use is told by itself.
+        """
+        books = self._books
+        if len(expected) < 2:
+            return None
+        with books.lock:
+            result_nbytes = int(books.ledgers[device].limit_nbytes * RESULTS_SHARE)
+            lease = Lease(device, books.tick, result_nbytes)
+            for use in () if self._is_over_budget(device) else expected:
+                block = books.known.get(use.block_id)
+                replica = block.replicas.get(device) if block is not None else None
+                if block is None or replica is None or not block.is_persistent:
+                    break
+                # Let nobody wait for a copy before its reader comes.
+                if replica.state is FILLING and _is_late(replica, True):
+                    break
+                self._copier.arrive(replica)
+                if not self._open(block, device):
+                    break
+                lease.add(block, use.struct)
+        return lease if lease.is_open else None
+
+    def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
+        """Close the ready path to those of the blocks whose uses the strategy wants to hear."""
+        books = self._books
+        with books.lock:
+            for block in blocks:
+                if block.ready is device and block.is_persistent and books.wants_every_use:
+                    block.ready = None
+                    if device.notes_uses:
+                        self.note_use(block.replicas[device])
+
+    def note_use(self, replica: Replica) -> None:
+        """Tell a device who was the last to use a replica, where that can be known (lock held)."""
+        block = replica.block
+        is_closed = block is not None and block.ready is None and block.exposure is None
+        # Another thread on the ready path may have looked before it was closed.
+        if is_closed and self._holds.is_alone_on_ready_path():
+            replica.device.note_use(replica.base)
+        else:
+            replica.device.forget_use(replica.base)
+
+    def _is_over_budget(self, device: Device) -> bool:
+        """Whether the next operator has to make room first: the budget was lowered."""
+        ledger = self._books.ledgers[device]
+        return ledger.resident_nbytes > ledger.budget.limit_nbytes
+
+
+def _is_late(replica: Replica, minds_time: bool) -> bool:
+    """Whether something is to be decided about a replica that is on its way."""
+    arrival = replica.arrival
+    return arrival is None or (minds_time and not arrival.is_done())
