@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks import forecast_against_run as benchmark
 from benchmarks.model_shapes import Shape
 from torchTensorRef.inject import hooks
+from torchTensorRef.promises import replayer
 from torchTensorRef.promises.replayer import Replayer
 
 
@@ -46,8 +47,8 @@ def test_a_forecast_is_what_a_run_does():
 
 
 def test_a_wrong_forecast_is_found(monkeypatch):
-    monkeypatch.setattr(Replayer, "_run_watched", lambda *_: False)
-    monkeypatch.setattr(Replayer, "_run_ready", lambda *_: False)
+    monkeypatch.setattr(replayer, "run_watched", lambda *_: False)
+    monkeypatch.setattr(Replayer, "run_ready", lambda *_: False)
     right = Replayer._charge
 
     def charge_twice(self: Any, *args: Any) -> None:

@@ -241,4 +241,4 @@ def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, mon
         assert manager.residency.feed.strategy.history.confidence > 0.9
     (often, missed), (seldom, missed_now) = found.values()
     assert seldom < often * 2 / 3
-    assert missed_now <= missed + 8
+    assert missed_now <= missed + 16  # of 768 uses

@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..base.interrupts import holds_operands
+from ..base.listeners import listeners
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
@@ -30,6 +31,7 @@ from ..memory.ref import TensorRef
 from ..memory.residency import Residency
 from ..memory.states import INVALID
 from ..operators.plan import OpPlan
+from .onlookers.passing import deliver
 from .ready_path import SLOW, WAYS, all_owned, flattened, targets
 
 _Tensor = torch.Tensor
@@ -46,6 +48,13 @@ def may_be_watched(residency: Residency) -> bool:
 
 def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run an operator whose blocks only have to be opened or fetched, or return `SLOW`."""
+    result = _run_watched(plan, args, kwargs)
+    if listeners.waiting and result is not SLOW:
+        deliver(plan, args, kwargs or {})
+    return result
+
+
+def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
     if not books.is_pressed or books.ready_device is not books.main or plan.is_true_view:
@@ -66,20 +75,15 @@ def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         return SLOW  # it is not only they that keep it from the ready path
     if may_be_watched(residency) and all(_is_there(block, device) for block in closed):
         return _run_opened(plan, args, kwargs, residency, device, list(used), closed)
-    if may_be_fetched(plan, args, residency) and all(map(_is_ours_alone, closed)):
+    if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
         return _run_fetched(plan, args, kwargs, residency, device, list(used))
     return SLOW
 
 
-def may_be_fetched(plan: OpPlan, args: tuple[Any, ...], residency: Residency) -> bool:
-    """Whether an operator that lacks operands runs on the accelerator, whoever is asked."""
+def may_be_fetched(residency: Residency) -> bool:
+    """Whether nobody is asked where operators run that lack operands."""
     feed = residency.feed
-    if feed.places or feed.spreads or residency.books.main.is_host:
-        return False
-    if plan.reads_part or plan.is_random or plan.host_operands or plan.special is not None:
-        return False
-    dtypes = [arg.dtype for arg in args if type(arg) is TensorRef]
-    return not dtypes or (plan.number, dtypes[0]) not in tensorsManager.unsupported
+    return not (feed.places or feed.spreads or residency.books.main.is_host)
 
 
 def _is_there(block: Block, device: Device) -> bool:
@@ -87,8 +91,16 @@ def _is_there(block: Block, device: Device) -> bool:
     return replica is not None and replica.state is not INVALID
 
 
-def _is_ours_alone(block: Block) -> bool:
-    return block.exposure is None and block.sharers is None and block.promise is None
+def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:
+    if not plan.may_be_fetched:
+        return False
+    dtypes = [arg.dtype for arg in args if type(arg) is TensorRef]
+    if dtypes and (plan.number, dtypes[0]) in tensorsManager.unsupported:
+        return False
+    return all(
+        block.exposure is None and block.sharers is None and block.promise is None
+        for block in closed
+    )
 
 
 def run_promised(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -166,8 +178,8 @@ def _run_fetched(
             residency.readiness.close_watched(used, device)
         if out is not SLOW:
             blocks = list(dict.fromkeys([*used, *_blocks_of(out)]))
-            result_nbytes = sum(block.nbytes for block in blocks[len(used) :])
-            residency.times.remember_results(sizes, result_nbytes)
+            if len(blocks) > len(used):
+                residency.times.remember_results(sizes, blocks[-1].nbytes)
             books.counts.slow_op_count += 1
             books.counts.costs.note_operator(plan.name, sum(block.nbytes for block in blocks))
             residency.feed.tell_deaths()

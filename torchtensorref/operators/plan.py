@@ -117,6 +117,12 @@ class OpPlan:
         for name in self.write_names:
             torch.autograd.graph.increment_version(self.argument(name, args, kwargs))
 
+    @property
+    def may_be_fetched(self) -> bool:
+        """Whether a call that lacks operands runs where they are brought to, whatever they are."""
+        is_placed = self.reads_part or self.is_random or self.host_operands
+        return not is_placed and self.special is None
+
     def allows(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with such keywords may take the ready path."""
         if kwargs.get("device") is not None:

@@ -45,6 +45,8 @@ class OpRecord:
     peak_nbytes: int = 0
     #: It may run without a decision where all its operands are ready.
     may_be_ready: bool = True
+    #: And also where it lacks some, once they are fetched.
+    may_be_fetched: bool = False
     #: It runs on the host, whatever the strategy says: random numbers that the host draws.
     on_host: bool = False
     #: It reads a part of its first operand: rows of a table.
@@ -55,6 +57,8 @@ class OpRecord:
     shares: bool = False
     #: Calls of the same form are expected to make as many bytes as the last of them did.
     form: int = 0
+    #: The same where its operands are fetched first: a composite operator runs as one then.
+    fetched_form: int = 0
     #: Blocks of which the program has made views since the operator before; and those of which
     #: torch makes views on the way to it, where it cannot run at once.
     views: tuple[int, ...] = ()

@@ -46,6 +46,7 @@ class Recorder:
         """Write down one operator."""
         self.note_deaths()
         flops, nbytes, dtype = cost
+        form = self._form_of(plan, operands)
         self.record.ops.append(
             OpRecord(
                 plan.name,
@@ -58,11 +59,13 @@ class Recorder:
                 dtype=dtype,
                 peak_nbytes=peak_nbytes,
                 may_be_ready=_may_be_ready(plan, operands),
+                may_be_fetched=_may_be_fetched(plan, operands),
                 on_host=on_host,
                 reads_part=plan.reads_part,
                 waits=not plan.returns_tensors,
                 shares=shares,
-                form=self._form_of(plan, operands),
+                form=form,
+                fetched_form=form,
                 views=self._take_views(),
             )
         )
@@ -92,7 +95,14 @@ class Recorder:
         """
         self.note_deaths()
         reads = tuple(map(self.number_of, operands.blocks))
-        whole = OpRecord(plan.name, plan.kind, reads, peak_nbytes=peak_nbytes)
+        whole = OpRecord(
+            plan.name,
+            plan.kind,
+            reads,
+            peak_nbytes=peak_nbytes,
+            may_be_fetched=_may_be_fetched(plan, operands),
+            fetched_form=self._form_of(plan, operands),
+        )
         whole.views = self._take_views()
         self.record.ops.append(whole)
         return len(self.record.ops) - 1
@@ -117,6 +127,7 @@ class Recorder:
             parts[0].views = (*whole.views, *parts[0].views)
         elif _is_like(parts, whole):
             parts[0].views, parts[0].inner_views = whole.views, parts[0].views
+            parts[0].fetched_form = whole.fetched_form
         else:
             return
         if place:
@@ -176,3 +187,7 @@ def _is_like(parts: list[OpRecord], whole: OpRecord) -> bool:
 
 def _may_be_ready(plan: OpPlan, operands: Operands) -> bool:
     return plan.ready_way != ReadyWay.NONE and plan.allows(operands.kwargs)
+
+
+def _may_be_fetched(plan: OpPlan, operands: Operands) -> bool:
+    return plan.may_be_fetched and not (operands.adopted or operands.unmanaged)

@@ -14,7 +14,6 @@ from ..devices.host.device import HostDevice
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
 from ..interception.placement import table_is_away
-from ..interception.watched_path import may_be_watched
 from ..memory.block import Block, Replica
 from ..memory.budget import SHORTAGES, resolve_budget
 from ..memory.op_times import OpCost
@@ -23,6 +22,7 @@ from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
 from .record import OpRecord, Record
+from .watched import run_watched
 
 __all__ = ["Replayer", "StepCost"]
 
@@ -81,17 +81,17 @@ class Replayer:
         self.host.graveyard = self.device.graveyard = deque()
         self.residency = Residency(self.host, [self.device], make_strategy(strategy), EventLog())
         self.residency.books.open_ledger(self.device, resolve_budget(budget, self.device))
-        self._blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Block] = {}
         #: What the results of an operator took the last time.
-        self._expected: dict[int, int] = {}
+        self.expected: dict[int, int] = {}
         self._fallback_count = 0
         # In the order of the program: strategies are told of an operator's blocks in that order.
         born = {number for op in record.ops for number in op.births}
         first = min(born, default=0)
         for number in sorted(number for number in record.blocks if number < first):
-            self._blocks[number] = self._at_home(number)
+            self.blocks[number] = self._at_home(number)
         #: Blocks at home that the program makes later, the next of them last.
-        self._to_come = sorted(record.blocks.keys() - self._blocks.keys() - born, reverse=True)
+        self._to_come = sorted(record.blocks.keys() - self.blocks.keys() - born, reverse=True)
 
     def _at_home(self, number: int) -> Block:
         """Make a block that is at home, and nowhere else."""
@@ -107,9 +107,9 @@ class Replayer:
 
     def block(self, number: int) -> Block:
         """Return what stands for a recorded block that is alive."""
-        block = self._blocks.get(number)
+        block = self.blocks.get(number)
         if block is None:
-            block = self._blocks[number] = self._at_home(number)
+            block = self.blocks[number] = self._at_home(number)
         return block
 
     # -- running --------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Replayer:
         blocks = [self.block(number) for number in op.reads]
         has_run = True
         if op.shares:
-            self._blocks[op.births[0]] = self.residency.sharing.copy_on_write(blocks[0])
+            self.blocks[op.births[0]] = self.residency.sharing.copy_on_write(blocks[0])
         elif not self._run_at_once(op, blocks):
             has_run = not op.part_count
             if has_run:
@@ -187,29 +187,29 @@ class Replayer:
 
     def _run_at_once(self, op: OpRecord, blocks: list[Block]) -> bool:
         """Run an operator on the ready or the watched path, if one of them is open to it."""
-        if self._run_ready(op, blocks) or self._run_watched(op, blocks):
+        if self.run_ready(op, blocks) or run_watched(self, op, blocks):
             return True
         if not op.inner_views:
             return False
         self._view(op.inner_views)
-        return self._run_ready(op, blocks) or self._run_watched(op, blocks)
+        return self.run_ready(op, blocks) or run_watched(self, op, blocks)
 
     def _let_go(self, op: OpRecord) -> None:
         for number in op.deaths:
-            self._blocks.pop(number, None)
+            self.blocks.pop(number, None)
 
     def _make_until(self, op: OpRecord) -> None:
         """Make the blocks at home that the program has made before the results of an operator."""
         while op.births and self._to_come and self._to_come[-1] < op.births[0]:
             number = self._to_come.pop()
-            if number not in self._blocks:
-                self._blocks[number] = self._at_home(number)
+            if number not in self.blocks:
+                self.blocks[number] = self._at_home(number)
 
     def _view(self, numbers: Sequence[int]) -> None:
         """Open blocks to the ready path, as a view of what is on the device does."""
         residency, device = self.residency, self.device
         for number in numbers:
-            block = self._blocks.get(number)
+            block = self.blocks.get(number)
             if block is not None and block.ready is None:
                 with residency.books.lock:
                     replica = block.replicas.get(device)
@@ -218,7 +218,7 @@ class Replayer:
 
     # -- the ready path -------------------------------------------------------------------------
 
-    def _run_ready(self, op: OpRecord, blocks: list[Block]) -> bool:
+    def run_ready(self, op: OpRecord, blocks: list[Block]) -> bool:
         """Run an operator about which nothing has to be decided; False where something has."""
         books = self.residency.books
         device = blocks[0].ready if blocks else None
@@ -227,7 +227,7 @@ class Replayer:
             or device not in (books.ready_device, books.ready_host)
             or not self._has_room_in_passing(op, device)
             or any(block.ready is not device for block in blocks)
-            or not all(self._blocks[number].owned for number in op.writes)
+            or not all(self.blocks[number].owned for number in op.writes)
         ):
             return False
         assert device is not None
@@ -278,40 +278,14 @@ class Replayer:
                     raise
                 self._fallback_count += 1
                 born.append(self.residency.born(base, self.host))
-        self._blocks.update(zip(op.births, born, strict=True))
+        self.blocks.update(zip(op.births, born, strict=True))
         return born
-
-    # -- the watched path -----------------------------------------------------------------------
-
-    def _run_watched(self, op: OpRecord, blocks: list[Block]) -> bool:
-        """Run an operator that lacks nothing but that the strategy hears of its blocks."""
-        residency, device, books = self.residency, self.device, self.residency.books
-        if not (op.may_be_ready and books.is_pressed and may_be_watched(residency)):
-            return False
-        residency.feed.catch_up()
-        closed = [block for block in blocks if block.ready is not device]
-        if not closed or any(b.ready is not None or b.births is not None for b in closed):
-            return False
-        try:
-            if not residency.readiness.open_watched(closed, device, residency.feed.places):
-                return False
-            written = [self._blocks[number] for number in op.writes]
-            if not all(block.owned for block in written):
-                return False
-            residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
-            has_run = self._run_ready(op, blocks)
-        finally:
-            residency.readiness.close_watched(closed, device)
-        if has_run:
-            residency.feed.tell_deaths()
-            residency.after_operator(device, ())
-        return has_run
 
     # -- the slow path --------------------------------------------------------------------------
 
     def _run_slow(self, op: OpRecord, blocks: list[Block]) -> None:
         residency, host = self.residency, self.host
-        written = [self._blocks[number] for number in op.writes]
+        written = [self.blocks[number] for number in op.writes]
         device, is_at_home = self._place(op, blocks)
         residency.note_operator(device, blocks, written, op.kind, is_at_home=is_at_home)
         if device is host:
@@ -346,7 +320,7 @@ class Replayer:
             op.kind,
             known or _cost_of(op),
             is_movable=known is not None and not op.writes,
-            result_nbytes=self._expected.get(op.form, 0),
+            result_nbytes=self.expected.get(op.form, 0),
         )
         return choose(residency, call, blocks, self.device)
 
@@ -354,7 +328,7 @@ class Replayer:
         self, device: Device, op: OpRecord, blocks: list[Block], written: list[Block]
     ) -> list[Block]:
         residency = self.residency
-        expected_nbytes = 0 if device.is_host else self._expected.get(op.form, 0)
+        expected_nbytes = 0 if device.is_host else self.expected.get(op.form, 0)
         held = residency.acquire(device, blocks, written, expected_nbytes)
         try:
             reads = [block.replicas[device].base for block in blocks]
@@ -374,7 +348,7 @@ class Replayer:
                 times.remember(op.form, _cost_of(op))
             born = self._bear(op, device, is_final=bool(written))
             if born:
-                self._expected[op.form] = born[-1].nbytes
+                self.expected[op.form] = born[-1].nbytes
             return born
         finally:
             residency.release(held)

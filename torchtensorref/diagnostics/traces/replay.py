@@ -40,6 +40,7 @@ def _op_of(one: Slice) -> OpRecord:
         dtype=args["dtype_name"],
         peak_nbytes=args["peak_nbytes"],
         may_be_ready="ready" in facts,
+        may_be_fetched="fetched" in facts,
         on_host="on_host" in facts,
         reads_part="reads_part" in facts,
         waits="waits" in facts,

@@ -204,6 +204,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     draws = plan.draws_random(args, kwargs)
     known = {
         "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs),
+        "fetched": plan.may_be_fetched,
         "on_host": draws and is_ref and first.device.type == "cpu",
         "reads_part": plan.reads_part,
         "waits": not plan.returns_tensors,

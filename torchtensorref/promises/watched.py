@@ -1,0 +1,96 @@
+"""The watched path of a replay: as `interception/watched_path.py` runs what lacks no decision."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..devices.sim.device import SimDevice
+from ..interception.watched_path import may_be_fetched, may_be_watched
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.residency import Residency
+from ..memory.states import INVALID
+from .record import OpRecord
+
+__all__ = ["Replay", "run_watched"]
+
+
+class Replay(Protocol):
+    """What of a `Replayer` is used here."""
+
+    residency: Residency
+    device: SimDevice
+    blocks: dict[int, Block]
+    expected: dict[int, int]
+
+    def run_ready(self, op: OpRecord, blocks: list[Block]) -> bool:
+        """Run an operator all of whose blocks are open."""
+        ...
+
+
+def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
+    """Run an operator whose blocks only have to be opened or fetched; False if there is more."""
+    residency, device, books = replayer.residency, replayer.device, replayer.residency.books
+    if not (op.may_be_ready and books.is_pressed):
+        return False
+    residency.feed.catch_up()
+    closed = [block for block in blocks if block.ready is not device]
+    if not closed or any(b.ready is not None or b.births is not None for b in closed):
+        return False
+    are_there = all(
+        (replica := block.replicas.get(device)) is not None and replica.state is not INVALID
+        for block in closed
+    )
+    if may_be_watched(residency) and are_there:
+        return _run_opened(replayer, op, blocks, closed)
+    are_alone = all(block.exposure is None and block.sharers is None for block in closed)
+    if may_be_fetched(residency) and op.may_be_fetched and are_alone:
+        return _run_fetched(replayer, op, blocks)
+    return False
+
+
+def _run_opened(replayer: Replay, op: OpRecord, blocks: list[Block], closed: list[Block]) -> bool:
+    residency, device = replayer.residency, replayer.device
+    try:
+        if not residency.readiness.open_watched(closed, device, residency.feed.places):
+            return False
+        written = [replayer.blocks[number] for number in op.writes]
+        if not all(block.owned for block in written):
+            return False
+        residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
+        has_run = replayer.run_ready(op, blocks)
+    finally:
+        residency.readiness.close_watched(closed, device)
+    if has_run:
+        residency.feed.tell_deaths()
+        residency.after_operator(device, ())
+    return has_run
+
+
+def _run_fetched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
+    residency, device = replayer.residency, replayer.device
+    written = [replayer.blocks[number] for number in op.writes]
+    residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
+    try:
+        held = residency.acquire(device, blocks, written, replayer.expected.get(op.fetched_form, 0))
+    except SHORTAGES:
+        return False
+    try:
+        for block in written:
+            residency.copier.written(block, device)
+        device.before_operator(
+            [replica.base for replica in held], [b.replicas[device].base for b in written]
+        )
+        is_open = residency.readiness.open_held(blocks, device)
+        has_run = is_open and replayer.run_ready(op, blocks)
+    finally:
+        residency.release(held)
+        residency.readiness.close_watched(blocks, device)
+    if has_run:
+        born = [replayer.blocks[number] for number in op.births]
+        if born:
+            replayer.expected[op.fetched_form] = born[-1].nbytes
+        residency.books.counts.slow_op_count += 1
+        residency.feed.tell_deaths()
+        residency.after_operator(device, [*blocks, *born])
+    return has_run
