@@ -26,9 +26,11 @@ ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / ".cache" / "wheels"
 SITE = ROOT / ".cache" / "site"
 
-#: What rented machines with torch and transformers lack: two peers, and what these import.
+#: What rented machines with torch and transformers lack: two peers and what these import, and what
+#: torch's own tests import, whose database of operators the audit uses.
 WANTED = (
     "diffusers",
+    "expecttest",
     "importlib-metadata",
     "flextensor",
     "beartype",
