@@ -104,3 +104,45 @@ def test_a_copy_home_that_fails_loses_nothing(
     assert replica.state is DIRTY
     fails = False
     assert float(manager.release(x)[7]) == 0.5
+
+
+def test_the_locks_are_free_while_a_writer_waits_for_a_copy_home(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x,) = dirty(manager, 1)
+    books = manager.residency.books
+    replica = next(r for r in books.ledgers[device].replicas() if r.nbytes == 2 * MIB)
+    gate = Gate(monkeypatch)
+    manager.residency.evictor.try_write_back(replica)
+    writing = threading.Thread(target=lambda: x.add_(1))
+    try:
+        assert gate.reached.wait(PATIENCE_S)
+        writing.start()
+        writing.join(1)  # long enough to come to where it waits
+        is_free = books.lock.acquire(timeout=3)
+        if is_free:
+            books.lock.release()
+    finally:
+        gate.opened.set()
+        writing.join(PATIENCE_S)
+    assert is_free
+    assert float(manager.release(x)[7]) == 1.5
+
+
+def test_what_is_about_to_be_written_does_not_need_the_copy_home(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x,) = dirty(manager, 1)
+    issue = device._copier.out_lane.issue
+    replica = next(
+        r for r in manager.residency.books.ledgers[device].replicas() if r.nbytes == 2 * MIB
+    )
+
+    def hiccup(source: torch.Tensor, destination: torch.Tensor) -> Any:
+        raise RuntimeError("the link hiccups")
+
+    monkeypatch.setattr(device._copier.out_lane, "issue", hiccup)
+    manager.residency.evictor.try_write_back(replica)
+    x.add_(1)
+    monkeypatch.setattr(device._copier.out_lane, "issue", issue)
+    assert float(manager.release(x)[7]) == 1.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 import torch
 
@@ -16,6 +17,7 @@ from .bookkeeping import Books
 from .external_pressure import ReleaseWatch, note_shortage
 from .holds import Holds
 from .in_flight import InFlight
+from .leaving import finish_issue
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer
@@ -212,6 +214,8 @@ class Copier:
 
     def end_write_back(self, block: Block) -> None:
         """Order a copy home before an operator that is about to write what it reads, and holds."""
+        with suppress(TransferError):  # then home is stale, as it is about to be anyway
+            finish_issue(self._books, block)
         with self._books.lock:
             home = block.replicas.get(self._books.host)
             if home is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 from ..base.errors import TransferError
@@ -13,6 +12,7 @@ from .bookkeeping import Books
 from .budget import OutOfBudgetError
 from .copies import Copier
 from .holds import PATIENCE_ROUNDS, Holds, is_exposed_on
+from .leaving import finish_issue, issue_of
 from .resident import Candidates
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .strategy_feed import StrategyFeed
@@ -238,32 +238,15 @@ class Evictor:
             self._copier.write_back(replica, wait=False)
         finally:
             self._holds.unpin([replica])
-        if self._issue_of(replica) is not None:
+        if issue_of(self._books, replica.block) is not None:
             leaving.append(replica)
             return 0
         with self._books.lock:
             return self._let_go(replica, why)
 
-    def _issue_of(self, replica: Replica) -> Callable[[], None] | None:
-        """What waits until a copy home has been issued as a whole; None if nothing has to."""
-        block = replica.block
-        home = block.replicas.get(self._books.host) if block is not None else None
-        return getattr(home.arrival, "finish_issue", None) if home is not None else None
-
     def _end_of_evicting(self, replica: Replica, why: str) -> int:
         """Let a replica go whose copy home was begun, once that is under way (no lock held)."""
-        finish = self._issue_of(replica)
-        try:
-            if finish is not None:
-                finish()
-        except TransferError:
-            with self._books.lock:
-                block = replica.block
-                home = block.replicas.get(self._books.host) if block is not None else None
-                if home is not None and home.state is FILLING and replica.state is DIRTY:
-                    home.become(INVALID, "write-back failed")
-                    home.arrival = None
-            raise
+        finish_issue(self._books, replica.block)
         with self._books.lock:
             return self._let_go(replica, why)
 
