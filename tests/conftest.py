@@ -66,7 +66,17 @@ def script(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def manage() -> Iterator[Callable[..., Any]]:
+def times_are_not_kept() -> Iterator[None]:
+    """Leave nothing of operators' times in the cache of who runs the tests, and find nothing."""
+    from torchTensorRef.base.options import settings
+
+    before, settings.op_times = settings.op_times, "off"
+    yield
+    settings.op_times = before
+
+
+@pytest.fixture
+def manage(times_are_not_kept: None) -> Iterator[Callable[..., Any]]:
     """Give `manage(strategy=, nbytes=, ...)`: the manager on a fresh simulated accelerator.
 
     Its capacity is the budget, so the device itself refuses any byte too many; freed and stale

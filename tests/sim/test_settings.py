@@ -319,7 +319,8 @@ def test_every_option_takes_effect_in_a_scope_or_is_refused_there(manage: Any) -
     """With everything open: what `instead` does not refuse is read when it is needed."""
     refused = {name for name, option in OPTIONS.items() if option.instead is not None}
     assert refused == {
-        "disable", "core", "strategy", "device", "budget", "page_lock", "inject_to", "exclude"
+        "disable", "core", "strategy", "device", "budget", "page_lock", "inject_to", "exclude",
+        "op_times",
     }  # fmt: skip
     for name in refused:
         said = pytest.raises(ConfigError, match=f"The option '{name}' says how to begin")
@@ -369,7 +370,7 @@ def test_an_option_as_the_environment_has_it(tmp_path: Any) -> None:
         "sync": "2", "poison": "true", "shadow": "on", "regions": "of", "device": "gpu",
         "tracebacks": "long", "budget": "6", "page_lock": "0.5", "faults": "cpoy:1",
         "inject_to": "a b", "exclude": "a-b", "core": "rust",
-        "placement": "hybird", "blocks": "eaxct",
+        "placement": "hybird", "blocks": "eaxct", "op_times": "/no/such/folder/f",
     }  # fmt: skip
     # A strategy's name is looked up when it is made, and `run` is what a run tells its children.
     assert {*wrong, "strategy", "run"} == set(OPTIONS)

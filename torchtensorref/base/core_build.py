@@ -78,7 +78,7 @@ def of_this_process() -> Build:
     for source in (PACKAGE / "_version.py", *sorted(SOURCES.iterdir())):
         key.append(source.read_text())
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
-    return Build(_cache() / f"core-{name}", _obstacle(torch, compiler))
+    return Build(cache_folder() / f"core-{name}", _obstacle(torch, compiler))
 
 
 def _torch_version() -> str:
@@ -91,7 +91,8 @@ def _torch_version() -> str:
         return ""
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return where we keep what can be made again: in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "torchtensorref"
 

@@ -56,6 +56,15 @@ def file_to_write(text: str) -> str:
     return path
 
 
+def file_or(*words: str) -> Callable[[str], str]:
+    """Read one of these words, or else the path of a file that can be written."""
+
+    def parse(text: str) -> str:
+        return text.strip() if text.strip() in words else file_to_write(text)
+
+    return parse
+
+
 def one_of(*known: str) -> Callable[[str], str]:
     """Read one of these words."""
 

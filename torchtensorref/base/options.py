@@ -17,6 +17,7 @@ from . import option_parsers as texts
 from .activation import watch
 from .errors import ConfigError, did_you_mean, nearest
 from .option_parsers import FAULT_KINDS, parse_budget, parse_faults
+from .option_row import Option, row
 
 __all__ = [
     "FAULT_KINDS",
@@ -37,29 +38,11 @@ _log = logging.getLogger("torchTensorRef")
 PREFIX = "TTR_"
 
 
-def _row(
-    default: object,
-    parse: Callable[[str], Any],
-    values: str,
-    effect: str,
-    cost: str,
-    instead: str | None = None,
-) -> Any:
-    """One row of the table, as the field of a dataclass.
-
-    An option that says how to begin is of no use in a scope; `instead` is what a program writes,
-    "" where there is nothing.
-    """
-    metadata = {"parse": parse, "values": values, "effect": effect, "cost": cost}
-    metadata["instead"] = instead
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclass(slots=True)
 class Settings:
     """What every option is set to; the hot path reads these attributes and nothing else."""
 
-    disable: bool = _row(
+    disable: bool = row(
         False,
         texts.switch,
         "0, 1",
@@ -67,45 +50,45 @@ class Settings:
         "none",
         instead="with torchTensorRef.disabled(), or torchTensorRef.uninstall()",
     )
-    trace: int = _row(
+    trace: int = row(
         0,
         texts.level(3),
         "0 to 3",
         "0 off; 1 totals at the end; 2 each fetch, eviction, write-back; 3 each operator",
         "none; low; medium; high",
     )
-    trace_file: str | None = _row(
+    trace_file: str | None = row(
         None,
         texts.file_to_write,
         "path",
         "write the trace there, as JSON lines, each as it happens",
         "a write per event",
     )
-    check: int = _row(
+    check: int = row(
         0,
         texts.level(2),
         "0 to 2",
         "`tensorsManager.check()` never; at the end; after each operator",
         "none; low; very high",
     )
-    sync: bool = _row(
+    sync: bool = row(
         False, texts.switch, "0, 1", "every copy waits at once: is it a missing event?", "slow"
     )
-    poison: bool = _row(
+    poison: bool = row(
         False,
         texts.switch,
         "0, 1",
         "fill freed and stale replicas with a pattern: is it a stale read?",
         "a fill per drop",
     )
-    shadow: bool = _row(
+    shadow: bool = row(
         False,
         texts.switch,
         "0, 1",
         "run each operator also on plain CPU tensors and compare",
         "very slow",
     )
-    regions: str = _row(
+    regions: str = row(
         "on",
         texts.one_of("on", "off", "forced"),
         "on, off, forced",
@@ -113,14 +96,14 @@ class Settings:
         "also where it takes longer",
         "forced: slow while memory is short",
     )
-    tracebacks: str = _row(
+    tracebacks: str = row(
         "short",
         texts.one_of("short", "whole"),
         "short, whole",
         "leave our frames out of what torch raises for a program's own mistake; show them",
         "none",
     )
-    core: str = _row(
+    core: str = row(
         "python",
         texts.one_of("python", "c++"),
         "python, c++",
@@ -129,7 +112,7 @@ class Settings:
         "none",
         instead="",
     )
-    strategy: str | None = _row(
+    strategy: str | None = row(
         None,
         texts.name,
         "name",
@@ -137,7 +120,7 @@ class Settings:
         "none",
         instead="tensorsManager.strategy = ...",
     )
-    placement: str = _row(
+    placement: str = row(
         "auto",
         texts.word("auto", "hybrid", "accelerator"),
         "auto, hybrid, accelerator",
@@ -145,12 +128,17 @@ class Settings:
         "machine says how fast its host is; wherever it pays; never",
         "hybrid: last bits may differ on a real accelerator",
     )
-    blocks: str = _row(
+    op_times: str = row(
+        "cache", texts.file_or("cache", "off"), "cache, off, path",
+        "keep what was learned of operators' times: in the user's cache, but for simulated devices;"
+        " nowhere; in this file", "a small file is read and written", instead="",
+    )  # fmt: skip
+    blocks: str = row(
         "exact", texts.one_of("exact", "any", "off"), "exact, any, off",
         "cut what is larger than the budget: where no bit changes; wherever it can be; never",
         "any: last bits may differ",
     )  # fmt: skip
-    device: str | None = _row(
+    device: str | None = row(
         None,
         texts.device,
         "`cuda:0`, `mps`, `sim`, ...",
@@ -158,7 +146,7 @@ class Settings:
         "none",
         instead="tensorsManager.device = ...",
     )
-    budget: str | dict[str, str] | None = _row(  # noqa: RUF009 (it makes a field)
+    budget: str | dict[str, str] | None = row(  # noqa: RUF009 (it makes a field)
         None,
         parse_budget,
         "`6GiB`, `25%`, `cuda:0=6GiB,cuda:1=25%`",
@@ -166,7 +154,7 @@ class Settings:
         "none",
         instead="tensorsManager.budget = ...",
     )
-    page_lock: str = _row(
+    page_lock: str = row(
         "50%",
         texts.size_or_share,
         "`8GiB`, `25%`, `0`",
@@ -174,14 +162,14 @@ class Settings:
         "not swappable",
         instead="",
     )
-    faults: str | None = _row(
+    faults: str | None = row(
         None,
         texts.faults,
         "`copy:17,alloc:3`",
         "fail the 17th copy and the 3rd allocation (simulated devices only)",
         "none",
     )
-    inject_to: tuple[str, ...] = _row(
+    inject_to: tuple[str, ...] = row(
         (),
         texts.prefixes,
         "`transformers,diffusers`",
@@ -189,7 +177,7 @@ class Settings:
         "none",
         instead="injectTo.append(...)",
     )
-    exclude: tuple[str, ...] = _row(
+    exclude: tuple[str, ...] = row(
         (),
         texts.prefixes,
         "`package.module`",
@@ -197,56 +185,13 @@ class Settings:
         "none",
         instead="injectTo.exclude(...)",
     )
-    run: str | None = _row(
+    run: str | None = row(
         None,
         texts.name,
         "path",
         "the folder that the processes of one `torchtensorref run` share; set by it",
         "none",
     )
-
-
-@dataclass(frozen=True)
-class Option:
-    """One row of the table, for those who read it: parsers, documents, `env`."""
-
-    name: str  # as in `options(trace=2)`
-    variable: str  # as in the environment
-    values: str
-    default: object
-    effect: str
-    cost: str
-    instead: str | None  # what a program writes where a scope is of no use; None: it is of use
-    _parse: Callable[[str], Any]
-
-    def parse(self, text: str, asked: str = "") -> Any:
-        """Read a value from text.
-
-        Parameters
-        ----------
-        text : str
-            As it stands in the environment.
-        asked : str, optional
-            What the user wrote it for; the variable, if not given.
-
-        Returns
-        -------
-        Any
-            The value, of the type that the field of `Settings` has.
-
-        Raises
-        ------
-        ConfigError
-            If it is no such value; the message names what was asked for and what it takes.
-        """
-        asked = asked or self.variable
-        try:
-            return self._parse(text)
-        except texts.BadValueError as why:
-            raise ConfigError(f"{asked}={text!r} is not understood: {why}.", name=asked) from None
-        except ConfigError as error:
-            message = f"{asked}={text!r} is not understood: {error}"
-            raise ConfigError(message, **error.__dict__) from None
 
 
 #: Every option by its name, in the order of the documents.

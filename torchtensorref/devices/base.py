@@ -291,6 +291,11 @@ class Device(ABC):
         """When its engines are free, and what they have done."""
         return Clocks()
 
+    @property
+    def hardware(self) -> str:
+        """What it is: operators take about as long on another device of which this is true."""
+        return self.kind
+
     def stopwatch(self) -> Stopwatch | None:
         """Start to measure what compute is given from now on; None where it cannot be measured."""
         return None

@@ -7,11 +7,14 @@ then one in 2, one in 4, as far as one in 64, as what is known of it gets surer.
 
 from __future__ import annotations
 
+import atexit
 import math
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
 from ..devices.base import Device, Stopwatch
+from .op_times_file import OpTimesFile, file_for
 
 #: Weight of the newest measurement, and by what factor it may differ from what is known so far.
 NEWEST_WEIGHT = 0.2
@@ -22,6 +25,8 @@ RAREST = 64
 MOST_KINDS = 4096
 #: Measurements that have not been looked at.
 MOST_WAITING = 256
+#: What was learned in another run counts for no more measurements: it may not hold any more.
+KEPT_COUNT = 2
 
 
 class OpCost(NamedTuple):
@@ -55,11 +60,12 @@ class OpKey(NamedTuple):
 class _Learned:
     """The time per byte, the logarithm of it on average, and how often it was measured."""
 
-    __slots__ = ("count", "log_ns_per_byte", "seen_count")
+    __slots__ = ("count", "is_new", "log_ns_per_byte", "seen_count")
 
     def __init__(self) -> None:
         self.log_ns_per_byte = 0.0
         self.count = self.seen_count = 0
+        self.is_new = False  # something was learned in this run
 
     def note(self, ns_per_byte: float) -> None:
         newest = math.log(ns_per_byte)
@@ -69,6 +75,7 @@ class _Learned:
             newest = self.log_ns_per_byte + NEWEST_WEIGHT * change
         self.log_ns_per_byte = newest
         self.count += 1
+        self.is_new = True
 
 
 class Timing:
@@ -102,6 +109,9 @@ class OpTimes:
         self._learned: dict[OpKey, _Learned] = {}
         self._waiting: deque[tuple[OpKey, int, Stopwatch]] = deque(maxlen=MOST_WAITING)
         self._refused: set[tuple[int, str]] = set()
+        #: Where it is kept between runs, by device; what each of them is.
+        self._files: dict[str, tuple[OpTimesFile, str]] = {}
+        self._seen: set[str] = set()
 
     def begin(self, kind: int, cost: OpCost | None, device: Device, main: Device) -> Timing | None:
         """Begin to measure an operator on a device, if it is its turn.
@@ -114,6 +124,8 @@ class OpTimes:
             Whose clock the host goes by.
         """
         self._look()
+        if device.name not in self._seen:
+            self._read(device, main)
         if device.is_host:
             return Timing(self, device, main, None)
         if cost is not None:
@@ -137,6 +149,9 @@ class OpTimes:
 
     def forget(self) -> None:
         """Other devices are used from now on: what was learned, was learned on those before."""
+        self.save()
+        self._files.clear()
+        self._seen.clear()
         self.costs.clear()
         self.result_nbytes.clear()
         self._learned.clear()
@@ -167,6 +182,36 @@ class OpTimes:
         """Whether the host is known to have no kernel for it."""
         return (kind, dtype) in self._refused
 
+    # -- kept between runs ----------------------------------------------------------------------
+
+    def _read(self, device: Device, main: Device) -> None:
+        """Know what was learned on such a device before."""
+        self._seen.add(device.name)
+        file = file_for(main)
+        if file is None:
+            return
+        hardware = device.hardware
+        if main.has_virtual_clock and device.is_host:
+            hardware = f"host of {main.hardware}"
+        if not self._files:
+            atexit.register(_save_at_exit, weakref.ref(self))
+        self._files[device.name] = file, hardware
+        for (kind, *rest), (log_ns_per_byte, count) in file.read(hardware).items():
+            learned = self._of(OpKey(kind, *rest, device.name))
+            if not learned.count:
+                learned.log_ns_per_byte, learned.count = log_ns_per_byte, min(count, KEPT_COUNT)
+
+    def save(self) -> None:
+        """Keep what was learned for the next run; never an error."""
+        for name, (file, hardware) in list(self._files.items()):
+            found = {
+                tuple(key[:-1]): (learned.log_ns_per_byte, learned.count)
+                for key, learned in list(self._learned.items())
+                if key.device == name and learned.is_new
+            }
+            if found:
+                file.write(hardware, found)
+
     def _of(self, key: OpKey) -> _Learned:
         learned = self._learned.get(key)
         if learned is None:
@@ -188,3 +233,9 @@ class OpTimes:
             except IndexError:
                 return  # another thread has taken it
             self.note(key, nbytes, took_ns)
+
+
+def _save_at_exit(reference: weakref.ref[OpTimes]) -> None:
+    times = reference()
+    if times is not None:
+        times.save()

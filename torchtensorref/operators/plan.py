@@ -169,7 +169,13 @@ def kind_named(name: str) -> int:
     return plan_of(found).kind if isinstance(found, OpOverload) else 0
 
 
+def name_of_kind(kind: int) -> str:
+    """Return the name of an operator of a kind, as `kind_named` takes it; "" if there is none."""
+    return _names.get(kind, "")
+
+
 _numbers = itertools.count(1)
+_names: dict[int, str] = {}
 
 
 def compiled(row: Row) -> OpPlan:
@@ -188,6 +194,8 @@ def compiled(row: Row) -> OpPlan:
     if row.elsewhere is not None or row.at_home is not None:
         run = ByDevice(op, row.elsewhere, row.at_home)
     number = next(_numbers)
+    if row.seen_as is None:
+        _names[number] = str(op)
     plan = OpPlan(
         op=run,
         number=number,

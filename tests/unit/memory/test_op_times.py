@@ -14,6 +14,7 @@ class Accelerator:
 
     name = "late:0"
     is_host = False
+    has_virtual_clock = True
 
     def __init__(self):
         self.watches = []

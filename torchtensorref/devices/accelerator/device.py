@@ -342,6 +342,10 @@ class AcceleratorDevice(Device):
     def synchronize(self) -> None:  # noqa: D102
         self.vendor.synchronize()
 
+    @property
+    def hardware(self) -> str:  # noqa: D102
+        return self.vendor.hardware()
+
     def stopwatch(self) -> EventStopwatch | None:  # noqa: D102
         vendor = self.vendor
         if not vendor.has_streams:

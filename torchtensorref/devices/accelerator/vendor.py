@@ -119,6 +119,11 @@ class Vendor:
         except (TypeError, RuntimeError):
             return None
 
+    def hardware(self) -> str:
+        """What its maker calls it, where the module says so."""
+        named = getattr(self._module, "get_device_name", None)
+        return self._kind if named is None else f"{self._kind} {named(self._index)}"
+
     def synchronize(self) -> None:
         """Make the host wait for everything."""
         if self._kind == "mps":

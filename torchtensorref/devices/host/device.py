@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import platform
 import threading
 import time
 import weakref
@@ -190,9 +194,26 @@ class HostDevice(Device):
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    @property
+    def hardware(self) -> str:
+        """Its processor, and how many threads kernels have."""
+        import torch
+
+        return f"{_processor()}, {torch.get_num_threads()} threads"
+
     def now_ns(self) -> int:
         """The clock on the wall, or the virtual host's where there is one."""
         return self.machines[-1].now_ns if self.machines else time.perf_counter_ns()
+
+
+@functools.cache
+def _processor() -> str:
+    """What the system calls the processor, and how many of it there are."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(models, name)
+    return f"{os.cpu_count()} x {name}"
 
 
 def _installed_nbytes() -> int:

@@ -294,6 +294,10 @@ class SimDevice(Device):
                 host_flops_per_s=self.machine.flops_per_ns * 1e9,
             )
 
+    @property
+    def hardware(self) -> str:  # noqa: D102
+        return repr(self.spec)
+
     def stopwatch(self) -> SimStopwatch:  # noqa: D102
         return SimStopwatch(self._compute)
 
