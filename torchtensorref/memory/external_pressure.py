@@ -134,9 +134,6 @@ class OthersWatch:
                     residency.books.log.note("-", f"others {device.name}", str(error)[:80])
             del watched, residency, device
 
-    def _follows(self, residency: Any, device: Device) -> bool:
-        return self._watched.get(device) is residency
-
     def look(self, residency: Any, device: Device) -> None:
         """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
         ledger = residency.books.ledgers.get(device)
@@ -150,7 +147,7 @@ class OthersWatch:
             "-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}"
         )
         with residency.books.lock:
-            if not self._follows(residency, device):
+            if device not in self._watched:
                 return  # meanwhile the user has said what the budget is
             ledger.budget = Budget(max(limit_nbytes, 0))
             residency.books.bury()

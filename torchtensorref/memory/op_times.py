@@ -112,6 +112,7 @@ class OpTimes:
         #: Where it is kept between runs, by device; what each of them is.
         self._files: dict[str, tuple[OpTimesFile, str]] = {}
         self._seen: set[str] = set()
+        self._is_saved_at_exit = False
 
     def begin(self, kind: int, cost: OpCost | None, device: Device, main: Device) -> Timing | None:
         """Begin to measure an operator on a device, if it is its turn.
@@ -193,11 +194,12 @@ class OpTimes:
         hardware = device.hardware
         if main.has_virtual_clock and device.is_host:
             hardware = f"host of {main.hardware}"
-        if not self._files:
+        if not self._is_saved_at_exit:
+            self._is_saved_at_exit = True
             atexit.register(_save_at_exit, weakref.ref(self))
         self._files[device.name] = file, hardware
-        for (kind, *rest), (log_ns_per_byte, count) in file.read(hardware).items():
-            learned = self._of(OpKey(kind, *rest, device.name))
+        for key, (log_ns_per_byte, count) in file.read(hardware).items():
+            learned = self._of(OpKey(*key, device.name))
             if not learned.count:
                 learned.log_ns_per_byte, learned.count = log_ns_per_byte, min(count, KEPT_COUNT)
 
@@ -205,7 +207,7 @@ class OpTimes:
         """Keep what was learned for the next run; never an error."""
         for name, (file, hardware) in list(self._files.items()):
             found = {
-                tuple(key[:-1]): (learned.log_ns_per_byte, learned.count)
+                key[:4]: (learned.log_ns_per_byte, learned.count)
                 for key, learned in list(self._learned.items())
                 if key.device == name and learned.is_new
             }
