@@ -114,6 +114,7 @@ def test_the_report_counts_the_room_of_all(manager):
         for _ in range(3):
             model(x)
     assert "all of them fit" in manager.report()
+    assert "venice on sim:test0,sim:test1\n" in manager.report()
     assert manager.stats()["advice"].startswith("everything fits")
 
 

@@ -20,7 +20,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
         op_count = max(books.tick - manager._first_tick, 0)
         stats = {
             "strategy": residency.feed.strategy.name,
-            "device": main.name,
+            "device": ",".join(device.name for device in books.accelerators) or main.name,
             "budget_nbytes": ledger.limit_nbytes if ledger else main.capacity_nbytes,
             "resident_nbytes": main.resident_nbytes if ledger else 0,
             "peak_resident_nbytes": main.peak_nbytes if ledger else 0,
