@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .sources import CACHE, ROOT, install, unpacked
+from .sources import CACHE, install, unpacked
 from .suites import BUDGETS, Suite
 
 #: One test may take so long, and one run of a suite, in seconds.
@@ -99,11 +99,13 @@ def run(
     if suite.matching:
         options += ["-k", suite.matching]
     existing = [path for path in tests or suite.tests if (source / path).exists()]
+    for folder in suite.packages:
+        (source / folder / "__init__.py").touch()
     command = [sys.executable, *before, "-m", "pytest", *options, f"--junitxml={report}"]
     environ = {
         **os.environ,
         **suite.environ,
-        "PYTHONPATH": os.pathsep.join((str(site), str(source), str(ROOT))),
+        "PYTHONPATH": os.pathsep.join((str(site), str(source))),
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
         "HF_HUB_OFFLINE": "1",
