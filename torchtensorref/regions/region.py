@@ -165,7 +165,7 @@ def slots_hold(region: Region) -> bool:
         ref = weak()
         if ref is None or registry.get(name) is not ref:
             return False
-        if ref._ttr_block is not block:
+        if getattr(ref, "_ttr_block", None) is not block:
             return False
     return True
 
