@@ -362,4 +362,5 @@ def test_a_head_three_times_the_budget_writes_the_same_tokens(manage):
     assert not differences(plain, tokens)
     stats = manager.stats()
     assert stats["blocked_operators"] == {"aten.mm.default": 4}
-    assert stats["host_fallback_count"] == 0
+    assert stats["host_fallback_count"] == stats["host_op_count"] == 0
+    assert stats["parts_op_count"] == 4  # the words that are looked up

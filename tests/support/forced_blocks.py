@@ -52,7 +52,7 @@ def forced_blocks(seed: int, *, keep_bits: bool) -> Iterator[dict[str, int]]:
 
     def anywhere(rule: Any, call: Any) -> Cut | None:
         cut = cut_of(lambda call: _with_steps_of_one(rule(call)), call)
-        if cut is not None:
+        if cut is not None and cut.can_be_cut:
             counts[str(call.op)] = counts.get(str(call.op), 0) + 1
         return cut
 

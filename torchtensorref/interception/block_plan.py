@@ -37,6 +37,7 @@ class Plan:
         self.cut_refs: dict[Place, tuple[Any, Along]] = {}
         #: What fresh results will be like; None where an operand is handed back.
         self.fresh: list[torch.Tensor] = []
+        self.results = cut.results
         self.parts: list[Part] = []
 
     @classmethod
@@ -112,10 +113,11 @@ class Plan:
             return False  # the program's own mistake is raised where it really runs
         found = list(out) if isinstance(out, (list, tuple)) else [out]
         self.fresh = [one for one in found if isinstance(one, torch.Tensor)]
-        if len(self.fresh) != len(cut.results):
+        self.results = cut.results or tuple((None,) * like.dim() for like in self.fresh)
+        if len(self.fresh) != len(self.results):
             return False
         self.template = out
-        for like, along in zip(self.fresh, cut.results, strict=True):
+        for like, along in zip(self.fresh, self.results, strict=True):
             if cut.is_flat:
                 if not self._is_like_operands(like):
                     return False
@@ -127,6 +129,8 @@ class Plan:
         return True
 
     def _is_like_operands(self, like: torch.Tensor) -> bool:
+        if not self.cut_refs:
+            return False
         ref = next(ref for ref, _ in self.cut_refs.values())
         triples = zip(like.size(), like.stride(), ref.stride(), strict=True)
         return is_dense(like) and all(size == 1 or a == b for size, a, b in triples)

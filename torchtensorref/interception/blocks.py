@@ -13,12 +13,13 @@ from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
-from ..operators.blocked.cut import Call, Cut
+from ..operators.blocked.cut import WHOLE, Call, Cut
 from ..operators.blocked.sizes import MUCH_LESS, TileTooLargeError, Tiling
 from ..operators.blocked.table import cut_of, rule_of
 from ..operators.substitutes import ByDevice
 from .block_plan import Plan, arguments_of
 from .operands import Operands
+from .parts_of_tables import run_on_parts
 from .staging import expected_results
 from .tiles import Phases, Run, UnfitError
 
@@ -88,6 +89,10 @@ class Blocks:
         self._note(tiling, run.tile_count)
         return result
 
+    def run_on_parts(self) -> Any:
+        """Run it on the rows of its table that it reads; NotImplemented where it cannot be."""
+        return run_on_parts(self._operands, self._manager, self._phases, self._born)
+
     def _found(self, device: Device) -> tuple[Plan, Tiling] | None:
         """Find tiles that fit: of the cuts that keep the bits, else of any, where that may be."""
         whole = self._cut()
@@ -99,11 +104,8 @@ class Blocks:
         room_nbytes = self._room_nbytes(device)
         found: tuple[Plan, Tiling] | None = None
         for cut in cuts:
-            if not cut.can_be_cut:
-                self.why_not = "blocks would add in another order"
-                continue
             plan = Plan.of(self._operands, cut, device)
-            if plan is None:
+            if plan is None or not plan.cut_refs:
                 continue
             try:
                 tiling = plan.tiling(room_nbytes)
@@ -112,6 +114,9 @@ class Blocks:
                 if settings.blocks != "any":
                     break  # bits are changed where nothing else fits, and not to save time
             except TileTooLargeError as error:
+                if not cut.can_be_cut:
+                    self.why_not = "blocks would add in another order"
+                    continue
                 self.why_not = (
                     f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of "
                     f"the {format_nbytes(room_nbytes)} there are"
@@ -128,7 +133,8 @@ class Blocks:
         rule = rule_of(plan.op.op if isinstance(plan.op, ByDevice) else plan.op)
         if rule is None or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
             return None
-        return cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
+        cut = cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
+        return WHOLE if cut is None and not plan.writes else cut
 
     def _room_nbytes(self, device: Device) -> int:
         books, holds = self._residency.books, self._residency.holds

@@ -93,6 +93,10 @@ class Fallback:
         """Run on a device; where it cannot, on the host."""
         host, plan = self._residency.books.host, self._operands.plan
         if device is host:
+            if self._operands.reads_part_alone:
+                result = self._blocks.run_on_parts()
+                if result is not NotImplemented:
+                    return result
             self._residency.books.counts.host_op_count += 1
             if not self._operands.is_at_home:
                 return self._run_on(host)

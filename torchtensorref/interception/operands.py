@@ -31,6 +31,7 @@ class Operands:
         "label",
         "on_accelerator",
         "plan",
+        "reads_part_alone",
         "refs",
         "unmanaged",
         "written",
@@ -55,6 +56,8 @@ class Operands:
         self.label: torch.device | None = None
         #: It runs on the host because the strategy wants that.
         self.is_at_home = False
+        #: It reads a few rows of a table that is at home, and stays there.
+        self.reads_part_alone = False
         #: What it took where it ran in blocks; 0: it did not.
         self.in_blocks_nbytes = 0
         #: The distinct blocks of all operands, and of those that are written.

@@ -39,7 +39,8 @@ def place(operands: Operands, manager: TensorsManager, placed: Device | None = N
     if placed is not None:
         return placed
     if plan.reads_part and table_is_away(operands.refs[0]._ttr_block, accelerator, residency):
-        return host
+        operands.reads_part_alone = True
+        return host  # or on the accelerator, with what it reads of the table
     if (plan.number, operands.dtype) in manager.unsupported:
         return host
     return _ask_strategy(operands, manager)

@@ -225,7 +225,7 @@ class Run:
             self._results = [
                 self._new_home(like, ref.dtype) for like, ref in zip(fresh, refs, strict=True)
             ]
-        for ref, result, along in zip(refs, self._results, self._plan.cut.results, strict=True):
+        for ref, result, along in zip(refs, self._results, self._plan.results, strict=True):
             part = part_of(self._view(result), along, tile)
             self._leave(result_piece(ref, part, self._device, self._residency))
 

@@ -54,6 +54,8 @@ class Counts:
     blocked_tile_count: int = 0
     reordered_op_count: int = 0
     blocked_operators: dict[str, int] = field(default_factory=dict)
+    #: Operators that ran on the accelerator with the rows they read of a table at home.
+    parts_op_count: int = 0
     #: What single blocks and operators have cost.
     costs: Costs = field(default_factory=Costs)
 

@@ -53,6 +53,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "blocked_tile_count": counts.blocked_tile_count,
             "reordered_op_count": counts.reordered_op_count,
             "blocked_operators": dict(counts.blocked_operators),
+            "parts_op_count": counts.parts_op_count,
             "thrash_count": counts.costs.thrash_count,
             "thrash_nbytes": counts.costs.thrash_nbytes,
             "evicted_nbytes_by_cause": dict(counts.costs.evicted_nbytes),

@@ -118,6 +118,9 @@ class Call:
         return found
 
 
+#: One tile, what results there are: of operands only what is used is fetched, and no bit changes.
+WHOLE = Cut(axes=(), operands={}, results=())
+
 #: Says how a call may be cut; None where it may not.
 Rule = Callable[[Call], Cut | None]
 

@@ -101,7 +101,6 @@ def is_random(op: Any) -> bool:
 def cut_of(rule: Rule, call: Call) -> Cut | None:
     """Ask a rule; None where it does not fit the call, which may be the program's own mistake."""
     try:
-        cut = rule(call)
+        return rule(call)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
-    return cut if cut is not None and cut.can_be_cut else None

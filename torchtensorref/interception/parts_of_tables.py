@@ -1,0 +1,95 @@
+"""An operator that reads a few rows of a table at home: they move alone, and it runs where they go.
+
+What it reads is packed at home, as pieces of operators in blocks are; the pack is fetched, and the
+operator runs on the accelerator with the pack instead of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..base.options import settings
+from ..devices.base import Device
+from ..memory.block import Block
+from ..memory.budget import SHORTAGES
+from ..memory.manager import TensorsManager
+from ..memory.plain_views import plain_on
+from ..operators.blocked.taken import TAKES
+from ..operators.substitutes import ByDevice
+from .block_plan import arguments_of
+from .operands import Operands, analyse
+from .pieces import gathered_piece
+
+
+def run_on_parts(
+    operands: Operands,
+    manager: TensorsManager,
+    phases: Callable[[Operands, Device, list[Block]], Any],
+    born: list[Block],
+) -> Any:
+    """Run an operator on the rows of its table that it reads.
+
+    Returns
+    -------
+    Any
+        The operator's result; NotImplemented where it reads as much as the table has, where there
+        is no room, or the call is the program's own mistake. Then nothing has changed.
+    """
+    plan, device = operands.plan, operands.accelerator
+    take = TAKES.get(plan.op.op if isinstance(plan.op, ByDevice) else plan.op)
+    if (
+        take is None
+        or settings.blocks == "off"
+        or (plan.number, operands.dtype) in manager.unsupported
+        or any(ref.is_conj() or ref.is_neg() for ref in operands.refs)
+    ):
+        return NotImplemented
+    residency = manager.residency
+    host = residency.books.host
+    held = residency.acquire(host, operands.blocks, [], 0)
+    try:
+
+        def at_home(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [at_home(part) for part in value]
+            ref = operands.ref_of(value) if isinstance(value, torch.Tensor) else None
+            return value if ref is None else plain_on(ref, host)
+
+        table = operands.refs[0]
+        most = table._ttr_block.nbytes / max(table.element_size(), 1)
+        call = {name: at_home(value) for name, value in arguments_of(plan, operands).items()}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            made = take(call, most)
+    except (IndexError, RuntimeError, TypeError):
+        return NotImplemented  # the program's own mistake: raised where it runs at home
+    finally:
+        residency.release(held)
+        with residency.books.lock:
+            for block in operands.blocks:
+                residency.settle_at_home(block)
+    if made is None:
+        return NotImplemented
+    label = operands.label or torch.device("cpu")
+
+    def piece(value: Any) -> Any:
+        if isinstance(value, list):
+            return [None if part is None else piece(part) for part in value]
+        return gathered_piece(value, label, residency).ref
+
+    names = plan.argument_names[: len(operands.args)]
+    values = {**dict(zip(names, operands.args, strict=True)), **operands.kwargs}
+    values |= {name: piece(value) for name, value in made.items()}
+    args = tuple(values.pop(name) for name in names)
+    try:
+        out = phases(analyse(plan, args, values, manager), device, born)
+    except SHORTAGES:
+        return NotImplemented
+    except NotImplementedError:
+        if device.has_host_kernels:
+            raise  # the host has the same kernels
+        return NotImplemented
+    residency.books.counts.parts_op_count += 1
+    return out
