@@ -46,6 +46,31 @@ def test_a_forecast_is_what_a_run_does():
     assert benchmark.result_of(figures) == {"worst_bytes": 0, "worst_time": 0}
 
 
+class Words(nn.Module):
+    """A table, far larger than the layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20_000, 32)
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, words):
+        return self.layer(self.table(words)).sum()
+
+
+def look_up(model: Any) -> Iterator[str]:
+    with torch.no_grad():
+        for number in range(3):
+            model(torch.ones(8, dtype=torch.long))
+            yield f"pass {number}"
+
+
+def test_a_forecast_knows_that_rows_move_alone():
+    said: list[str] = []
+    figures = dict(benchmark.agreement(Shape("words", Words, look_up), said.append))
+    assert all(figure.value == 0 for figure in figures.values()), said
+
+
 def test_a_wrong_forecast_is_found(monkeypatch):
     monkeypatch.setattr(replayer, "run_watched", lambda *_: False)
     monkeypatch.setattr(Replayer, "run_ready", lambda *_: False)

@@ -107,7 +107,8 @@ class Forecast:
     def _need_nbytes(self, op: OpRecord) -> int:
         blocks = self.record.blocks
         if op.reads_part:
-            return sum(blocks[number].nbytes for number in (*op.reads[1:], *op.births))
+            parts = (*op.reads[1:], *op.births, *op.births)  # the rows as they come, and as result
+            return sum(blocks[number].nbytes for number in parts)
         held = sum(blocks[number].nbytes for number in (*op.reads, *op.births))
         return held + op.peak_nbytes
 

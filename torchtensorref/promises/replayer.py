@@ -21,6 +21,7 @@ from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
+from .parts_of_tables import run_on_parts
 from .record import OpRecord, Record
 from .watched import run_watched
 
@@ -289,22 +290,24 @@ class Replayer:
         device, is_at_home = self._place(op, blocks)
         residency.note_operator(device, blocks, written, op.kind, is_at_home=is_at_home)
         if device is host:
+            if run_on_parts(self, op, blocks):
+                return
             residency.books.counts.host_op_count += 1
         elif self._could_not_run_again(op, blocks):
             self._fallback_count += 1
             device = host
         try:
-            born = self._run_on(device, op, blocks, written)
+            born = self.run_on(device, op, blocks, written)
         except SHORTAGES:
             self._fallback_count += 1
-            born = self._run_on(host, op, blocks, written)
+            born = self.run_on(host, op, blocks, written)
         residency.feed.tell_deaths()
         residency.after_operator(self.device, [*blocks, *born])
 
     def _could_not_run_again(self, op: OpRecord, blocks: list[Block]) -> bool:
         """Whether it writes, and what it makes might not fit: as `interception/fallback` asks."""
         limit_nbytes = self.residency.books.ledgers[self.device].budget.limit_nbytes
-        return bool(op.writes and op.births) and 3 * _nbytes(blocks) > limit_nbytes
+        return bool(op.writes and op.births) and 3 * sum(b.nbytes for b in blocks) > limit_nbytes
 
     def _place(self, op: OpRecord, blocks: list[Block]) -> Answer:
         residency = self.residency
@@ -324,9 +327,10 @@ class Replayer:
         )
         return choose(residency, call, blocks, self.device)
 
-    def _run_on(
+    def run_on(
         self, device: Device, op: OpRecord, blocks: list[Block], written: list[Block]
     ) -> list[Block]:
+        """Run an operator on a device, from fetching its operands to its results."""
         residency = self.residency
         expected_nbytes = 0 if device.is_host else self.expected.get(op.form, 0)
         held = residency.acquire(device, blocks, written, expected_nbytes)
@@ -363,10 +367,6 @@ class Replayer:
                     residency.readiness.settle_at_home(block)
                 else:
                     residency.readiness.set_ready(block, device)
-
-
-def _nbytes(blocks: Sequence[Block]) -> int:
-    return sum(block.nbytes for block in blocks)
 
 
 def _cost_of(op: OpRecord) -> OpCost:
