@@ -51,7 +51,8 @@ core: | $(BIN)/pip
 	@$(BIN)/python -m torchTensorRef build || true
 
 # Every operator of torch's own database with plain torch and with us: about half an hour on two cores.
-# CONFORMANCE_ARGS="--resume" goes on with a run broken off, "--only add,mul" runs a part.
+# CONFORMANCE_ARGS="--blocks exact" forces each into blocks of random sizes (or "--blocks anywhere"),
+# "--resume" goes on with a run broken off, "--only add,mul" runs a part.
 conformance: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.conformance.operators $(CONFORMANCE_ARGS)
 

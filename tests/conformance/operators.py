@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,23 @@ def adapter() -> Any:
     return device
 
 
-def work(samples: int | None, device: str) -> None:
+def work(samples: int | None, device: str, blocks: str | None) -> None:
     """Read names of operators from standard input; write a line of JSON for each."""
     import torchTensorRef
+
+    from ..support.forced_blocks import forced_blocks
+    from ..support.operator_cases import turn_of
 
     with torchTensorRef.disabled():
         bench = Bench(device)
         for line in sys.stdin:
-            sys.stdout.write(json.dumps(bench.run(line.strip(), samples)) + "\n")
+            name = line.strip()
+            forced: AbstractContextManager[Any] = nullcontext()
+            if blocks:
+                forced = forced_blocks(turn_of(name), keep_bits=blocks == "exact")
+            with forced:
+                result = bench.run(name, samples)
+            sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
 
 
@@ -122,6 +132,8 @@ class Worker:
 
     def __init__(self, options: Any) -> None:
         self._arguments = ["--worker", "--device", options.device]
+        if options.blocks:
+            self._arguments += ["--blocks", options.blocks]
         if options.samples:
             self._arguments += ["--samples", str(options.samples)]
         self._process: subprocess.Popen[str] | None = None
@@ -290,6 +302,11 @@ def options_of(arguments: list[str] | None) -> Any:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="go on with a run broken off")
     parser.add_argument("--device", choices=("sim", "adapter"), default="sim")
+    parser.add_argument(
+        "--blocks",
+        choices=("exact", "anywhere"),
+        help="force what can be cut into blocks of random sizes: those that keep every bit, or any",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -298,14 +315,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 unless an operator differs that nobody has explained."""
     options = options_of(arguments)
     if options.worker:
-        work(options.samples, options.device)
+        work(options.samples, options.device, options.blocks)
         return 0
     names = options.only.split(",") if options.only else operator_names()
     sys.stdout.write(
         f"{len(names)} operators, {options.processes} processes, {platform.machine()}\n"
     )
     results = run(names, options)
-    if not options.only and options.samples is None and options.device == "sim":
+    is_plain = options.device == "sim" and options.blocks is None
+    if not options.only and options.samples is None and is_plain:
         PAGE.write_text(page(results))
     passed, refused, failed = totals(results)
     summary = {

@@ -135,6 +135,14 @@ def test_a_short_view_moves_alone(manage, function):
     assert stats["fetched_nbytes"] < 8_000
 
 
+@pytest.mark.parametrize("function", [torch.exp, torch.tanh, torch.nn.functional.gelu])
+def test_a_view_with_gaps_keeps_its_bits(manage, function):
+    """Packed it would be computed by vectors, and not one by one."""
+    table = torch.randn(SIZE)
+    manager = manage(nbytes=BUDGET)
+    assert not differences(function(table[:, 3, 7]), function(manager.adopt(table)[:, 3, 7]))
+
+
 def test_a_short_view_is_written_alone(manage):
     table = torch.randn(SIZE)
     manager = manage(nbytes=BUDGET)

@@ -83,6 +83,11 @@ class Plan:
             return all(place in self.cut_refs for place in cut.operands)
         return self._is_written_apart(call)
 
+    @property
+    def keeps_layouts(self) -> bool:
+        """Whether no operand is packed: kernels go another way through those without gaps."""
+        return all(is_dense(ref) for ref, _ in self.cut_refs.values())
+
     def _is_away(self, ref: Any, nbytes: int) -> bool:
         block: Block = ref._ttr_block
         return nbytes < MOST_OF * block.nbytes and block.readable_on(self.device) is None

@@ -107,6 +107,9 @@ class Blocks:
             plan = Plan.of(self._operands, cut, device)
             if plan is None or not plan.cut_refs:
                 continue
+            if device.has_host_kernels and not (cut.can_be_cut or plan.keeps_layouts):
+                self.why_not = "packed operands are computed otherwise"
+                continue
             try:
                 tiling = plan.tiling(room_nbytes)
                 if found is None or tiling.moved_nbytes < MUCH_LESS * found[1].moved_nbytes:
