@@ -143,6 +143,16 @@ def test_a_view_with_gaps_keeps_its_bits(manage, function):
     assert not differences(function(table[:, 3, 7]), function(manager.adopt(table)[:, 3, 7]))
 
 
+def test_a_short_view_beside_what_is_small(manage):
+    """One of both is fetched alone, and keeps its dimensions."""
+    table, other = torch.randn(SIZE), torch.randn(1, 8, 25)
+    manager = manage(nbytes=BUDGET)
+    ours, ours_too = manager.adopt(table.clone()), manager.adopt(other.clone())
+    assert not differences(table[5:6] * other, ours[5:6] * ours_too)
+    ours_too.mul_(ours[5:6])
+    assert not differences(other.mul_(table[5:6]), ours_too)
+
+
 def test_a_short_view_is_written_alone(manage):
     table = torch.randn(SIZE)
     manager = manage(nbytes=BUDGET)

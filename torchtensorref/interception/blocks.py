@@ -104,7 +104,7 @@ class Blocks:
         room_nbytes = self._room_nbytes(device)
         found: tuple[Plan, Tiling] | None = None
         for cut in cuts:
-            plan = Plan.of(self._operands, cut, device)
+            plan = Plan.of(self._operands, cut if cut.can_be_cut else WHOLE, device)
             if plan is None or not plan.cut_refs:
                 continue
             if device.has_host_kernels and not (cut.can_be_cut or plan.keeps_layouts):
