@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..base.options import settings
 from ..devices.base import empty_bytes
@@ -12,11 +12,8 @@ from ..memory.budget import SHORTAGES
 from ..memory.states import CLEAN
 from .record import OpRecord
 
-if TYPE_CHECKING:
-    from .replayer import Replayer
 
-
-def run_on_parts(replayer: Replayer, op: OpRecord, blocks: Sequence[Block]) -> bool:
+def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     """Do as `interception.parts_of_tables`; False where the operator runs at home.
 
     What is packed takes the bytes of the result, and the indices those that they have.
@@ -41,7 +38,7 @@ def run_on_parts(replayer: Replayer, op: OpRecord, blocks: Sequence[Block]) -> b
     return True
 
 
-def _piece(nbytes: int, replayer: Replayer) -> Block:
+def _piece(nbytes: int, replayer: Any) -> Block:
     host = replayer.host
     host.charge(0, 2 * nbytes, "uint8")
     block = Block(nbytes, replayer.residency.books.tick)
