@@ -17,8 +17,8 @@ BEGIN, END = "<!-- begin of the matrix -->", "<!-- end of the matrix -->"
 _HEAD = """\
 ## Versions
 
-`make matrix` runs a selection of the tests (`tests/matrix/cells.py`, at most {limit_s} s each on idle cores) in
-an environment of its own for each version. Without a result a row has not been run.
+`make matrix` runs a selection of the tests (`tests/matrix/cells.py`, at most {limit_s} s each on
+idle cores) in an environment of its own for each version. Without a result a row has not been run.
 
 | | torch | Python | | passed | failed | skipped | when |
 |---|---|---|---|---:|---:|---:|---|

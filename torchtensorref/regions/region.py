@@ -162,10 +162,8 @@ def same_state(now: object, before: object) -> bool:
 def slots_hold(region: Region) -> bool:
     """Whether the TensorRefs that were noted hang where they were, over the same blocks."""
     for registry, name, weak, block, *_ in region.slots:
-        ref = weak()
-        if ref is None or registry.get(name) is not ref:
-            return False
-        if getattr(ref, "_ttr_block", None) is not block:
+        ref: Any = weak()
+        if ref is None or registry.get(name) is not ref or ref._ttr_block is not block:
             return False
     return True
 
