@@ -162,8 +162,10 @@ def same_state(now: object, before: object) -> bool:
 def slots_hold(region: Region) -> bool:
     """Whether the TensorRefs that were noted hang where they were, over the same blocks."""
     for registry, name, weak, block, *_ in region.slots:
-        ref: Any = weak()
-        if ref is None or registry.get(name) is not ref or ref._ttr_block is not block:
+        ref = weak()
+        if ref is None or registry.get(name) is not ref:
+            return False
+        if ref._ttr_block is not block:  # type: ignore[union-attr]
             return False
     return True
 
