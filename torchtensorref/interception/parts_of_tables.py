@@ -69,7 +69,7 @@ def run_on_parts(
         residency.release(held)
         with residency.books.lock:
             for block in operands.blocks:
-                residency.settle_at_home(block)
+                residency.readiness.settle_at_home(block)
     if made is None:
         return NotImplemented
     label = operands.label or torch.device("cpu")

@@ -27,7 +27,7 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     residency.release(residency.acquire(host, blocks, [], 0))
     with residency.books.lock:
         for block in blocks:
-            residency.settle_at_home(block)
+            residency.readiness.settle_at_home(block)
     pieces = [_piece(nbytes, replayer) for nbytes in (rows_nbytes, *(b.nbytes for b in blocks[1:]))]
     try:
         born = replayer.run_on(replayer.device, op, pieces, [])
