@@ -14,6 +14,7 @@ from . import hooks
 from .built_before import watch_modules
 from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
 from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs
+from .data_parallel import reducer_wrapper
 from .devices import (
     accelerator_wrapper,
     generator_wrapper,
@@ -213,6 +214,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "Parameter.__new__",
         parameter_wrapper,
         "a library's own class of parameters would be lost on a TensorRef",
+    ),
+    Patch(
+        "torch.distributed",
+        "Reducer",
+        reducer_wrapper,
+        "asks gradients in C++ for their memory, of which a TensorRef has none",
     ),
     Patch(
         "torch.nn.parameter",
