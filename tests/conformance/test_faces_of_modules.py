@@ -171,5 +171,5 @@ def test_parameters_and_buffers(right):
 
 def test_a_ref_is_a_tensor(manager):
     x = manager.adopt(torch.rand(2))
-    assert type(x) is TensorRef
+    assert isinstance(x, TensorRef)
     assert isinstance(x, torch.Tensor)

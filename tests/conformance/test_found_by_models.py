@@ -44,7 +44,7 @@ def test_new_tensors_are_made_of_numbers_lists_and_tensors(manager):
 
     assert_same_injected(program, manager, on_host_because="it computes nothing")
     with injected():
-        assert type(torch.rand(2).new_tensor([1])) is TensorRef
+        assert isinstance(torch.rand(2).new_tensor([1]), TensorRef)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

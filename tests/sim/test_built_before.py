@@ -17,6 +17,8 @@ from torchTensorRef import TensorRef, injectTo
 from torchTensorRef.inject import hooks
 from torchTensorRef.inject.built_before import PATIENCE, BuiltBefore
 
+from ..support.injection import kind_of
+
 
 @pytest.fixture
 def build(manager, caplog):
@@ -58,7 +60,7 @@ def train(built, optimizer):
 
 
 def kinds(built):
-    return {type(tensor) for tensor in built.state_dict(keep_vars=True).values()}
+    return {kind_of(tensor) for tensor in built.state_dict(keep_vars=True).values()}
 
 
 def test_its_parameters_and_buffers_are_adopted_as_the_same_objects(build, manager, caplog):
@@ -155,7 +157,7 @@ def test_gradients_and_hooks_stay(build):
 
     built, gradient = build(make)
     built(torch.ones(1, 2)).sum().backward()
-    assert type(built.weight) is TensorRef
+    assert isinstance(built.weight, TensorRef)
     assert built.weight.grad.tolist() == [[2, 2], [2, 2]]
     assert seen == ["hook", "after"]
     assert built.weight.grad is gradient
@@ -203,7 +205,7 @@ def test_what_is_not_certain_is_said_once_with_the_way_out(build, manager, caplo
     with pytest.warns(RuntimeWarning, match="torchTensorRef: a parameter of 15 elements") as told:
         call_often(built)
     assert type(built.weight) is nn.Parameter
-    assert type(built.bias) is TensorRef
+    assert isinstance(built.bias, TensorRef)
     assert len(told) == 1
     assert "filterwarnings('ignore', 'torchTensorRef: ')" in str(told[0].message)
     assert told[0].filename == __file__
@@ -212,7 +214,7 @@ def test_what_is_not_certain_is_said_once_with_the_way_out(build, manager, caplo
     assert "tensorsManager.adopt(model)" in caplog.text
     expected = built(torch.ones(1, 3)).tolist()
     assert manager.adopt(built)(torch.ones(1, 3)).tolist() == expected
-    assert type(built.weight) is TensorRef
+    assert isinstance(built.weight, TensorRef)
 
 
 def test_a_copy_of_it_is_said_to_be_plain(build, caplog):

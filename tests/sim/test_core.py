@@ -15,12 +15,14 @@ from torchTensorRef.base.errors import ConfigError, StrategyError
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
+from ..support.injection import kind_of
+
 
 def same(ref: Any, plain: torch.Tensor, manager: Any) -> bool:
     """Equal to the bit, and of the same shape and strides."""
     seen = manager.release(ref.detach())
     return (
-        type(ref) is TensorRef
+        isinstance(ref, TensorRef)
         and ref.stride() == plain.stride()
         and torch.equal(seen, plain.detach())
     )
@@ -100,7 +102,7 @@ def test_adopting_keeps_the_parameter_object(manager):
     weight = model.weight
     manager.adopt(model)
     assert model.weight is weight
-    assert type(weight) is TensorRef
+    assert isinstance(weight, TensorRef)
 
 
 def test_data_can_be_exchanged(manager):
@@ -198,7 +200,7 @@ def test_target_is_the_plain_tensor_where_it_is(manager):
     ref = manager.adopt(torch.ones(4))
     ref.toGPU()
     target = ref.target
-    assert type(target) is torch.Tensor
+    assert kind_of(target) is torch.Tensor
     target.add_(1)
     assert same(ref + 0, torch.full((4,), 2.0), manager)
     del target
@@ -210,7 +212,7 @@ def test_plain_and_managed_operands_mix(manager):
     assert same(ref @ other, plain @ other, manager)
     assert same(other @ ref, other @ plain, manager)
     other.add_(ref)
-    assert type(other) is torch.Tensor
+    assert kind_of(other) is torch.Tensor
 
 
 def test_numbers_print_as_in_torch(manager):
@@ -299,7 +301,7 @@ def test_checkpoints_are_plain(manager, tmp_path):
     model = manager.adopt(nn.Linear(3, 3))
     torch.save(model.state_dict(), tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert type(loaded["weight"]) is torch.Tensor
+    assert kind_of(loaded["weight"]) is torch.Tensor
     assert torch.equal(loaded["weight"], manager.release(model.weight.detach()))
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import core
 from torchTensorRef.operators import peaks
 
+CLASSES = str(Path(__file__).with_name("test_classes_in_cpp.py"))
 ROOM_NBYTES = 1 << 26
 needs_cpp = pytest.mark.skipif(core.library is None, reason=f"the path is {core.path_in_words()}")
 
@@ -37,7 +39,7 @@ def test_the_path_in_cpp_passes_what_is_here():
     if not wanted.library.exists():
         pytest.skip(wanted.state)  # `torchtensorref build` has not been run on this machine
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, CLASSES],
         env={**os.environ, "TTR_CORE": "c++"},
         capture_output=True,
         text=True,
@@ -144,7 +146,7 @@ def test_the_bits_are_those_of_plain_torch(adapter, name, mode):
         expected, got = function(*operands), function(*ours)
         several = [list(x) if isinstance(x, (tuple, list)) else [x] for x in (expected, got)]
     for plain, ref in zip(*several, strict=True):
-        assert type(ref) is TensorRef
+        assert isinstance(ref, TensorRef)
         assert ref.target.equal(plain)
         assert (ref.stride(), ref.requires_grad) == (plain.stride(), plain.requires_grad)
         assert type(ref.grad_fn) is type(plain.grad_fn), "autograd sees no subclass"

@@ -17,6 +17,8 @@ from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.inject import hooks
 
+from ..support.injection import kind_of
+
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this torch can name an accelerator"
 )
@@ -143,7 +145,7 @@ def in_context(make):
 
 
 def assert_ours(made, on_host):
-    assert type(made) is TensorRef
+    assert isinstance(made, TensorRef)
     assert made.device == torch.device("cpu")
     assert made.dtype == on_host.dtype
     assert made.stride() == on_host.stride()
@@ -248,7 +250,7 @@ def test_a_module_that_goes_there_keeps_its_parameters_and_its_bytes(manager):
     home_nbytes = sum(p.nbytes for p in before)
     assert model.to("cuda") is model
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
-    assert {type(p) for p in model.parameters()} == {TensorRef}
+    assert {kind_of(p) for p in model.parameters()} == {TensorRef}
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in before)
     model(torch.rand(4, 2, device="cuda")).sum().backward()
     optimizer.step()
@@ -260,14 +262,14 @@ def test_a_batch_of_a_data_loader_goes_there():
     """Torch makes the labels by itself, out of Python numbers: plain tensors."""
     rows = [(torch.ones(2) * i, i) for i in range(4)]
     for x, y in torch.utils.data.DataLoader(rows, batch_size=2):
-        assert type(y) is torch.Tensor
+        assert kind_of(y) is torch.Tensor
         assert_ours(y.to("cuda", non_blocking=True), y)
         assert_ours(x.to("cuda"), x)
 
 
 def test_page_locked_memory_is_the_runtimes_business():
-    assert type(torch.zeros(2, pin_memory=True)) is TensorRef
-    assert type(torch.zeros(2, device="cuda", pin_memory=True)) is TensorRef
+    assert isinstance(torch.zeros(2, pin_memory=True), TensorRef)
+    assert isinstance(torch.zeros(2, device="cuda", pin_memory=True), TensorRef)
 
 
 def test_safetensors_loads_there(tmp_path):
@@ -298,7 +300,7 @@ def test_a_pipeline_goes_there():
 
     on_host = images("cpu")
     assert (images("cuda") == on_host).all()
-    assert type(unet.conv_in.weight) is TensorRef
+    assert isinstance(unet.conv_in.weight, TensorRef)
 
 
 def test_a_checkpoint_that_was_written_on_cuda_is_read():
@@ -330,9 +332,9 @@ def test_where_we_are_not_asked_torch_refuses_as_ever():
 
 def test_what_an_excluded_module_makes_there_stays_plain(monkeypatch):
     injectTo.exclude(__name__)
-    assert type(plain().to("cuda")) is torch.Tensor
-    assert type(plain().new_zeros(2, device="cuda")) is torch.Tensor
-    assert type(torch.zeros(2, device="cuda")) is torch.Tensor
+    assert kind_of(plain().to("cuda")) is torch.Tensor
+    assert kind_of(plain().new_zeros(2, device="cuda")) is torch.Tensor
+    assert kind_of(torch.zeros(2, device="cuda")) is torch.Tensor
 
 
 def two_devices():

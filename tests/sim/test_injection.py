@@ -15,6 +15,8 @@ import torchTensorRef
 from torchTensorRef import TensorRef, disabled, injectTo
 from torchTensorRef.inject import hooks, torch_
 
+from ..support.injection import kind_of
+
 
 @pytest.fixture
 def injected(manager):
@@ -67,11 +69,11 @@ MAKERS = {
 def test_a_factory_gives_a_tensor_ref_with_the_plain_values(injected, make):
     torch.manual_seed(7)
     made = make()
-    assert type(made) is TensorRef
+    assert isinstance(made, TensorRef)
     with torchTensorRef.disabled():
         torch.manual_seed(7)
         plain = make()
-        assert type(plain) is torch.Tensor
+        assert kind_of(plain) is torch.Tensor
     assert (made.dtype, made.stride()) == (plain.dtype, plain.stride())
     assert torch.equal(made, plain)
 
@@ -80,8 +82,8 @@ def test_like_factories_wrap_what_they_make_of_plain_tensors(injected):
     with torchTensorRef.disabled():
         plain = torch.ones(3)
     likes = (torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like, torch.randn_like)
-    assert {type(like(plain)) for like in likes} == {TensorRef}
-    assert type(torch.full_like(plain, 2)) is TensorRef
+    assert {kind_of(like(plain)) for like in likes} == {TensorRef}
+    assert isinstance(torch.full_like(plain, 2), TensorRef)
 
 
 def test_a_leaf_that_requires_grad_stays_one(injected):
@@ -104,7 +106,7 @@ def test_an_array_and_its_tensor_go_on_sharing_memory(injected):
     array = np.ones(3)
     for share in (torch.from_numpy, torch.as_tensor):
         shared = share(array)
-        assert type(shared) is TensorRef
+        assert isinstance(shared, TensorRef)
         array[0] = 5
         shared[1] = 7
         assert (shared + 0).tolist() == [5, 7, 1]
@@ -124,12 +126,12 @@ def test_an_accelerator_that_torch_cannot_name_is_ours(injected):
     if torch.cuda.is_available():
         pytest.skip("this torch can name cuda")
     made = torch.zeros(3, device="cuda")
-    assert (type(made), made.device.type, made.to("cuda") is made) == (TensorRef, "cpu", True)
+    assert (kind_of(made), made.device.type, made.to("cuda") is made) == (TensorRef, "cpu", True)
     assert torch.zeros(2, device="sim").device.type == "cpu"
-    assert type(nn.Linear(2, 2, device="cuda").weight) is TensorRef
+    assert isinstance(nn.Linear(2, 2, device="cuda").weight, TensorRef)
     with torch.device("cuda"):
-        assert type(torch.zeros(2)) is TensorRef
-        assert type(nn.Linear(2, 2).weight) is TensorRef
+        assert isinstance(torch.zeros(2), TensorRef)
+        assert isinstance(nn.Linear(2, 2).weight, TensorRef)
     with pytest.raises(RuntimeError, match="gpu"):
         torch.zeros(2, device="gpu")
 
@@ -139,14 +141,14 @@ def test_disabled_leaves_everything_plain_and_nests(injected):
         with torchTensorRef.disabled():
             pass
         linear = nn.Linear(2, 2)
-        assert type(torch.zeros(2)) is torch.Tensor
+        assert kind_of(torch.zeros(2)) is torch.Tensor
         assert type(linear.weight) is nn.Parameter
-    assert type(torch.zeros(2)) is TensorRef
+    assert isinstance(torch.zeros(2), TensorRef)
 
 
 def test_disabled_is_for_this_thread_alone(injected):
     with torchTensorRef.disabled(), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: type(torch.zeros(1))).result() is TensorRef
+        assert pool.submit(lambda: kind_of(torch.zeros(1))).result() is TensorRef
 
 
 def test_refs_work_inside_disabled(injected):
@@ -161,9 +163,9 @@ def test_refs_work_inside_disabled(injected):
 def test_meta_and_fake_tensors_are_left_alone(injected):
     fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
     with torch.device("meta"):
-        assert type(torch.zeros(2)) is torch.Tensor
+        assert kind_of(torch.zeros(2)) is torch.Tensor
         assert type(nn.Linear(2, 2).weight) is nn.Parameter
-    assert type(torch.zeros(2, device="meta")) is torch.Tensor
+    assert kind_of(torch.zeros(2, device="meta")) is torch.Tensor
     with fake_tensor.FakeTensorMode():
         assert type(torch.zeros(2)) is fake_tensor.FakeTensor
 
@@ -182,9 +184,9 @@ def test_modes_of_the_program_see_plain_factories(injected):
 
     for mode in (Functions(), Operators()):
         with mode:
-            assert type(torch.zeros(2)) is torch.Tensor
+            assert kind_of(torch.zeros(2)) is torch.Tensor
     with torch.device("cpu"):
-        assert type(torch.zeros(2)) is TensorRef
+        assert isinstance(torch.zeros(2), TensorRef)
 
 
 def test_transforms_and_tracing(injected):
@@ -242,7 +244,7 @@ def test_torch_export_writes_down_the_same_program(injected):
 
 def test_parameters_and_buffers_are_refs(injected):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Embedding(4, 2))
-    kinds = {type(t) for t in (*model.parameters(), *model.buffers())}
+    kinds = {kind_of(t) for t in (*model.parameters(), *model.buffers())}
     assert kinds == {TensorRef}
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     assert all(p._ttr_block.is_persistent for p in model.parameters())
@@ -259,7 +261,7 @@ def test_the_object_that_was_registered_is_the_one_in_the_module(injected):
     model = nn.Linear(2, 2)
     model.weight = weight
     assert model.weight is weight
-    assert (type(weight), weight.remembered) == (TensorRef, "by its owner")
+    assert (kind_of(weight), weight.remembered) == (TensorRef, "by its owner")
 
 
 def test_tied_weights_stay_tied(injected):
@@ -275,7 +277,7 @@ def test_a_model_emptied_from_meta_is_managed(injected):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.to_empty(device="cpu")
-    assert {type(t) for t in (*model.parameters(), *model.buffers())} == {TensorRef}
+    assert {kind_of(t) for t in (*model.parameters(), *model.buffers())} == {TensorRef}
 
 
 def test_assigned_state_is_managed(injected):
@@ -283,14 +285,14 @@ def test_assigned_state_is_managed(injected):
     with torchTensorRef.disabled():
         state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     model.load_state_dict(state, assign=True)
-    assert type(model.weight) is TensorRef
+    assert isinstance(model.weight, TensorRef)
     assert isinstance(model.weight, nn.Parameter)
     assert model(torch.ones(1, 2)).tolist() == [[3, 3]]
 
 
 def test_half_and_to_keep_parameters_managed(injected):
     model = nn.Linear(2, 2).half().to("cpu").float()
-    assert type(model.weight) is TensorRef
+    assert isinstance(model.weight, TensorRef)
 
 
 # -- who takes part -------------------------------------------------------------------------------
@@ -310,19 +312,19 @@ def mixed(x): return x + torch.ones(2)
 
 def test_an_excluded_module_keeps_plain_tensors(injected, module_of):
     library = module_of("library_a.part", SOURCE)
-    assert type(library.by_name()) is TensorRef
+    assert isinstance(library.by_name(), TensorRef)
     injectTo.exclude("library_a")
-    assert type(library.by_name()) is torch.Tensor
-    assert type(library.by_torch()) is torch.Tensor
+    assert kind_of(library.by_name()) is torch.Tensor
+    assert kind_of(library.by_torch()) is torch.Tensor
     assert type(library.Model().inner.weight) is nn.Parameter
     assert library.zeros is next(p.original for p in torch_.PATCHES if p.name == "torch.zeros")
     assert library.mixed(torch.ones(2)).tolist() == [2, 2]
     later = module_of("library_a.later", SOURCE)
-    assert type(later.by_name()) is torch.Tensor
+    assert kind_of(later.by_name()) is torch.Tensor
     injectTo.append("library_a.part")
-    assert (type(library.by_name()), type(later.by_name())) == (TensorRef, torch.Tensor)
+    assert (kind_of(library.by_name()), kind_of(later.by_name())) == (TensorRef, torch.Tensor)
     injectTo.remove("library_a")
-    assert type(later.by_name()) is TensorRef
+    assert isinstance(later.by_name(), TensorRef)
 
 
 def test_a_name_taken_before_us_is_rebound_by_append(injected, module_of):
@@ -331,11 +333,11 @@ def test_a_name_taken_before_us_is_rebound_by_append(injected, module_of):
         library = module_of("library_b", SOURCE)
     finally:
         hooks.install()
-    assert type(library.by_name()) is torch.Tensor
+    assert kind_of(library.by_name()) is torch.Tensor
     assert "library_b.zeros" in torch_.taken_names()
     taken = library.zeros
     injectTo.append("library_b")
-    assert type(library.by_name()) is TensorRef
+    assert isinstance(library.by_name(), TensorRef)
     assert "library_b.zeros" not in torch_.taken_names()
     injectTo.remove("library_b")
     assert library.zeros is taken
@@ -345,7 +347,7 @@ def test_a_name_taken_before_us_is_rebound_by_append(injected, module_of):
         assert library.zeros is taken
     finally:
         hooks.install()
-    assert type(library.by_name()) is TensorRef
+    assert isinstance(library.by_name(), TensorRef)
 
 
 def test_other_names_of_a_module_are_not_touched(injected, module_of):
@@ -419,7 +421,7 @@ def test_a_forked_child_makes_plain_tensors(injected):
 
 def _in_a_child():
     made = torch.ones(3)
-    return type(made) is torch.Tensor, made.sum().item()
+    return kind_of(made) is torch.Tensor, made.sum().item()
 
 
 def test_workers_of_a_loader_send_what_they_make(injected):
@@ -448,7 +450,7 @@ def test_control_flow(injected):
     w = injected.adopt(plain.clone()).requires_grad_()
     for run in (Branching(), exported):
         with torch.no_grad():
-            assert type(run(x)) is TensorRef
+            assert isinstance(run(x), TensorRef)
             assert run(x).tolist() == plain.sin().tolist()
             assert run(-x.view(3, 1).view(3)).tolist() == plain.neg().cos().tolist()
         w.grad = None

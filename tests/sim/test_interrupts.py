@@ -34,7 +34,7 @@ from torchTensorRef.regions.regions import CALLS_TO_LEARN
 from ..stress.interrupts import Training, blocks, trouble_of
 from ..support import interrupting
 from ..support.interrupting import PACKAGE, Place, Sent, Tracer, interrupt, lines_of
-from ..support.programs import RandomEviction
+from ..support.programs import RandomEviction, with_regions
 
 #: Where every line is noted that a program has passed, and that was interrupted, by all processes.
 NOTES = os.environ.get("INTERRUPT_EVERY_LINE", "")
@@ -227,6 +227,7 @@ def test_every_line_of_the_slow_path_was_interrupted():
     assert left == [], " ".join(left)
 
 
+@with_regions
 def test_a_region_that_is_entered_halfway_is_entered_anew(manage, monkeypatch):
     """It knew its parameters, and not yet their blocks: so it would run without fetching them."""
     roomy = type("Roomy", (Forward,), {"nbytes": 40 << 10})

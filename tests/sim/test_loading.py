@@ -12,6 +12,8 @@ import torchTensorRef
 from torchTensorRef import TensorRef
 from torchTensorRef.inject import hooks
 
+from ..support.injection import kind_of
+
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -56,7 +58,7 @@ def tensors_of(model):
 def assert_managed(model):
     """Every parameter and buffer is a TensorRef that persists and that nobody else holds."""
     gc.collect()
-    kinds = collections.Counter(type(tensor) for _, tensor in tensors_of(model))
+    kinds = collections.Counter(kind_of(tensor) for _, tensor in tensors_of(model))
     assert set(kinds) == {TensorRef}
     assert [name for name, tensor in tensors_of(model) if not tensor._ttr_block.is_persistent] == []
     held = {
@@ -172,10 +174,10 @@ def test_torch_load_gives_refs_that_nobody_else_holds(injected, tmp_path, mmap):
     loaded = torch.load(tmp_path / "file.pt", mmap=mmap)
     assert type(loaded["state"]) is type(state)
     assert loaded["state"]._metadata == state._metadata
-    assert {type(t) for t in loaded["state"].values()} == {TensorRef}
+    assert {kind_of(t) for t in loaded["state"].values()} == {TensorRef}
     assert loaded["same"][0] is loaded["same"][1]
     first, second, (whole, text, number) = loaded["views"]
-    assert (text, number, type(whole)) == ("text", 3, TensorRef)
+    assert (text, number, kind_of(whole)) == ("text", 3, TensorRef)
     whole[4] = 9
     assert (second + 0).tolist() == [3, 9, 5]
     gc.collect()
@@ -187,7 +189,7 @@ def test_torch_load_of_a_module(injected, tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     torch.save(model, tmp_path / "file.pt")
     loaded = torch.load(tmp_path / "file.pt", weights_only=False)
-    assert {type(tensor) for _, tensor in tensors_of(loaded)} == {TensorRef}
+    assert {kind_of(tensor) for _, tensor in tensors_of(loaded)} == {TensorRef}
     assert torch.equal(loaded[0].weight, model[0].weight)
 
 
@@ -202,7 +204,7 @@ def test_torch_load_to_an_accelerator_that_torch_cannot_name(injected, tmp_path)
 def test_loading_in_an_excluded_module_stays_plain(injected, tmp_path):
     torch.save(torch.ones(2), tmp_path / "file.pt")
     with torchTensorRef.disabled():
-        assert type(torch.load(tmp_path / "file.pt")) is torch.Tensor
+        assert kind_of(torch.load(tmp_path / "file.pt")) is torch.Tensor
 
 
 def test_a_state_dict_of_safetensors_loads(injected, tmp_path):
@@ -217,7 +219,7 @@ def test_a_state_dict_of_safetensors_loads(injected, tmp_path):
     assert_managed(third)
     assert torch.equal(third.weight, model.weight)
     safetensors_torch.load_model(twin, tmp_path / "file.safetensors")
-    assert {type(tensor) for _, tensor in tensors_of(twin)} == {TensorRef}
+    assert {kind_of(tensor) for _, tensor in tensors_of(twin)} == {TensorRef}
 
 
 def test_a_storage_that_somebody_holds_is_exposed(injected):

@@ -81,7 +81,7 @@ def test_results_are_those_of_plain_torch(
         for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
             with mode():
                 result = getattr(ref, name)(*(brought(manager, arg) for arg in args), **kwargs)
-            assert type(result) is TensorRef
+            assert isinstance(result, TensorRef)
             assert differences(expected, result) == []
             assert result.is_inference() == (mode is torch.inference_mode)
 

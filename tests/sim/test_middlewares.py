@@ -179,7 +179,7 @@ def test_it_answers_itself(manager):
     x = manager.adopt(torch.rand(8))
     with manager.middlewares.scoped(Answering()):
         result = x + x
-        assert type(result) is torchTensorRef.TensorRef
+        assert isinstance(result, torchTensorRef.TensorRef)
         with pytest.raises(ConfigError, match="returns its own operands, or views"):
             x.add_(1)
         with pytest.raises(ConfigError, match="returns its own operands, or views"):

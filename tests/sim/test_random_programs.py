@@ -132,7 +132,7 @@ class Programs(RuleBasedStateMachine):
             outs.append(function(*(pair[world] for pair in pairs)))
         plain, ours = outs
         if isinstance(plain, torch.Tensor):
-            assert type(ours) is TensorRef
+            assert isinstance(ours, TensorRef)
             assert plain.shape == ours.shape
             assert plain.stride() == ours.stride()
             assert plain.storage_offset() == ours.storage_offset()

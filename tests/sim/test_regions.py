@@ -24,6 +24,8 @@ from torchTensorRef.inject.built_before import PATIENCE
 from torchTensorRef.memory import core
 from torchTensorRef.regions.region import Part, Region
 
+from ..support.injection import kind_of
+
 pytestmark = pytest.mark.skipif(core.library is not None, reason="in C++ there are no regions")
 
 AMPLE_NBYTES = 1 << 24
@@ -225,7 +227,7 @@ def test_hooks_see_the_programs_tensors(ample: Any, register: str, where: str, e
     handle = getattr(ours.get_submodule(where), register)(lambda *given: seen.append(given[1][0]))
     assert native_runs(lambda: [ours(x) for _ in range(4)]) == 0 or where  # the rest may
     assert len(seen) == 4
-    assert all(type(one) is TensorRef for one in seen)
+    assert all(isinstance(one, TensorRef) for one in seen)
     handle.remove()
     ample.check()
     assert native_runs(lambda: [ours(x) for _ in range(4)]) > 0
@@ -242,7 +244,7 @@ def test_global_hooks_see_every_module(ample: Any) -> None:
     finally:
         handle.remove()
     assert len(seen) == 3
-    assert all(type(one) is TensorRef for one in seen)
+    assert all(isinstance(one, TensorRef) for one in seen)
 
 
 class WithTable(Mlp):
@@ -507,7 +509,7 @@ def test_exceptions_restore_everything(ample: Any) -> None:
         ours(ample.adopt(x.clone()), caches[1])
     assert caches[1]["n"] == before["n"]
     assert caches[1]["x"] is before["x"]
-    assert all(type(p) is TensorRef for p in ours.parameters())
+    assert all(isinstance(p, TensorRef) for p in ours.parameters())
     fails[0] = False
     assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
     ample.check()
@@ -563,7 +565,7 @@ def test_what_stands_in_natively_is_not_taken_for_a_plain_model(ample: Any) -> N
         """As in a program: injected, which a test's own thread is not."""
         assert inside.wait(60)
         try:
-            assert type(ours._modules["first"]._parameters["weight"]) is not TensorRef
+            assert not isinstance(ours._modules["first"]._parameters["weight"], TensorRef)
             with torch.no_grad():
                 for _ in range(2 * PATIENCE):  # a warning is an error here, in threads too
                     found.extend(differences(wanted, ours.first(ample.adopt(x.clone()))))
@@ -677,7 +679,7 @@ def test_compiled_submodule_is_left_alone(ample: Any) -> None:
     inner = ours.second._call_impl
 
     def compiled(*args: Any) -> Any:
-        calls.append(type(args[0]))
+        calls.append(kind_of(args[0]))
         return inner(*args)
 
     ours.second._compiled_call_impl = compiled  # what `module.compile()` sets
@@ -752,7 +754,7 @@ def test_memory_error_inside_leaves_the_program_running(ample: Any) -> None:
     class Full(Mlp):
         def forward(self, x: Any) -> Any:
             y = super().forward(x)
-            if fails[0] and type(x) is not TensorRef:
+            if fails[0] and not isinstance(x, TensorRef):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
             return y
 

@@ -13,7 +13,7 @@ def test_attributes_of_a_parameter_survive_its_adoption(manager):
     module = torch.nn.Linear(3, 2, bias=False)
     module.weight._is_hf_initialized = True
     manager.adopt(module)
-    assert type(module.weight) is TensorRef
+    assert isinstance(module.weight, TensorRef)
     assert module.weight._is_hf_initialized
 
 

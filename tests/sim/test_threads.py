@@ -22,7 +22,7 @@ from torchTensorRef.interception import handlers
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.memory.copies import RoomTakenError
 
-from ..support.programs import InTurn, RandomEviction, Scatter, assert_same
+from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, with_regions
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -457,6 +457,7 @@ def while_it_runs_natively(
     return expected, others
 
 
+@with_regions
 def test_a_device_is_left_when_a_module_that_runs_natively_there_has_ended(manage, monkeypatch):
     manager = manage()
     old, (new, *_) = manager.residency.books.main, other_devices(1 << 20)
@@ -469,6 +470,7 @@ def test_a_device_is_left_when_a_module_that_runs_natively_there_has_ended(manag
     assert_left(old, manager)
 
 
+@with_regions
 @pytest.mark.parametrize("why", ["strategy", "gradients", "budget"])
 def test_a_module_that_runs_natively_is_not_seen_half_exchanged(manage, monkeypatch, why):
     """Another thread's call has to be intercepted: it waits until the parameters are back."""

@@ -35,10 +35,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef import TensorRef, tensorsManager
+from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory.ref import is_ref
 
 from ..support.differential import differences
 from ..support.programs import Scatter
@@ -400,9 +401,7 @@ def look() -> Left:
     tensorsManager.bring_all_home()
     tensorsManager.check()
     process = psutil.Process()
-    kinds = Counter(
-        "TensorRef" if type(x) is TensorRef else type(x).__name__ for x in gc.get_objects()
-    )
+    kinds = Counter("TensorRef" if is_ref(x) else type(x).__name__ for x in gc.get_objects())
     return Left(
         {name: kinds[name] for name in COUNTED},
         sum(device.resident_nbytes for device in devices),
@@ -412,10 +411,10 @@ def look() -> Left:
     )
 
 
-def holders(kind: type, depth: int = 6) -> list[str]:
-    """Say who holds the objects of a kind, and who holds those."""
+def holders(depth: int = 6) -> list[str]:
+    """Say who holds the TensorRefs that there are, and who holds those."""
     found = []
-    for thing in [x for x in gc.get_objects() if type(x) is kind][:3]:
+    for thing in [x for x in gc.get_objects() if is_ref(x)][:3]:
         chain, at = [], thing
         for _ in range(depth):
             mine = {id(sys._getframe()), id(chain), id(found)}
@@ -452,7 +451,7 @@ def leaks(before: Left, now: Left) -> list[str]:
         if now.objects[name] > count
     ]
     if found:
-        found += holders(TensorRef)
+        found += holders()
     if now.resident_nbytes:
         found.append(f"{now.resident_nbytes} bytes on the device that belong to nobody")
     if len(now.handles) > len(before.handles):

@@ -32,7 +32,7 @@ def alias_differences(plain: Any, ours: Any) -> list[str]:
 
 def memory_of(tensor: torch.Tensor) -> Any:
     """A key that is equal for tensors over one storage; the tensor's own where it has none."""
-    if type(tensor) is TensorRef:
+    if isinstance(tensor, TensorRef):
         return id(tensor._ttr_block)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_mkldnn:
         return id(tensor)

@@ -69,3 +69,9 @@ def assert_same_injected(
     worked = accelerator_work(manager) > before
     assert worked or on_host_because, "the accelerator ran no operator of the program"
     assert_same(plain, ours, plain_because=plain_because, on_host_because=on_host_because)
+
+
+def kind_of(value: Any) -> type:
+    """The class `TensorRef` for what is one, of whatever class it is in C++; else its class."""
+    is_ref = isinstance(value, torchTensorRef.TensorRef)
+    return torchTensorRef.TensorRef if is_ref else type(value)

@@ -309,7 +309,7 @@ def _ours(x: Any) -> Any:
 def _ready(x: Any) -> Any:
     """The same as an operator has just made it, on the accelerator and nowhere else."""
     ours = _ours(x)
-    if type(ours) is not TensorRef or ours.is_conj() or ours.is_neg():
+    if not isinstance(ours, TensorRef) or ours.is_conj() or ours.is_neg():
         return ours
     made = ours.detach().clone()
     if made.stride() != x.stride() or made.storage_offset() != x.storage_offset():
@@ -366,7 +366,7 @@ def _far_apart(plain: Any, ours: Any) -> list[str]:
     found = []
     for number, (a, b) in enumerate(zip(_tensors(plain), _tensors(ours), strict=False)):
         if a.dtype in CLOSE and a.size() == b.size():
-            there = tensorsManager.release(b.detach()) if type(b) is TensorRef else b.detach()
+            there = tensorsManager.release(b.detach()) if isinstance(b, TensorRef) else b.detach()
             close = CLOSE[a.dtype]
             if not torch.allclose(there, a.detach(), close, close, equal_nan=True):
                 found.append(f"result {number}: values far apart")

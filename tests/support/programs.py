@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import tensorsManager
+from torchTensorRef.memory import core
 from torchTensorRef.strategies.venice import Venice
 from torchTensorRef.strategy import (
     BlockSnapshot,
@@ -26,6 +28,9 @@ from torchTensorRef.strategy import (
 )
 
 from .differential import differences, plain_leaves
+
+#: Modules that run natively are there for operators in Python only.
+with_regions = pytest.mark.skipif(core.library is not None, reason="in C++ there are no regions")
 
 #: Why an optimizer's state is not all TensorRefs.
 COUNTS_OF_STEPS = "torch makes an optimizer's counts of steps, which stay plain"

@@ -63,7 +63,7 @@ def plain_argument(op: OpOverload, position: int) -> Treatment:
 
 
 def _readable(value: Any) -> Any:
-    return tensorsManager.ownership.peek(value) if type(value) is TensorRef else value
+    return tensorsManager.ownership.peek(value) if isinstance(value, TensorRef) else value
 
 
 def whole(name: str) -> Treatment:
@@ -89,7 +89,7 @@ def _as_one(op: OpOverload) -> Treatment:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-        are_plain = all(type(t) is not TensorRef for t in tensors)
+        are_plain = all(not isinstance(t, TensorRef) for t in tensors)
         if are_plain or records_gradient(tensors) or not may_exchange_formula(tensors):
             return op(*args, **kwargs)
         return dispatch(op, (), args, kwargs)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..base.activation import when_plain
 from ..memory.once import note_plain
 from .factories import _core, is_plain_world
-from .hooks import is_disabled, state
+from .hooks import is_disabled, is_ref, state
 from .inject_to import injectTo
 from .registration import module_behind
 
@@ -72,7 +72,7 @@ class BuiltBefore:
         if module not in self._modules or not state.active or is_disabled.get():
             return
         TensorRef = _core().TensorRef
-        if not any(type(arg) is TensorRef for arg in args) or not is_plain_world():
+        if not any(isinstance(arg, TensorRef) for arg in args) or not is_plain_world():
             return
         if not injectTo.decisions[module_behind(sys._getframe(1))]:
             return
@@ -98,10 +98,11 @@ def _is_plain(thing: Any) -> bool:
     if not issubclass(type(thing), nn.Module):  # a look at its class may be an attribute of its own
         return False
     registries = (thing.__dict__.get("_parameters"), thing.__dict__.get("_buffers"))
-    return any(type(t) in _PLAIN for registry in registries if registry for t in registry.values())
+    return any(_is_left(t) for registry in registries if registry for t in registry.values())
 
 
-_PLAIN = (Tensor, nn.Parameter)
+def _is_left(thing: Any) -> bool:
+    return type(thing) in (Tensor, nn.Parameter) and not is_ref(thing)
 
 
 def adopt_certain(module: nn.Module) -> None:
@@ -111,7 +112,7 @@ def adopt_certain(module: nn.Module) -> None:
     """
     for registry in (module._parameters, module._buffers):
         for tensor in list(registry.values()):
-            if type(tensor) in _PLAIN:
+            if _is_left(tensor):
                 _core().manager.ownership.try_adopt_in_place(tensor)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..base.interrupts import lets_program_run
 from .factories import _core, is_plain_world
-from .hooks import is_disabled, load, state
+from .hooks import is_disabled, is_ref, load, state
 from .inject_to import injectTo
 from .registration import module_behind
 
@@ -27,7 +27,7 @@ def subclass_wrapper(
     """Call `Tensor._make_subclass(cls, data, require_grad=False, ...)`."""
     given = dict(zip(("cls", "data"), args, strict=False)) | kwargs
     data: Any = given.get("data")
-    if type(data) is not load(".memory.ref").TensorRef:
+    if not _has_no_memory(data):
         return wrapped(*args, **kwargs)
     kind, requires_grad = given["cls"], args[2] if len(args) > 2 else kwargs.get("require_grad")
     if kind is nn.Parameter:
@@ -44,10 +44,15 @@ def parameter_wrapper(
     """Call `Parameter.__new__(cls, data=None, requires_grad=True)`."""
     kind = args[0]
     data: Any = args[1] if len(args) > 1 else kwargs.get("data")
-    if kind is nn.Parameter or type(data) is not load(".memory.ref").TensorRef:
+    if kind is nn.Parameter or not _has_no_memory(data):
         return wrapped(*args, **kwargs)
     plain = data.exposed_plain(f"{kind.__name__} shares it")
     return wrapped(kind, plain, *args[2:], **_without(kwargs, "data"))
+
+
+def _has_no_memory(data: Any) -> bool:
+    """Whether it is a TensorRef, of which only one in C++ can be of any class."""
+    return is_ref(data) and load(".memory.core").library is None
 
 
 def _without(kwargs: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def around(compiled: Any, run: Callable[..., Any]) -> Any:
         from torch.utils._pytree import tree_leaves
 
         core = sys.modules.get(f"{hooks.PACKAGE}.memory.ref")
-        if core is None or all(type(leaf) is not core.TensorRef for leaf in tree_leaves(operands)):
+        if core is None or all(
+            not isinstance(leaf, core.TensorRef) for leaf in tree_leaves(operands)
+        ):
             return compiled(*operands)
         return run(*operands)
 

@@ -15,7 +15,7 @@ import torch
 from ..devices.accelerator.streams import note_streams
 from ..tensor.device_names import canonical, is_foreign, of_legacy_type, stand_in, take_out
 from .factories import _core, is_plain_world, takes_part, with_known_device
-from .hooks import is_disabled, load, state
+from .hooks import PACKAGE, is_disabled, is_ref, state
 
 
 def then_note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,6 +33,14 @@ def _is_ours(device: Any) -> bool:
     return is_foreign(device) and state.active and not is_disabled.get()
 
 
+def _caller() -> Any:
+    """Name the module that calls the method around whose call this is asked."""
+    frame: Any = _getframe(2)
+    if frame.f_globals.get("__name__") == f"{PACKAGE}.tensor.attributes":
+        frame = frame.f_back  # what it does there for a plain tensor is to call torch's
+    return frame.f_globals.get("__name__")
+
+
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": "cpu"} if _is_ours(kwargs.get("device")) else kwargs
 
@@ -45,7 +53,7 @@ def to_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     device, rest = take_out(args, kwargs)
     if not device or not (state.active and not is_disabled.get()):
         return wrapped(*args, **kwargs)
-    return _labelled(wrapped, device, rest, instance, _getframe(1).f_globals.get("__name__"))
+    return _labelled(wrapped, device, rest, instance, _caller())
 
 
 def accelerator_wrapper(
@@ -59,7 +67,7 @@ def accelerator_wrapper(
         device = torch.device(kind, device or 0)
     if not _is_ours(device):
         return wrapped(*args, **kwargs)
-    caller = _getframe(1).f_globals.get("__name__")
+    caller = _caller()
     return _labelled(instance.to, canonical(device), given, instance, caller)
 
 
@@ -69,7 +77,7 @@ def type_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(kind, (str, type)) and state.active and not is_disabled.get():
         found = of_legacy_type(kind)
         if found is not None:
-            caller = _getframe(1).f_globals.get("__name__")
+            caller = _caller()
             return _labelled(
                 instance.to, canonical(found[0]), {"dtype": found[1]}, instance, caller
             )
@@ -78,7 +86,7 @@ def type_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
 
 def _labelled(to: Any, device: str, rest: dict[str, Any], tensor: Any, caller: Any) -> Any:
     """Do what `tensor.to(device, **rest)` asks for; `to` is torch's own, bound to the tensor."""
-    if type(tensor) is load(".memory.ref").TensorRef:
+    if is_ref(tensor):
         return tensor.to(device, **rest)
     if type(tensor) not in _PLAIN or not is_plain_world():
         return to("cpu", **rest)
@@ -109,12 +117,12 @@ def likeness_wrapper(
     """Call `Tensor.new_zeros` and its like; what is asked of the accelerator is adopted."""
     known = _known(kwargs)
     made = wrapped(*args, **known)
-    if known is kwargs or not takes_part(_getframe(1).f_globals.get("__name__")):
+    if known is kwargs or not takes_part(_caller()):
         return made
     if not is_plain_world():
         return made
     ref = _core().manager.ownership.adopt_tensor(made, sole=True)
-    if ref is not made or type(ref) is not torch.Tensor:
+    if is_ref(ref):
         ref._ttr_asked = canonical(kwargs["device"])
     return ref
 

@@ -24,7 +24,7 @@ from ..base.options import settings
 from ..base.progress import Bar
 from ..base.units import format_nbytes
 from ..tensor.device_names import canonical, is_foreign
-from .hooks import disabled, is_disabled, load, state
+from .hooks import disabled, is_disabled, is_ref, load, state
 from .inject_to import check_known, injectTo
 
 _log = logging.getLogger("torchTensorRef")
@@ -142,7 +142,7 @@ def _asked_device(kwargs: dict[str, Any]) -> Any:
 def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
     known = with_known_device(kwargs)
     plain = _with_room(wrapped, args, known)
-    if type(plain) is not Tensor or not is_plain_world():
+    if type(plain) is not Tensor or is_ref(plain) or not is_plain_world():
         return plain
     if args and isinstance(args[0], torch.UntypedStorage):
         # safetensors makes tensors of a mapped file so; they are adopted where they are put.
@@ -150,7 +150,7 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
     if kwargs and (kwargs.get("out") is not None or kwargs.get("names") is not None):
         return plain
     ref = wrap(plain)
-    if known is not kwargs and type(ref) is not Tensor:
+    if known is not kwargs and is_ref(ref):
         # `.to` of the same device gives the tensor itself, as it does where torch can name it.
         asked = _asked_device(kwargs)
         if is_foreign(asked):
@@ -190,7 +190,7 @@ def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _plain_values(values: Any) -> Any:
     core = _core()
-    if type(values) is core.TensorRef:
+    if isinstance(values, core.TensorRef):
         return core.manager.ownership.peek(values).clone()
     if not isinstance(values, (list, tuple)):
         return values
@@ -295,9 +295,6 @@ def _name_of_file(file: Any) -> str:
     return f"{os.path.basename(path)}, {format_nbytes(os.path.getsize(path))}"
 
 
-_PLAIN_KINDS = (Tensor, torch.nn.Parameter)
-
-
 class Adoption:
     """Adopts the tensors inside what was just read from a file, which nobody else holds.
 
@@ -333,7 +330,11 @@ class Adoption:
         return known[1]
 
     def _tensor(self, tensor: Tensor) -> Any:
-        if tensor.is_cpu and tensor.layout is torch.strided and type(tensor) in _PLAIN_KINDS:
+        if (
+            tensor.is_cpu
+            and tensor.layout is torch.strided
+            and load(".memory.ref").is_plain(tensor)
+        ):
             storage = tensor.untyped_storage()
             if not storage.resizable():
                 # Read from a file. Were the first of several views adopted alone, the others could

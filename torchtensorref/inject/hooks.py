@@ -51,6 +51,12 @@ def load(name: str) -> ModuleType:
         ) from None
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value is a TensorRef; what makes them need not be loaded."""
+    kind = getattr(sys.modules.get(f"{PACKAGE}.memory.ref"), "TensorRef", None)
+    return kind is not None and isinstance(value, kind)
+
+
 class _WhenTorchIsLookedFor:
     """A finder that finds nothing: it registers with wrapt when somebody looks for torch.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .hooks import load
+from .hooks import is_ref, load
 
 
 def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -15,7 +15,7 @@ def on_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     TensorRef = load(".memory.ref").TensorRef
 
     def plain(value: Any) -> Any:
-        return value.exposed_plain(wrapped.__name__) if type(value) is TensorRef else value
+        return value.exposed_plain(wrapped.__name__) if isinstance(value, TensorRef) else value
 
     return wrapped(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
@@ -25,7 +25,7 @@ def legacy_instance(
 ) -> Any:
     """Say whether a tensor is a `torch.FloatTensor` or the like: of that dtype, on that device."""
     asked = args[0]
-    if type(asked) is load(".memory.ref").TensorRef:
+    if is_ref(asked):
         # The class looks at keys of dispatch, of which a TensorRef has more.
         return wrapped(load(".tensor.protocols").empty_like(asked))
     return wrapped(*args, **kwargs)

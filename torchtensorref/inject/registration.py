@@ -26,7 +26,7 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
         return None
     names.note_module(module)
     core = _core()
-    if type(tensor) is core.TensorRef:
+    if isinstance(tensor, core.TensorRef):
         core.manager.ownership.note_registered(tensor)
         return None
     if not injectTo.decisions[module_behind(sys._getframe(1))]:

@@ -61,7 +61,7 @@ def run_with_numbers(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     is_there = False
     numbers = []
     for position, arg in enumerate(flat):
-        if type(arg) is TensorRef:
+        if isinstance(arg, TensorRef):
             ready = arg._ttr_block.ready
             if ready is device:
                 is_there = True

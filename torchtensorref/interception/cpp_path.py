@@ -6,6 +6,8 @@ The library calls `dispatch` for what is not ready, as torch calls it on the pat
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ..operators.substitutes import ByDevice
 from .entry import dispatch
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
+from .tracebacks import shorten
 from .watched_path import run_promised, run_watched
 
 _function_modes = torch._C._len_torch_function_stack
@@ -56,18 +59,23 @@ def set_up() -> None:
 
 def give_functions() -> None:
     """Give the library the functions that it calls, as they are named here now."""
-    core.library.set_up(TensorRef, dispatch, run_whole, describe, bear, adopt, written)
+    core.library.set_up(dispatch, run_whole, describe, bear, adopt, written)
 
 
 def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operator as one where it has to be seen; NotImplemented: in its parts."""
-    plan = plan_of(op)
-    if not watch.on:
-        result = _run_ready(plan, args, kwargs)
-    elif watch.takes_apart:
-        result = SLOW
-    else:
-        result = pass_onlookers(plan, args, kwargs, _run_ready)
+    try:
+        plan = plan_of(op)
+        if not watch.on:
+            result = _run_ready(plan, args, kwargs)
+        elif watch.takes_apart:
+            result = SLOW
+        else:
+            result = pass_onlookers(plan, args, kwargs, _run_ready)
+    except BaseException as error:
+        tensorsManager.doubt()  # it may have come at any line
+        shorten(error)
+        raise
     return NotImplemented if result is SLOW else result
 
 
@@ -84,7 +92,7 @@ class Engine(torch._C._ImperativeEngine):
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, as torch's own does."""
         run = super().run_backward
-        if any(type(output) is TensorRef for output in outputs):
+        if any(isinstance(output, TensorRef) for output in outputs):
             return core.library.call_with_factories(run, outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
 
@@ -121,16 +129,33 @@ def _may_be_ready(plan: OpPlan) -> bool:
     return not isinstance(plan.op, ByDevice) or plan.op.is_itself_at_home
 
 
+def _doubting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an error that comes at any line of a function repaired: C++ only hands it on."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except BaseException:
+            tensorsManager.doubt()
+            raise
+
+    return call
+
+
+@_doubting
 def adopt(plain: torch.Tensor) -> Any:
     """Return the TensorRef of what a factory has made while an operator was taken apart."""
     return tensorsManager.ownership.adopt_tensor(plain, sole=True)
 
 
+@_doubting
 def written(block: Block, device: Any) -> None:
     """Note that a block has been written while another thread had begun to copy it."""
     tensorsManager.residency.copier.has_been_written(block, device)
 
 
+@_doubting
 def bear(plain: torch.Tensor, device: Any) -> Block | None:
     """Make the block of a fresh result for which room has to be made; None where there is none."""
     try:

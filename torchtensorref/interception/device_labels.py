@@ -62,7 +62,7 @@ def run_on_meta(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return NotImplemented
 
     def stand_in(value: Any) -> Any:
-        if type(value) is not TensorRef:
+        if not isinstance(value, TensorRef):
             return value
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_strided(

@@ -147,7 +147,7 @@ def _with_constants(tracer: Any, arguments: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import has_proxy_slot
 
     def constant(value: Any) -> Any:
-        if type(value) is not TensorRef or has_proxy_slot(value, tracer):
+        if not isinstance(value, TensorRef) or has_proxy_slot(value, tracer):
             return value
         return tensorsManager.ownership.exposed_plain(value, "a constant of a traced graph")
 

@@ -28,7 +28,7 @@ SHARE_FROM_NBYTES = 1 << 16
 def _share(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`clone` and `_to_copy` that change nothing: share the bytes until one is written."""
     source = args[0]
-    if type(source) is not TensorRef or not keeps_everything(source, kwargs):
+    if not isinstance(source, TensorRef) or not keeps_everything(source, kwargs):
         return NotImplemented
     label = torch.device(kwargs.get("device") or source.device)
     return tensorsManager.ownership.copy_of(source, None, label=label)
@@ -72,7 +72,7 @@ def _non_overlapping(sizes: Any, strides: Any) -> bool:
 def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
     ref: Any = args[0]
-    if type(ref) is not TensorRef:
+    if not isinstance(ref, TensorRef):
         return NotImplemented
     residency = tensorsManager.residency
     residency.sharing.unshare(ref._ttr_block)
@@ -100,7 +100,7 @@ def _choose_attention(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
     """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
 
     def stand_in(value: Any) -> Any:
-        if type(value) is not TensorRef:
+        if not isinstance(value, TensorRef):
             return value
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_strided(
@@ -123,13 +123,13 @@ def _same(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _both_are_refs(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One TensorRef can take the place of another: asked before each `.data = `."""
-    return all(type(arg) is TensorRef for arg in args[:2]) or NotImplemented
+    return all(isinstance(arg, TensorRef) for arg in args[:2]) or NotImplemented
 
 
 def _has_same_storage(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`is_set_to`: the same block, read with the same metadata."""
     a, b = args[:2]
-    if type(a) is not TensorRef or type(b) is not TensorRef:
+    if not isinstance(a, TensorRef) or not isinstance(b, TensorRef):
         return NotImplemented
     return (
         a._ttr_block is b._ttr_block
@@ -150,7 +150,7 @@ def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     known: dict[int, torch.Tensor] = {}
 
     def plain(value: Any) -> Any:
-        if type(value) is not TensorRef:
+        if not isinstance(value, TensorRef):
             return value
         if id(value) not in known:
             known[id(value)] = held = hold(value)

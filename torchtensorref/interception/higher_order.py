@@ -24,7 +24,9 @@ def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that takes functions, on plain tensors at home."""
 
     def plain(value: Any) -> Any:
-        return tensorsManager.ownership.plain_at_home(value) if type(value) is TensorRef else value
+        return (
+            tensorsManager.ownership.plain_at_home(value) if isinstance(value, TensorRef) else value
+        )
 
     def wrapped(value: Any) -> Any:
         return tensorsManager.adopt(value) if type(value) is torch.Tensor else value

@@ -90,7 +90,7 @@ class Operands:
 
     def ref_of(self, value: Any) -> Any:
         """Return the TensorRef by which an argument takes part; None if it does not."""
-        return value if type(value) is TensorRef else self.adopted.get(id(value))
+        return value if isinstance(value, TensorRef) else self.adopted.get(id(value))
 
     def as_passed(self, ref: Any) -> Any:
         """Return the program's own tensor for an operand: a plain one stays plain."""
@@ -122,7 +122,7 @@ def analyse(
 
 
 def _collect(value: Any, operands: Operands, manager: TensorsManager) -> None:
-    if type(value) is TensorRef:
+    if isinstance(value, TensorRef):
         operands.refs.append(value)
         if operands.label is None:
             operands.label = value.device

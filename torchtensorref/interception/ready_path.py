@@ -42,7 +42,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
     most operators cost.
     """
     first = args[0]
-    if type(first) is not TensorRef or (kwargs and not plan.allows(kwargs)):
+    if not isinstance(first, TensorRef) or (kwargs and not plan.allows(kwargs)):
         return SLOW
     device = first._ttr_block.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
@@ -59,7 +59,9 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         tick = residency.books.tick + 1
         for arg in args:
             kind = type(arg)
-            if kind is TensorRef:
+            if kind in _NO_TENSORS:
+                plain_args.append(arg)
+            elif isinstance(arg, TensorRef):
                 block = arg._ttr_block
                 if block.ready is not device or (
                     arg._ttr_device is not device and not can_look(arg, device)
@@ -67,11 +69,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
                     return SLOW
                 block.last_use = tick
                 plain_args.append(arg._ttr_plain)
-            elif (
-                kind not in _NO_TENSORS
-                and isinstance(arg, _Tensor)
-                and (arg.dim() or kind is not _Tensor)
-            ):
+            elif isinstance(arg, _Tensor) and (arg.dim() or kind is not _Tensor):
                 return SLOW
             else:
                 plain_args.append(arg)
@@ -120,8 +118,7 @@ def _whole(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a composite operator as one, where what it takes in passing fits the budget."""
     kwargs = kwargs or _NO_KWARGS
     for arg in args:
-        kind = type(arg)
-        if kind is not TensorRef and kind not in _NO_TENSORS and isinstance(arg, _Tensor):
+        if isinstance(arg, _Tensor) and not isinstance(arg, TensorRef):
             return SLOW  # nested, sparse, another class: the table knows nothing of those
     peak_nbytes = plan.peak_nbytes(*args, **kwargs)  # type: ignore[misc]
     if peak_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
@@ -145,7 +142,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     flat = flattened(plan, args)
     first: Any = flat[0] if flat else None
     if (
-        type(first) is not TensorRef
+        not isinstance(first, TensorRef)
         or (kwargs and not plan.allows(kwargs))
         or (not plan.makes_dense and first.is_complex())
     ):
@@ -171,7 +168,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         plain = []
         tick = residency.books.tick + 1
         for arg in flat:
-            if type(arg) is TensorRef:
+            if isinstance(arg, TensorRef):
                 if arg._ttr_block.ready is not device or (
                     arg._ttr_device is not device and not can_look(arg, device)
                 ):
@@ -249,7 +246,7 @@ def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
 
 def all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
     """Whether nothing has to be decided about what an operator writes; all of it is ready."""
-    return all(type(x) is TensorRef and x._ttr_block.owned for x in targets(plan, args))
+    return all(isinstance(x, TensorRef) and x._ttr_block.owned for x in targets(plan, args))
 
 
 def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
@@ -307,7 +304,7 @@ def _wrap_several(out: Any, operands: Any, residency: Any, device: Device, like:
     blocks = {
         arg._ttr_plain.untyped_storage()._cdata: arg._ttr_block
         for arg in operands
-        if type(arg) is TensorRef
+        if isinstance(arg, TensorRef)
     }
     wrapped = []
     for part in out:
@@ -328,7 +325,7 @@ def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     storage that is filled again before anybody reads it.
     """
     first = args[0]
-    if type(first) is not TensorRef:
+    if not isinstance(first, TensorRef):
         return SLOW
     block, device = first._ttr_block, first._ttr_device
     residency: Any = tensorsManager._residency
@@ -381,7 +378,7 @@ def charge(
 ) -> None:
     """Let a simulated device spend the time that the operator takes."""
     flops, nbytes, dtype_name = operator_cost(plan, plain_args, kwargs, out)
-    bases = [arg._ttr_block.base_on(device) for arg in args if type(arg) is TensorRef]
+    bases = [arg._ttr_block.base_on(device) for arg in args if isinstance(arg, TensorRef)]
     writes = bases[:1] if plan.writes else ()
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 

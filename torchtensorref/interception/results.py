@@ -125,7 +125,7 @@ class _Results:
             return plain
 
         def held(value: Any) -> Any:
-            if type(value) is TensorRef:
+            if isinstance(value, TensorRef):
                 return self._manager.ownership.exposed_plain(
                     value, f"part of what {self._plan.name} made"
                 )

@@ -95,7 +95,7 @@ class SlowPath:
         operands = analyse(plan, self.args, self.kwargs, manager)
         if operands.has_other_subclass:
             return NotImplemented
-        if plan.is_true_view and type(self.args[0]) is TensorRef:
+        if plan.is_true_view and isinstance(self.args[0], TensorRef):
             return view(operands, manager.residency)
         device = place(operands, manager, self.placed)
         note_operator(operands, device, manager.residency)

@@ -107,7 +107,7 @@ class Staged:
         self.release()
 
     def _plain(self, value: Any) -> Any:
-        if type(value) is TensorRef:
+        if isinstance(value, TensorRef):
             return self.plain_of[id(value)]
         if isinstance(value, torch.Tensor):
             ref = self.operands.adopted.get(id(value))

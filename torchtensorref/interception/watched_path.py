@@ -66,7 +66,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     device = books.main
     used: dict[Block, None] = {}
     for arg in flattened(plan, args):
-        if type(arg) is TensorRef:
+        if isinstance(arg, TensorRef):
             used[arg._ttr_block] = None
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
@@ -94,7 +94,7 @@ def _is_there(block: Block, device: Device) -> bool:
 def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:
     if not plan.may_be_fetched:
         return False
-    dtypes = [arg.dtype for arg in args if type(arg) is TensorRef]
+    dtypes = [arg.dtype for arg in args if isinstance(arg, TensorRef)]
     if dtypes and (plan.number, dtypes[0]) in tensorsManager.unsupported:
         return False
     return all(
@@ -191,10 +191,10 @@ def _run_fetched(
 
 def _blocks_of(out: Any) -> list[Block]:
     """Return the blocks of what an operator gave back."""
-    return [leaf._ttr_block for leaf in tree_leaves(out) if type(leaf) is TensorRef]
+    return [leaf._ttr_block for leaf in tree_leaves(out) if isinstance(leaf, TensorRef)]
 
 
 def _sizes_of(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what calls of an operator on operands of equal sizes have in common."""
-    refs = [arg for arg in flattened(plan, args) if type(arg) is TensorRef]
+    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
     return (plan.number, *(ref.size() for ref in refs[:3]))

@@ -8,6 +8,7 @@ import torch
 
 from ..devices.base import bytes_of
 from .block import Block, Exposure, Replica
+from .ref import as_parameter, is_plain
 from .residency import Residency
 from .states import CLEAN
 from .storage_index import Table
@@ -20,7 +21,7 @@ TWIN_USERS = 2
 
 def is_adoptable(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor can be a TensorRef: strided bytes on the host, no other subclass."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_bytes_at_home(tensor)
+    return is_plain(tensor) and has_bytes_at_home(tensor)
 
 
 def has_bytes_at_home(tensor: torch.Tensor) -> bool:
@@ -117,8 +118,8 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
         `tensor` where its object could be exchanged; `ref` where somebody in C++ holds it (an
         autograd graph, a weak reference). Then `tensor` remembers it under `_ttr_ref`.
     """
-    if isinstance(tensor, torch.nn.Parameter):
-        ref._is_param = True
+    if isinstance(tensor, torch.nn.Parameter) and not isinstance(ref, torch.nn.Parameter):
+        ref = as_parameter(ref)
     known = tensor.__dict__.get("_ttr_ref")
     if known is not None:
         return known

@@ -125,7 +125,7 @@ class Names:
 def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     for registry in (module._parameters, module._buffers):
         for name, tensor in list(registry.items()):
-            if type(tensor) is TensorRef:
+            if isinstance(tensor, TensorRef):
                 yield name, tensor._ttr_block.block_id
 
 

@@ -27,7 +27,7 @@ from .budget import OutOfBudgetError
 from .guard import Guarded, guards
 from .names import names
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
-from .ref import TensorRef
+from .ref import TensorRef, as_parameter
 from .residency import Residency
 from .storage_index import Table
 from .telling import tell_no_room
@@ -79,7 +79,7 @@ class Ownership:
 
     def adopt_tensor(self, tensor: torch.Tensor, *, sole: bool = False) -> Any:
         """Return a TensorRef that shares the memory of a tensor; see `adopt`."""
-        if type(tensor) is TensorRef or not is_adoptable(tensor) or tensor.grad_fn is not None:
+        if isinstance(tensor, TensorRef) or not is_adoptable(tensor) or tensor.grad_fn is not None:
             return tensor
         known = tensor.__dict__.get("_ttr_ref")
         if known is not None:
@@ -91,13 +91,13 @@ class Ownership:
         if ref is None:
             return tensor
         if isinstance(tensor, torch.nn.Parameter):
-            ref._is_param = True
+            ref = as_parameter(ref)
         return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
 
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
         known = tensor.__dict__.get("_ttr_ref")
-        if known is not None and type(known) is TensorRef:
+        if known is not None and isinstance(known, TensorRef):
             return known
         entries = self._residency.holds.native_entries
         entry = entries.get(threading.get_ident()) if entries else None
@@ -162,20 +162,20 @@ class Ownership:
             for part in module.modules():
                 for registry_ in (part._parameters, part._buffers):
                     for name, tensor in list(registry_.items()):
-                        if tensor is not None and type(tensor) is not TensorRef:
+                        if tensor is not None and not isinstance(tensor, TensorRef):
                             registry_[name] = self.adopt_in_place(tensor)
                         bar.advance(_nbytes_of(tensor))
         return module
 
     def release(self, x: Any) -> Any:
         """See `TensorsManager.release`."""
-        if type(x) is TensorRef:
+        if isinstance(x, TensorRef):
             return self._release_tensor(x)
         if isinstance(x, torch.nn.Module):
             for part in x.modules():
                 for registry_ in (part._parameters, part._buffers):
                     for name, tensor in list(registry_.items()):
-                        if type(tensor) is TensorRef:
+                        if isinstance(tensor, TensorRef):
                             registry_[name] = self._release_tensor(tensor)  # type: ignore[assignment]
             return x
         from torch.utils._pytree import tree_map_only
@@ -184,7 +184,7 @@ class Ownership:
 
     def _release_tensor(self, ref: Any) -> torch.Tensor:
         plain: torch.Tensor = ref.exposed_plain("released")
-        if getattr(ref, "_is_param", False):
+        if isinstance(ref, torch.nn.Parameter):
             return torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
         return plain.requires_grad_(ref.requires_grad) if ref.requires_grad else plain
 
@@ -246,7 +246,7 @@ class Ownership:
 
     def plain_at_home(self, value: Any) -> Any:
         """Return a plain view at home for a TensorRef, with current bytes; others as they are."""
-        if type(value) is not TensorRef:
+        if not isinstance(value, TensorRef):
             return value
         self._residency.copier.bring_home(value._ttr_block)
         return plain_on(value, self._residency.books.host)
@@ -306,7 +306,7 @@ class Ownership:
     def block_of_storage(self, plain: torch.Tensor, sources: Any) -> Any:
         """Return the TensorRef for a plain tensor that was set to another storage."""
         for source in sources:
-            if type(source) is not TensorRef:
+            if not isinstance(source, TensorRef):
                 continue
             storage = self.plain_at_home(source).untyped_storage()
             if storage._cdata == plain.untyped_storage()._cdata:

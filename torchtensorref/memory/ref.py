@@ -2,6 +2,9 @@
 
 It has metadata, a block and the plain views kept of it; what a program sees of it beside a tensor's
 own methods is attached above (`tensor/install.py`).
+
+In C++ a TensorRef is a tensor of torch's own class, or of whichever class the program makes of it
+(`nn.Parameter`), and `isinstance(x, TensorRef)` asks the tensor. In Python it is of this class.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from typing import Any
 
 import torch
 
+from . import core
+
 
 class RefType(type(torch.Tensor)):  # type: ignore[misc]
-    """The class of the class TensorRef: pickled as what it stands for (`tensor/install.py`)."""
+    """The class of the class TensorRef: says what is one."""
 
 
 class TensorRef(torch.Tensor, metaclass=RefType):
@@ -36,10 +41,36 @@ class TensorRef(torch.Tensor, metaclass=RefType):
     _ttr_home: torch.Tensor | None = None
 
 
-# Libraries choose what they do with an array by these names; to them it is what it stands for.
-TensorRef.__module__ = torch.Tensor.__module__
-TensorRef.__name__ = torch.Tensor.__name__
-TensorRef.__qualname__ = torch.Tensor.__qualname__
+if core.library is None:
+    # Libraries choose what they do with an array by these names; to them it is what it stands for.
+    TensorRef.__module__ = torch.Tensor.__module__
+    TensorRef.__name__ = torch.Tensor.__name__
+    TensorRef.__qualname__ = torch.Tensor.__qualname__
+else:
+    RefType.__instancecheck__ = core.library.is_ref
+
+
+def is_ref(thing: Any) -> bool:
+    """Whether an object, whatever it is, is a TensorRef: by its class, without asking it."""
+    if core.library is None:
+        return type(thing) is TensorRef
+    return bool(core.library.is_ref(thing))
+
+
+_TORCHS_OWN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of torch's own classes, and no TensorRef."""
+    return type(value) in _TORCHS_OWN and not isinstance(value, TensorRef)
+
+
+def as_parameter(ref: Any) -> Any:
+    """Return a TensorRef as a parameter: in Python the same one, marked as torch marks them."""
+    if core.library is not None:
+        return core.library.as_class(ref, torch.nn.Parameter)
+    ref._is_param = True
+    return ref
 
 
 class Wiring:

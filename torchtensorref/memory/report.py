@@ -79,7 +79,7 @@ def block_of(value: Any, asked: str) -> Block:
     asked : str
         The method that was asked.
     """
-    if type(value) is TensorRef:
+    if isinstance(value, TensorRef):
         block: Block = value._ttr_block
         return block
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

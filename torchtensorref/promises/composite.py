@@ -41,7 +41,7 @@ def run_composite(
     try:
         with torch._C._ExcludeDispatchKeyGuard(KEYS):
             out = plan.op(*args, **kwargs)
-        if type(out) is TensorRef and out._ttr_block not in operands.blocks:
+        if isinstance(out, TensorRef) and out._ttr_block not in operands.blocks:
             born, cost = out._ttr_block, operator_cost(plan, args, kwargs, out)
     finally:
         recorder.end_whole(place, born, cost)
@@ -51,8 +51,10 @@ def run_composite(
 def _peak_nbytes(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Return what it takes in passing as one; None where it always comes in its parts."""
     values = (*args, *kwargs.values())
-    refs = [value for value in values if type(value) is TensorRef]
-    if any(isinstance(value, torch.Tensor) and type(value) is not TensorRef for value in values):
+    refs = [value for value in values if isinstance(value, TensorRef)]
+    if any(
+        isinstance(value, torch.Tensor) and not isinstance(value, TensorRef) for value in values
+    ):
         return None
     if not refs or refs[0] is not args[0] or any(ref.is_complex() for ref in refs):
         return None

@@ -202,8 +202,8 @@ class Forecast:
         lines = [
             f"{self.strategy} on {self.spec.name}, budget {format_nbytes(self.budget_nbytes)}: "
             f"{len(self.record.ops)} operators, {format_ns(self.time_ns)}",
-            f"  needs      {alive}; {format_nbytes(self.least_nbytes)} is the least budget, from "
-            f"{format_nbytes(self.enough_nbytes)} on more does not help",
+            f"  needs      {alive}; {format_nbytes(self.least_nbytes)} is the least budget, "
+            f"{format_nbytes(self.enough_nbytes)} is enough",
             f"  peak       {format_nbytes(self.peak_nbytes)}",
             f"  floor      {step.name}: {step.time_ns / max(floor_ns, 1):.2f} times "
             f"{format_ns(floor_ns)}, which {bound} takes",

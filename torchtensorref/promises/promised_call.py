@@ -162,7 +162,9 @@ class PromisedCall:
     def _shares(self) -> bool:
         first = self._operands.args[0] if self._operands.args else None
         kwargs = self._operands.kwargs
-        return self._plan.shares and type(first) is TensorRef and keeps_everything(first, kwargs)
+        return (
+            self._plan.shares and isinstance(first, TensorRef) and keeps_everything(first, kwargs)
+        )
 
     def _peak_nbytes(self) -> int:
         rule = self._plan.peak_nbytes

@@ -96,7 +96,7 @@ class Promises:
         if _scope.get() is not None:
             return True
         return bool(self._promised) and any(
-            type(value) is TensorRef and value._ttr_block.promise is not None
+            isinstance(value, TensorRef) and value._ttr_block.promise is not None
             for value in tree_leaves((args, kwargs))
         )
 
@@ -240,7 +240,7 @@ class Promises:
         asked = torch.device(kwargs.get("device") or "cpu")
         if asked.type == "meta" or kwargs.get("out") is not None or kwargs.get("names"):
             return NotImplemented
-        if any(type(value) is TensorRef for value in (*args, *kwargs.values())):
+        if any(isinstance(value, TensorRef) for value in (*args, *kwargs.values())):
             return NotImplemented  # `empty_like` of one: an operator as any other
         options = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
         plain = wrapped(*args, **{**options, "device": "meta"})
@@ -300,7 +300,7 @@ promises = Promises()
 def promise_like(tensor: torch.Tensor) -> Any:
     """Make a promise with the metadata of a tensor, and without values."""
     plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    if type(plain) is TensorRef:
+    if isinstance(plain, TensorRef):
         raise AssertionError("tensors on the meta device are plain")
     label = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     block = promises.promised(Cell(plain.untyped_storage().nbytes()))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, as_parameter
 from .promising import promise_like, recording
 from .record import Record
 from .recorder import Recorder
@@ -31,7 +31,7 @@ def record_of(
     with _as_before(modules), recording(recorder, Values(values)):
         for module in modules:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if type(tensor) is TensorRef:
+                if isinstance(tensor, TensorRef):
                     recorder.names.setdefault(tensor._ttr_block.block_id, name)
         if inspect.isgeneratorfunction(call):
             _run_parts(call(*args, **kwargs), recorder)
@@ -66,7 +66,7 @@ def _modules_in(call: Any, args: Any, kwargs: Any) -> list[nn.Module]:
 
 
 def _with_metadata(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or type(value) is TensorRef:
+    if not isinstance(value, torch.Tensor) or isinstance(value, TensorRef):
         return value
     return promise_like(value) if value.device.type == "meta" else tensorsManager.adopt(value)
 
@@ -101,5 +101,5 @@ def _promised(tensor: torch.Tensor) -> Any:
     made = promise_like(tensor)
     made._ttr_block.is_persistent = True
     if isinstance(tensor, nn.Parameter):
-        made._is_param = True
+        made = as_parameter(made)
     return made

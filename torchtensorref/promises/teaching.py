@@ -56,7 +56,7 @@ def _real_blocks(record: Record, module: Any) -> dict[int, Block]:
     found = {}
     for number, block in wanted.items():
         ref = named.get(block.name)
-        if type(ref) is TensorRef and ref._ttr_block.nbytes == block.nbytes:
+        if isinstance(ref, TensorRef) and ref._ttr_block.nbytes == block.nbytes:
             found[number] = ref._ttr_block
     return found
 

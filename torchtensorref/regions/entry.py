@@ -18,7 +18,7 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_of, view_over
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, as_parameter, is_plain
 from .hold import Hold
 from .region import Region, Slot, Structure, attributes_of, same_state, state_of
 from .tensor_tree import Exchange
@@ -139,7 +139,7 @@ class Entry(Hold):
             now = registry.get(name)
             if now is plain:
                 registry[name] = ref
-            elif now is not None and type(now) is not TensorRef:
+            elif now is not None and not isinstance(now, TensorRef):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
             known[id(plain)] = (plain, ref)
@@ -159,9 +159,9 @@ class Entry(Hold):
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
         ref = self.ref_for(plain)
-        if isinstance(plain, nn.Parameter) and type(ref) is TensorRef:
-            ref._is_param = True
+        if isinstance(plain, nn.Parameter) and isinstance(ref, TensorRef):
             ref.requires_grad_(plain.requires_grad)
+            return as_parameter(ref)
         return ref
 
     def _doubt(self, why: str) -> None:
@@ -221,7 +221,7 @@ class Entry(Hold):
 
     def ref_for(self, plain: torch.Tensor) -> Any:
         """Make the TensorRef of a tensor that the module has made or handed on."""
-        if type(plain) not in (torch.Tensor, nn.Parameter):
+        if not is_plain(plain):
             # A quantized cache's tensors: their own class holds the bytes. From now on intercepted.
             self._doubt(f"it makes a {type(plain).__name__}")
             return plain
@@ -288,6 +288,6 @@ def _stand_in(ref: Any, base: torch.Tensor) -> torch.Tensor:
     """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
     with torch.inference_mode(False), torch.no_grad():
         view = view_of(ref, base).data  # with a count of versions of its own
-        if getattr(ref, "_is_param", False):
+        if isinstance(ref, nn.Parameter):
             return nn.Parameter(view, requires_grad=ref.requires_grad)
         return view

@@ -34,7 +34,7 @@ def learn(
     call = call or module._call_impl
     residency = manager.residency
     refs = [ref for _, _, ref in tensors_of(module)]
-    if any(type(ref) is not TensorRef for ref in refs):
+    if any(not isinstance(ref, TensorRef) for ref in refs):
         return call(*args, **kwargs)  # another thread's region has a part of it
     in_order = dict.fromkeys(ref._ttr_block for ref in refs)
     own = set(in_order)

@@ -195,7 +195,7 @@ class Regions:
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return 0  # its registries are C++
         for _, _, ref in tensors_of(module):
-            if type(ref) is not TensorRef:
+            if not isinstance(ref, TensorRef):
                 return 0
             blocks[ref._ttr_block] = ref._ttr_block.nbytes
         return sum(blocks.values())
@@ -350,7 +350,7 @@ class Regions:
             region.slots, slots = [], []
             gone = forgetter(region)
             for registry, name, ref in tensors_of(module):
-                if type(ref) is not TensorRef or ref.is_inference():
+                if not isinstance(ref, TensorRef) or ref.is_inference():
                     return None
                 weak = weakref.ref(ref, gone)
                 slots.append(Slot(registry, name, weak, ref._ttr_block))

@@ -100,7 +100,7 @@ class Exchange:
         found: dict[int, Any] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is TensorRef:
+            if isinstance(tensor, TensorRef):
                 found[id(tensor)] = tensor
             else:
                 self.known[id(tensor)] = (tensor, None)
@@ -126,7 +126,7 @@ class Exchange:
         """Put plain tensors in the place of TensorRefs; containers change in place."""
 
         def swap(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is not TensorRef:
+            if not isinstance(tensor, TensorRef):
                 return tensor
             plain = plain_of(tensor)
             self.known[id(plain)] = (plain, tensor)
@@ -141,7 +141,7 @@ class Exchange:
             known = self.known.get(id(tensor))
             if known is not None:
                 return tensor if known[1] is None else known[1]
-            if type(tensor) is TensorRef:
+            if isinstance(tensor, TensorRef):
                 return tensor
             ref = ref_of(tensor)
             self.known[id(tensor)] = (tensor, ref)

@@ -26,7 +26,7 @@ from ..interception.onlookers.live import Panel
 from ..interception.onlookers.timeline import Timeline
 from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.ref import RefType, TensorRef, wiring
+from ..memory.ref import RefType, TensorRef, is_ref, wiring
 from ..regions.regions import Regions
 from . import tensor_ref as tensor_ref
 from .protocols import reduce_for_process
@@ -47,12 +47,25 @@ class Row:
 
 
 def _register_pickling() -> Undo:
-    ForkingPickler.register(TensorRef, reduce_for_process)
+    """Tell how TensorRefs travel, by their own class or by those that they are of in C++."""
+    reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    kinds = (TensorRef,) if core.library is None else (torch.Tensor, torch.nn.Parameter)
+    before = {kind: reducers.get(kind) for kind in kinds}
+    for kind in kinds:
+        reducers[kind] = reduce_for_process
 
     def undo() -> None:
-        del ForkingPickler._extra_reducers[TensorRef]  # type: ignore[attr-defined]
+        for kind, reducer in before.items():
+            if reducer is None:
+                del reducers[kind]
+            else:
+                reducers[kind] = reducer
 
     return undo
+
+
+def _give_attributes() -> Undo:
+    return _nothing if core.library is None else tensor_ref.attach()
 
 
 def _register_class() -> Undo:
@@ -89,6 +102,7 @@ TABLE: tuple[Row, ...] = (
         "operators that take functions ask a class of tensors for a rule",
         after=("kernels",),
     ),
+    Row("attributes", _give_attributes, "in C++ a TensorRef has no class that could have them"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
     Row("backward", _follow_backward, "formulas in C++ fill for TensorRefs what factories make"),
@@ -123,7 +137,7 @@ def _nothing() -> None:
 def uninstall() -> None:
     """Take everything back, unless a TensorRef is alive: those go on working."""
     gc.collect()
-    if any(type(thing) is TensorRef for thing in gc.get_objects()):
+    if any(map(is_ref, gc.get_objects())):
         return
     wiring.is_done = False
     _take_back()

@@ -46,7 +46,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
     The ready path writes one attribute of a block, `last_use`, without asking the residency: a
     single store, for which no lock is taken.
     """
-    if type(first) is not TensorRef:
+    if not isinstance(first, TensorRef):
         return SLOW
     block = first._ttr_block
     device = block.ready
@@ -66,7 +66,7 @@ def _run_two(plan: OpPlan, first: Any, second: Any) -> Any:
         tick = residency.books.tick + 1
         block.last_use = tick
         value = second
-        if type(second) is TensorRef:
+        if isinstance(second, TensorRef):
             other = second._ttr_block
             if other.ready is not device or (
                 second._ttr_device is not device and not can_look(second, device)
@@ -101,13 +101,13 @@ def _with_other(name: str, op: OpOverload) -> Method:
 
     def method(self: Any, other: Any, *rest: Any, **options: Any) -> Any:
         kind = type(other)
-        if (kind is TensorRef or kind in _NUMBERS) and not (
+        if (isinstance(other, TensorRef) or kind in _NUMBERS) and not (
             rest
             or options
             or not may_bypass(autocast=False)
             or (
                 _is_grad_enabled()
-                and (self.requires_grad or (kind is TensorRef and other.requires_grad))
+                and (self.requires_grad or (kind not in _NUMBERS and other.requires_grad))
             )
         ):
             try:
@@ -178,7 +178,7 @@ def _with_matrices(name: str, op: OpOverload) -> Method:
     way = WAYS[plan.ready_way]
 
     def method(self: Any, other: Any) -> Any:
-        if type(other) is TensorRef and not (
+        if isinstance(other, TensorRef) and not (
             _is_seen(self) or (_is_grad_enabled() and other.requires_grad)
         ):
             try:

@@ -16,12 +16,17 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from ..base.units import format_nbytes
 from ..interception.guards import may_bypass
+from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, as_parameter
 from .device_names import take_out
 
 _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
+
+#: Torch's own, where ours do a part only.
+_register_hook, _as_subclass = Tensor.register_hook, Tensor.as_subclass
+_deepcopy, _cpu = Tensor.__deepcopy__, Tensor.cpu
 
 
 #: Who asks for addresses only to compare them (which tensors are tied?) or to read at once what
@@ -99,7 +104,7 @@ class Protocols:
         recorder = tensorsManager.residency.recorder
         if recorder is not None:
             recorder.mistrust("it hooks a gradient")
-        return Tensor.register_hook(self, hook)
+        return _register_hook(self, hook)
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: Any, expected_type: type | None = None
@@ -140,8 +145,7 @@ class Protocols:
         Libraries that only compare addresses, or read the bytes at once (`READ_AT_ONCE`), get the
         address without that: nothing is held for them.
         """
-        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if caller in READ_AT_ONCE:
+        if _asker() in READ_AT_ONCE:
             # Copies that still share their bytes must not look like one tensor.
             tensorsManager.residency.sharing.unshare(self._ttr_block)
             return tensorsManager.ownership.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
@@ -151,7 +155,7 @@ class Protocols:
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
         if self.requires_grad:
-            return Tensor.as_subclass(self, cls)  # raises: no gradient would come back from there
+            return _as_subclass(self, cls)  # raises: no gradient would come back from there
         return self.exposed_plain("as_subclass").as_subclass(cls)
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
@@ -160,7 +164,7 @@ class Protocols:
 
     def storage(self: Any) -> Any:
         """Return the typed storage; see `untyped_storage`."""
-        torch.storage._warn_typed_storage_removal(stacklevel=2)
+        torch.storage._warn_typed_storage_removal(stacklevel=2 if core.library is None else 3)
         return self._typed_storage()
 
     def _typed_storage(self: Any) -> Any:
@@ -211,7 +215,7 @@ class Protocols:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
         plain = tensorsManager.ownership.plain_to_serialise(self)
         state = _of_the_program(self.__dict__)
-        if getattr(self, "_is_param", False):
+        if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
         else:
             plain.requires_grad_(self.requires_grad)
@@ -220,19 +224,21 @@ class Protocols:
 
     def __copy__(self: Any) -> Any:
         """Return another TensorRef on the same bytes, with the same attributes."""
-        twin = self.detach()
+        if not isinstance(self, TensorRef):
+            return _copy_of_plain(self)
+        twin = self.detach().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            twin = as_parameter(twin)
         twin.__dict__.update(_of_the_program(self.__dict__))
-        if getattr(self, "_is_param", False):
-            twin._is_param = True
-        return twin.requires_grad_(self.requires_grad)
+        return twin
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         """Return a copy whose bytes are shared until one of the two is written."""
         if not self.is_leaf:
-            return Tensor.__deepcopy__(self, memo)  # raises torch's own explanation
+            return _deepcopy(self, memo)  # raises torch's own explanation
         if id(self) in memo:
             return memo[id(self)]
-        if getattr(self, "_is_param", False):
+        if isinstance(self, torch.nn.Parameter):
             # A parameter is cloned: of all that shares its memory only itself comes along, and as
             # with torch neither its gradient nor what is noted on it.
             twin = self.detach().clone(memory_format=torch.preserve_format)
@@ -296,7 +302,15 @@ class Protocols:
 
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask for the host: changes the label and moves no bytes."""
-        return Tensor.cpu(self, *args, **kwargs)
+        return _cpu(self, *args, **kwargs)
+
+
+def _asker() -> str:
+    """Name the library that calls a method of ours."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 #: Torch's own, also where injection has put ours in its place.
@@ -309,6 +323,15 @@ def _of_kind(kind: str, device: Any) -> Any:
     return torch.device(kind, device) if isinstance(device, int) else device
 
 
+def _copy_of_plain(tensor: Any) -> Any:
+    """Do what `copy.copy` does where a class has no `__copy__`; it asks the class."""
+    make, args, *rest = tensor.__reduce_ex__(4)
+    twin = make(*args)
+    if rest and rest[0] is not None:
+        twin.__setstate__(rest[0])
+    return twin
+
+
 def empty_like(ref: Any) -> Tensor:
     """Make a plain tensor to call what torch answers in C++ from a tensor's own memory."""
     return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
@@ -316,7 +339,7 @@ def empty_like(ref: Any) -> Tensor:
 
 def readable(values: Any) -> Any:
     """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
-    if type(values) is TensorRef:
+    if isinstance(values, TensorRef):
         return tensorsManager.ownership.peek(values).clone()
     if type(values) not in (list, tuple):
         return values
@@ -329,6 +352,8 @@ def _adopted(plain: Tensor) -> Any:
 
 def reduce_for_process(ref: Any) -> Any:
     """Send a TensorRef to another process as torch sends a tensor: its memory becomes shared."""
+    if not isinstance(ref, TensorRef):
+        return reduce_tensor(ref)
     if ref.requires_grad and not ref.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd "
@@ -338,7 +363,7 @@ def reduce_for_process(ref: Any) -> Any:
     tensorsManager.ownership.share_memory(ref)
     # Over the very storage at home, whose file the other process maps; a twin would be copied.
     plain = tensorsManager.ownership.plain_at_home(ref).detach()
-    if getattr(ref, "_is_param", False):
+    if isinstance(ref, torch.nn.Parameter):
         plain = torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
     return reduce_tensor(plain.requires_grad_(ref.requires_grad))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
 from . import methods
+from .attributes import attach_to_class, attach_to_tensors
 from .device_names import names_any_accelerator
 from .protocols import Protocols, readable
 
@@ -142,8 +144,12 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
     def data(self, other: Any) -> None:
         if not isinstance(other, Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(other).__name__}")
-        ref = other if type(other) is TensorRef else tensorsManager.adopt(other.as_subclass(Tensor))
-        if type(ref) is not TensorRef:
+        ref = (
+            other
+            if isinstance(other, TensorRef)
+            else tensorsManager.adopt(other.as_subclass(Tensor))
+        )
+        if not isinstance(ref, TensorRef):
             raise RuntimeError(_OTHER_KIND)
         replace_metadata(self, ref)
 
@@ -160,23 +166,14 @@ def _is_ours(name: str) -> bool:
     return name.startswith("_ttr_") or name == "_is_param"
 
 
-def _attach(source: type) -> None:
-    """Give TensorRef the attributes that a class defines in its body."""
-    for name, value in vars(source).items():
-        if name not in _OF_EVERY_CLASS:
-            setattr(TensorRef, name, value)
-
-
-_OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
-}
-
-_attach(Protocols)
-_attach(Surface)
 if core.library is None:
+    attach_to_class(Protocols, Surface)
     TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
     methods.attach()
 else:
     cpp_path.set_up()
+
+
+def attach() -> Callable[[], None]:
+    """Give TensorRefs in C++ their attributes; return what takes them away again."""
+    return attach_to_tensors(Protocols, Surface)

@@ -17,6 +17,8 @@ from torchTensorRef.base import torch_versions
 from torchTensorRef.inject import hooks, torch_
 from torchTensorRef.inject.patches import HookPatch, LatePatch, MethodPatch, Patch, PatchedFunction
 
+from ...support.injection import kind_of
+
 FUNCTIONS = [patch for patch in torch_.PATCHES if isinstance(patch, Patch)]
 
 
@@ -80,7 +82,7 @@ def test_a_name_taken_while_installed_is_plain_afterwards():
     taken = torch.zeros
     hooks.uninstall()
     try:
-        assert type(taken(2)) is torch.Tensor
+        assert kind_of(taken(2)) is torch.Tensor
     finally:
         hooks.install()
 
@@ -94,7 +96,7 @@ def test_somebody_elses_patch_over_ours_is_left_alone(monkeypatch):
     hooks.uninstall()
     try:
         assert torch.ones is theirs
-        assert type(torch.ones(2)) is torch.Tensor
+        assert kind_of(torch.ones(2)) is torch.Tensor
     finally:
         monkeypatch.undo()
         torch.ones = ours.__wrapped__

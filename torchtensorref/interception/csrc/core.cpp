@@ -19,8 +19,8 @@ void add_class(py::module_& module, const char* name, PyTypeObject& type) {
   module.add_object(name, py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type)));
 }
 
-// Give the class of TensorRefs its attributes, and C++ the functions that it calls.
-void set_up(py::object type, py::object of_dispatch, py::object of_run_whole, py::object of_describe,
+// Give C++ the functions that it calls.
+void set_up(py::object of_dispatch, py::object of_run_whole, py::object of_describe,
             py::object of_bear, py::object of_adopt, py::object of_written) {
   dispatch = of_dispatch.release().ptr();
   run_whole = of_run_whole.release().ptr();
@@ -28,15 +28,21 @@ void set_up(py::object type, py::object of_dispatch, py::object of_run_whole, py
   bear = of_bear.release().ptr();
   adopt = of_adopt.release().ptr();
   written = of_written.release().ptr();
-  ref_type = reinterpret_cast<PyTypeObject*>(type.inc_ref().ptr());
-  for (PyGetSetDef* field = ref_fields; field->name; ++field)
-    type.attr(field->name) = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(ref_type, field));
 }
 
+// What Python finds on a TensorRef beside a tensor's own attributes, by name.
+py::dict attributes() {
+  py::dict found;
+  auto* of = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  for (PyGetSetDef* field = ref_fields; field->name; ++field)
+    found[field->name] = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(of, field));
+  return found;
+}
+
+PyMethodDef is_ref_method = {"is_ref", is_ref, METH_O, "Whether an object is a TensorRef."};
+
 at::Tensor ref_over(const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
-  at::Tensor made = make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);
-  ensure_python(made);
-  return made;
+  return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);
 }
 
 // Another TensorRef with the same metadata, over the same or, if it is not None, another block.
@@ -46,9 +52,14 @@ at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
   Block* block = other.is_none() ? ref->block.get() : core_of(other.ptr());
   auto made = c10::make_intrusive<RefImpl>(tensor, BlockPtr(block), tensor.device());
   if (block == ref->block.get()) made->point_at_the_same(*ref);
-  at::Tensor twin(std::move(made));
-  ensure_python(twin);
-  return twin;
+  return at::Tensor(std::move(made));
+}
+
+// The same TensorRef as an object of another class, as `Tensor._make_subclass` makes it of a plain one.
+py::object as_class(const at::Tensor& tensor, py::handle type) {
+  at::Tensor made = without_python(tensor);
+  made.set_requires_grad(tensor.requires_grad());
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(made, reinterpret_cast<PyTypeObject*>(type.ptr())));
 }
 
 // A TensorRef with such metadata over a block of which no plain tensor is at hand; `like` has the dtype.
@@ -56,9 +67,7 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
                     py::handle block, c10::Device label) {
   auto made = c10::make_intrusive<RefImpl>(like, BlockPtr(core_of(block.ptr())), label);
   made->set_sizes_and_strides(sizes, strides, offset);
-  at::Tensor ref(std::move(made));
-  ensure_python(ref);
-  return ref;
+  return at::Tensor(std::move(made));
 }
 
 int64_t peak_of(int kind, const py::args& arguments) {
@@ -81,7 +90,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("make_ref", &ref_over);
   module.def("alias_of", &alias_of);
   module.def("bare_ref", &bare_ref);
-  module.def("is_ref", [](const at::Tensor& tensor) { return tensor.defined() && ref_of(tensor) != nullptr; });
+  module.def("as_class", &as_class);
+  module.def("attributes", &attributes);
+  // Not pybind's: this is asked of every operand that Python looks at.
+  module.add_object("is_ref", py::reinterpret_steal<py::object>(PyCFunction_New(&is_ref_method, nullptr)));
   module.def("watch", [](bool is_on) { world.is_watched = is_on; });
   module.def("running_elsewhere", &Running::of_others);
   module.def("call_with_factories", [](py::object function, const py::args& args, const py::kwargs& kwargs) {

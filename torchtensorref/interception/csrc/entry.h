@@ -31,20 +31,6 @@ inline const uint64_t kHarmless =
                      DispatchKey::BackendSelect, kAbove, kBelow}))
         .raw_repr();
 
-inline void show(const IValue& value) {
-  if (value.isTensor()) {
-    ensure_python(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const IValue& part : value.toListRef()) ensure_python(part.toTensor());
-  } else if (value.isList()) {
-    for (const IValue& part : value.toListRef())
-      if (part.isTensor()) ensure_python(part.toTensor());
-  }
-}
-inline void show_results(const Plan& plan, const Stack& stack) {
-  for (size_t i = stack.size() - plan.twins.size(); i < stack.size(); ++i) show(stack[i]);
-}
-
 // -- to Python ------------------------------------------------------------------------------------
 
 // What an argument is for Python. Torch keeps dtypes, layouts and memory formats as numbers.
@@ -58,7 +44,7 @@ inline py::object to_python(const IValue& value, const c10::Argument& argument) 
     case c10::TypeKind::LayoutType: return borrowed(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt())));
     case c10::TypeKind::MemoryFormatType:
       return borrowed(torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
-    default: show(value); return torch::jit::toPyObject(value);
+    default: return torch::jit::toPyObject(value);
   }
 }
 
@@ -67,15 +53,23 @@ inline bool is_default(const IValue& value, const c10::Argument& argument) {
   return fallback.has_value() && (value.isNone() ? fallback->isNone() : !fallback->isNone() && value == *fallback);
 }
 
+// The same TensorRef as Python has made, without its object there: the program may want one of another
+// class (`nn.Parameter(x)` is a view of `x` that nobody has seen).
+inline at::Tensor without_python(const at::Tensor& made) {
+  const RefImpl* ref = made.defined() ? ref_of(made) : nullptr;
+  return ref ? at::Tensor(ref->twin(ref->version_counter(), true)) : made;
+}
+
 // Have a function of Python's run an operator, called as `__torch_dispatch__` would be; false where
 // that returns NotImplemented: nothing has happened then.
-inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
+inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const Plan& plan, Stack* stack, bool is_above) {
   const auto& schema = op.schema();
   const size_t start = stack->size() - plan.arg_count;
   auto argument = [&](size_t i) -> const IValue& { return (*stack)[start + i]; };
   py::gil_scoped_acquire gil;
   WithFactories no_longer(false);
-  at::AutoDispatchBelowADInplaceOrView noted_already;
+  // Above autograd nothing has to be noted, and what Python takes apart it does as torch does.
+  c10::impl::ExcludeDispatchKeyGuard noted_already(is_above ? DispatchKeySet() : c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   c10::impl::ExcludeDispatchKeyGuard looked_already(kAbove);
   size_t given = plan.positional_count;
   while (given && is_default(argument(given - 1), schema.arguments()[given - 1])) --given;
@@ -97,6 +91,7 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
   const auto& returns = schema.returns();
   for (size_t i = 0; i < returns.size(); ++i)
     stack->push_back(torch::jit::toIValue(returns.size() == 1 ? out : py::object(out[py::int_(i)]), returns[i].real_type(), std::nullopt));
+  if (plan.is_view && returns.size() == 1 && stack->back().isTensor()) stack->back() = without_python(stack->back().toTensor());
   return true;
 }
 
@@ -137,21 +132,19 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
     is_done = call.run();
     if (!is_done && plan.peak != Peak::kNotWhole && call.is_for_python()) {
       call.withdraw();
-      is_done = hand_over(run_whole, op, plan, stack);
+      is_done = hand_over(run_whole, op, plan, stack, true);
     }
   }
-  if (is_done) return show_results(plan, *stack);
+  if (is_done) return;
   WithFactories here(plan.is_composite || WithFactories::are_taken());
   op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove), stack);
-  show_results(plan, *stack);
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Plan& plan = plan_of(op);
   if (WithFactories::are_taken() && !has_ref(plan, *stack)) return pass_on(op, plan, keys, stack);
   if (!plan.may_be_ready || !ReadyCall(op, plan, stack, false).run())
-    TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack), "no rule for ", op.operator_name(), " with operands of these classes");
-  show_results(plan, *stack);
+    TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack, false), "no rule for ", op.operator_name(), " with operands of these classes");
 }
 
 }  // namespace ttr

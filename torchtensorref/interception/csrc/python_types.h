@@ -173,6 +173,7 @@ int set_sum(PyObject* self, PyObject* value, void*) {
 inline PyGetSetDef ledger_fields[] = {
     {"counted_nbytes", get_sum<&Ledger::counted_nbytes>, set_sum<&Ledger::counted_nbytes>, nullptr, nullptr},
     {"newborn_nbytes", get_sum<&Ledger::newborn_nbytes>, nullptr, nullptr, nullptr},
+    {"tiny_nbytes", get_sum<&Ledger::tiny_nbytes>, set_sum<&Ledger::tiny_nbytes>, nullptr, nullptr},
     {"high_nbytes", get_sum<&Ledger::high_nbytes>, set_sum<&Ledger::high_nbytes>, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

@@ -108,8 +108,16 @@ class ReadyCall {
     return true;
   }
 
-  // Whether nothing speaks against it but that Python has to see it.
-  bool is_for_python() const { return is_for_python_; }
+  // Whether it may run as one where Python decides: no operand is noted, and one is a TensorRef.
+  bool is_for_python() const {
+    if (!may_run()) return false;
+    bool has_ref = false;
+    const bool is_unnoted = each_tensor([&](const at::Tensor& tensor, bool) {
+      has_ref = has_ref || (tensor.defined() && ref_of(tensor));
+      return !is_noted(tensor);
+    });
+    return is_unnoted && has_ref;
+  }
   void withdraw() { operands_.withdraw(); }
 
  private:
@@ -134,22 +142,26 @@ class ReadyCall {
     return operands_.add(ref, is_written);
   }
 
-  bool announce() {
+  // Call a function with each operand and whether it is written, while it returns true.
+  template <class Function>
+  bool each_tensor(Function&& function) const {
     for (const auto& slot : plan_.slots) {
       const IValue& value = argument(slot.index);
       if (value.isTensor()) {
-        if (!look(value.toTensor(), slot.is_written)) return false;
-      } else if (value.isTensorList()) {
-        for (const IValue& part : value.toListRef())
-          if (!look(part.toTensor(), slot.is_written)) return false;
+        if (!function(value.toTensor(), slot.is_written)) return false;
       } else if (value.isList()) {
         for (const IValue& part : value.toListRef())
-          if (part.isTensor() && !look(part.toTensor(), slot.is_written)) return false;
+          if (part.isTensor() && !function(part.toTensor(), slot.is_written)) return false;
       }
     }
+    return true;
+  }
+
+  bool announce() {
+    if (!each_tensor([this](const at::Tensor& tensor, bool is_written) { return look(tensor, is_written); })) return false;
     const Device* device = operands_.device;
     if (!device || !device->is_open.load()) return false;
-    if (device->is_seen_by_python || operands_.is_without_plain || world.is_watched.load()) return is_for_python_ = true, false;
+    if (device->is_seen_by_python || operands_.is_without_plain || world.is_watched.load()) return false;
     const auto& first = operands_.all[0];
     if (plan_.is_for_host && !first.plain.is_cpu()) return false;
     if (plan_.shares && first.block->nbytes.load() >= kShareFromNbytes) return false;
@@ -273,8 +285,8 @@ class ReadyCall {
   BlockPtr counted(const at::Tensor& out, int64_t tick) const {
     Ledger* ledger = operands_.device->ledger.load();
     const auto nbytes = static_cast<int64_t>(out.storage().nbytes());
-    // Under pressure the strategy may want to hear of it.
-    if (ledger && !world.is_pressed.load(std::memory_order_relaxed)) {
+    // Under pressure the strategy may want to hear of it, if it is not tiny.
+    if (ledger && (!world.is_pressed.load(std::memory_order_relaxed) || nbytes < ledger->tiny_nbytes.load())) {
       const int64_t newborn = ledger->newborn_nbytes.fetch_add(nbytes) + nbytes;
       if (newborn + ledger->counted_nbytes.load() <= ledger->high_nbytes.load()) {
         auto* block = new Block();
@@ -315,7 +327,6 @@ class ReadyCall {
   Stack& stack_;
   const size_t start_;
   const bool is_above_;
-  bool is_for_python_ = false;
   Operands operands_;
 };
 

@@ -1,8 +1,9 @@
 // A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block
 // instead of bytes, and keeps the plain tensor over the replica where operators last ran.
 //
-// It carries no Python key, so autograd sees no subclass: the nodes, the formulas and the bits are
-// those of plain tensors. It carries two keys of ours instead (entry.h).
+// Its Python object is of torch's own class, or of whichever class the program makes of it, and it
+// carries no Python key: autograd sees no subclass, and the nodes, the formulas and the bits are those
+// of plain tensors. It carries two keys of ours instead (entry.h), by which it is known.
 #pragma once
 
 #include "python_types.h"
@@ -66,10 +67,6 @@ class WithFactories {
   const void* before_;
 };
 
-inline PyTypeObject* ref_type = nullptr;  // the class TensorRef
-
-void ensure_python(const at::TensorBase& tensor);
-
 struct RefImpl final : c10::TensorImpl {
   BlockPtr block;
   // `lock` is for the three below it: an operator takes the plain tensor together with the device
@@ -127,12 +124,15 @@ struct RefImpl final : c10::TensorImpl {
       }
       return seen;
     }
+    return twin(std::forward<Version>(version), may_change);
+  }
+  template <class Version>
+  c10::intrusive_ptr<TensorImpl> twin(Version&& version, bool may_change) const {
     auto twin = c10::make_intrusive<RefImpl>(at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(
                                                  const_cast<RefImpl*>(this))),
                                              block, device());
     copy_tensor_metadata(this, twin.get(), std::forward<Version>(version), may_change);
     twin->point_at_the_same(*this);
-    ensure_python(at::Tensor(twin));
     return twin;
   }
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version, bool may_change) const override {
@@ -154,15 +154,6 @@ inline RefImpl* ref_of(const c10::TensorImpl* impl) {
 }
 inline RefImpl* ref_of(const at::TensorBase& tensor) { return ref_of(tensor.unsafeGetTensorImpl()); }
 
-// Make the Python object, so that torch does not make one of class Tensor.
-inline void ensure_python(const at::TensorBase& tensor) {
-  if (!tensor.defined() || !ref_of(tensor) || tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj()) return;
-  Gil gil;
-  PyObject* made = THPVariable_Wrap(tensor, ref_type);
-  if (!made) throw python_error();
-  Py_DECREF(made);
-}
-
 inline at::Tensor make_ref(const at::Tensor& plain, BlockPtr block, Device* device, c10::Device label) {
   auto made = c10::make_intrusive<RefImpl>(plain, std::move(block), label);
   made->plain = plain;
@@ -171,11 +162,16 @@ inline at::Tensor make_ref(const at::Tensor& plain, BlockPtr block, Device* devi
   return at::Tensor(std::move(made));
 }
 
-// -- attributes of the class TensorRef (with the GIL) ----------------------------------------------
+// -- attributes of tensors that are TensorRefs (with the GIL) --------------------------------------
 
+// By its class, not as `isinstance` asks: a proxy only says that it is a tensor.
+inline PyObject* is_ref(PyObject*, PyObject* object) {
+  const bool is_tensor = PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+  return PyBool_FromLong(is_tensor && ref_of(THPVariable_Unpack(object)));
+}
 inline RefImpl* ref_in(PyObject* self) {
   RefImpl* ref = ref_of(THPVariable_Unpack(self));
-  if (!ref) PyErr_SetString(PyExc_TypeError, "it is no TensorRef");
+  if (!ref) PyErr_SetString(PyExc_AttributeError, "it is a plain tensor, and no TensorRef");
   return ref;
 }
 inline PyObject* get_block(PyObject* self, void*) {

@@ -33,6 +33,7 @@ struct Ledger {
   std::atomic<int64_t> newborn_nbytes{0};  // the sum of the list
   std::atomic<int64_t> counted_nbytes{0};  // what Python's ledger counts beside it
   std::atomic<int64_t> high_nbytes{0};     // the sum up to which nothing is evicted
+  std::atomic<int64_t> tiny_nbytes{0};     // of smaller results no strategy wants to hear
   PyObject* object = nullptr;              // Python's ledger, borrowed; null once that is gone
 };
 

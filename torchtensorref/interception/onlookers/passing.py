@@ -91,7 +91,7 @@ def _told(
     if plan.is_true_view or not is_asked:
         return run(plan, args, kwargs, placed)
     main, host = tensorsManager.residency.books.main, tensorsManager.residency.books.host
-    blocks = {ref._ttr_block for ref in tree_leaves((args, kwargs)) if type(ref) is TensorRef}
+    blocks = {ref._ttr_block for ref in tree_leaves((args, kwargs)) if isinstance(ref, TensorRef)}
     missing = [block for block in blocks if block.readable_on(main) is None]
     began_ns, clocks, stalled_ns = main.now_ns(), main.clocks(), main.stall_ns
     counts = tensorsManager.residency.books.counts

@@ -60,7 +60,7 @@ class SeenOperator:
     @functools.cached_property
     def refs(self) -> list[Any]:
         """The TensorRefs among the arguments, in their order."""
-        return [leaf for leaf in tree_leaves(self._asked) if type(leaf) is TensorRef]
+        return [leaf for leaf in tree_leaves(self._asked) if isinstance(leaf, TensorRef)]
 
     @functools.cached_property
     def operands(self) -> tuple[SeenOperand, ...]:

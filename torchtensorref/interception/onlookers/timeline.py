@@ -140,11 +140,13 @@ class Timeline(AbstractContextManager["Timeline"]):
         if not self._has_room():
             return
         dead = tuple(self._dead.popleft() for _ in range(len(self._dead)))
-        reads = [leaf._ttr_block for leaf in tree_leaves((args, kwargs)) if type(leaf) is TensorRef]
+        reads = [
+            leaf._ttr_block for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TensorRef)
+        ]
         written = [plan.argument(name, args, kwargs) for name in plan.write_names]
-        writes = [leaf._ttr_block for leaf in tree_leaves(written) if type(leaf) is TensorRef]
+        writes = [leaf._ttr_block for leaf in tree_leaves(written) if isinstance(leaf, TensorRef)]
         known = {block.block_id for block in reads}
-        made = [leaf._ttr_block for leaf in tree_leaves(result) if type(leaf) is TensorRef]
+        made = [leaf._ttr_block for leaf in tree_leaves(result) if isinstance(leaf, TensorRef)]
         born = {b.block_id: b.nbytes for b in made if b.block_id not in known}
         for block in (*reads, *made):
             self._meet(block)
@@ -200,7 +202,7 @@ def _peak_nbytes(plan: OpPlan, args: Any, kwargs: Any) -> int:
 
 def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     first: Any = args[0] if args else None
-    is_ref = type(first) is TensorRef
+    is_ref = isinstance(first, TensorRef)
     draws = plan.draws_random(args, kwargs)
     known = {
         "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs),

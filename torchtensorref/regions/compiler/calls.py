@@ -125,10 +125,10 @@ class CompiledCall:
         if not self._is_as_learned(modules):
             turn = -1
             owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
-            refs = [*inputs, *(tensor for tensor in owned if type(tensor) is TensorRef)]
+            refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
                 return self._compiled(*args, **kwargs)
-            if any(type(tensor) is not TensorRef or tensor.is_inference() for tensor in owned):
+            if any(not isinstance(tensor, TensorRef) or tensor.is_inference() for tensor in owned):
                 return self._function(*args, **kwargs)
         if not self._may_run_natively():
             return self._function(*args, **kwargs)

@@ -21,7 +21,9 @@ class Cells:
 
     def __init__(self, *values: Any) -> None:
         self._cells = [
-            cell for cell in _cells_of(values, set(), 0) if type(cell.cell_contents) is TensorRef
+            cell
+            for cell in _cells_of(values, set(), 0)
+            if isinstance(cell.cell_contents, TensorRef)
         ]
         #: The TensorRefs, as an argument that `Exchange` puts plain tensors into.
         self.contents = [cell.cell_contents for cell in self._cells]
@@ -73,7 +75,9 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
 def holds_refs(function: Any) -> bool:
     """Whether a function holds TensorRefs where they cannot be exchanged: globals, defaults."""
     in_cells = {id(cell.cell_contents) for cell in _cells_of(function, set(), 0)}
-    return any(type(part) is TensorRef and id(part) not in in_cells for part in _held(function, 0))
+    return any(
+        isinstance(part, TensorRef) and id(part) not in in_cells for part in _held(function, 0)
+    )
 
 
 def _is_of_program(part: Any) -> bool:

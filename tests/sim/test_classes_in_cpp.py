@@ -1,0 +1,126 @@
+"""In C++ a TensorRef is of torch's own classes, or of the program's: what follows from that.
+
+`test_cpp_path.py` runs this in a process where the path in C++ is on.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import TensorRef
+from torchTensorRef.memory import core
+
+from ..support.faces import failure
+from ..support.injection import assert_same_injected, injected
+
+pytestmark = pytest.mark.skipif(core.library is None, reason=f"the path is {core.path_in_words()}")
+
+
+class Scaled(nn.Parameter):
+    """A library's own class of parameters."""
+
+    scale = 2.0
+
+
+class Named(torch.Tensor):
+    """A library's own class of tensors, which its results are of, too."""
+
+
+@pytest.fixture
+def same(manage) -> Callable[..., None]:
+    manager = manage("lru", 8 << 10)
+    return lambda program, **reasons: assert_same_injected(program, manager, **reasons)
+
+
+def test_classes_are_torchs(manage):
+    manage("lru")
+    with injected():
+        x, p, b = torch.rand(2), nn.Linear(2, 2).weight, nn.Buffer(torch.ones(2))
+    assert [type(t) for t in (x, p, b)] == [torch.Tensor, nn.Parameter, torch.Tensor]
+    assert all(isinstance(t, TensorRef) for t in (x, p, b))
+    assert not isinstance(torch.ones(2), TensorRef)
+    assert not isinstance("text", TensorRef)
+
+
+def test_a_parameter_is_made_of_what_is_not_there(manage):
+    """The view that it is of the tensor goes to Python then, and comes back without an object."""
+    manager = manage("genoa", 8 << 10)
+    with injected():
+        x = torch.rand(64)
+        x.toGPU()
+        p = type(nn.Linear(1, 1).weight)(x, requires_grad=False)
+    assert type(p) is nn.Parameter
+    assert p._ttr_block is x._ttr_block
+    assert p.tolist() == x.tolist()
+    manager.check()
+
+
+def test_classes_of_a_library_are_trained(same):
+    def program() -> Any:
+        torch.manual_seed(0)
+        layer = nn.Linear(16, 16)
+        layer.weight = Scaled(layer.weight.detach() * 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (layer(torch.ones(4, 16)) * layer.weight.scale).sum().backward()
+            optimizer.step()
+        twin = copy.deepcopy(layer)
+        read = pickle.loads(pickle.dumps(layer.weight))
+        return [
+            [type(w).__name__ for w in (layer.weight, twin.weight, read)],
+            [layer.weight.detach() + 0, twin.weight.detach() + 0, read.tolist()],
+        ]
+
+    same(program)
+
+
+def test_tensors_of_a_library_keep_gradients_and_class(same):
+    def program() -> Any:
+        x = torch.rand(4, 4, requires_grad=True)
+        y = x.as_subclass(Named)
+        out = (y * 2).sum()
+        out.backward()
+        made = torch.Tensor._make_subclass(Named, torch.rand(3), True)
+        return [type(y).__name__, type(y * 2).__name__, x.grad, made.requires_grad, made + 1]
+
+    same(program)
+    with injected():
+        assert isinstance(torch.rand(4).as_subclass(Named), TensorRef)
+
+
+def test_data_of_one_kind_is_given_to_the_other(manage):
+    manager = manage("lru", 8 << 10)
+    plain = torch.zeros(3)
+    with injected():
+        ref = torch.arange(3.0)
+    plain.data = ref
+    assert not isinstance(plain, TensorRef)
+    assert plain.tolist() == [0, 1, 2]
+    ref.mul_(2)
+    assert plain.tolist() == [0, 2, 4]  # one memory, as in torch
+    other = torch.ones(3)
+    ref.data = other
+    assert isinstance(ref, TensorRef)
+    assert ref.tolist() == [1, 1, 1]
+    manager.check()
+
+
+def test_plain_tensors_have_none_of_our_attributes(manage):
+    manage("lru")
+    with injected():
+        torch.rand(1)
+    plain = torch.ones(2)
+    ours = ("proxyInfo", "target", "toGPU", "toCPU", "exposed_plain", "_repr_html_", "_ttr_block")
+    assert [name for name in ours if hasattr(plain, name)] == []
+    assert failure(lambda: plain.toGPU())[1].startswith("'Tensor' object has no attribute 'toGPU'")
+    plain.target = 3  # of the program
+    assert plain.target == 3
+    assert copy.copy(plain).tolist() == [1, 1]
