@@ -59,10 +59,9 @@ class Equation:
         self, inputs: str | Sequence[Sequence[Label]], output: Sequence[Label] | None = None
     ) -> None:
         if isinstance(inputs, str):
-            text = inputs.replace(" ", "")
-            left, arrow, right = text.partition("->")
-            inputs = [_letters(part, text) for part in left.split(",")]
-            output = _letters(right, text) if arrow else None
+            left, arrow, right = inputs.partition("->")
+            output = _letters(right, inputs) if arrow else None
+            inputs = [_letters(part, inputs) for part in left.split(",")]
         self.inputs: tuple[Labels, ...] = tuple(_checked(labels) for labels in inputs)
         self.output: Labels = _implied(self.inputs) if output is None else _checked(output)
         self._bound: dict[Any, Bound] = {}
@@ -182,6 +181,8 @@ def _letters(part: str, text: str) -> list[Label]:
             at += 3
         elif part[at].isascii() and part[at].isalpha():
             labels.append(part[at])
+            at += 1
+        elif part[at] == " ":  # anywhere but between the dots
             at += 1
         else:
             raise ValueError(
