@@ -3,14 +3,14 @@
     python -m benchmarks.einsum [--only memory,real,log,log-gradients,best] [--rounds 9]
                                 [--write-baseline]
 
-``memory`` are products whose terms are 824 MiB, with a budget of 16 MiB and with none: the most that
-the allocator of the host has given at once for operands, results, gradients and all that is made on
-the way, as torch's profiler has counted it, as a share of 16 MiB.
+``memory`` are products whose terms are 824 MiB, with a budget of 16 MiB and with none: the most
+that the allocator of the host has given at once for operands, results, gradients and all that is
+made on the way, as torch's profiler has counted it, as a share of 16 MiB.
 
 ``real`` is time beside `torch.einsum`: forward, and with gradients. The others are times beside
-torch_semiring_einsum, where it is installed, with the same memory: ours with a budget of 16 MiB, the
-other with the largest block size with which it stays within as much, counted in the same way.
-``best`` is Viterbi: the greatest sum and where it is, forward, which is all that the other one does.
+torch_semiring_einsum, where it is installed, with the same memory: ours with a budget of 16 MiB,
+the other with the largest block size with which it stays within as much, counted in the same way.
+``best`` is Viterbi: the greatest sum and where it is, forward, which is all that the other does.
 
 Plain tensors on the host, one thread. A figure is the median of the ratios of neighbouring runs in
 processor time.

@@ -312,6 +312,20 @@ def test_the_copies_of_the_next_tile_go_on_while_one_is_computed(manage):
     assert device.now_ns() - began < 0.9 * (link_ns + stats["compute_ns"])
 
 
+@pytest.mark.parametrize("strategy", ["lru", "flow", "genoa"])
+def test_turns_are_waited_at_where_rows_are_long(manage, strategy):
+    """320 of 512 rows and columns fit: 192 rows stay, and twice 64 columns pass by."""
+    row = 2 * 2048
+    manager = manage(nbytes=340 * row, strategy=strategy)
+    plain, ours = both(manager, torch.mm, [halves(512, 2048), halves(2048, 512)])
+    stats = manager.stats()
+    assert stats["blocked_tile_count"] == 3 * 8
+    # With two of each, 64 rows would stay, and all columns pass by eight times.
+    assert stats["fetched_nbytes"] <= row * (3 * 512 + 512)
+    assert stats["peak_resident_nbytes"] <= 340 * row
+    assert not differences(plain, ours)
+
+
 @pytest.mark.parametrize("number", range(1, 30, 3))
 @pytest.mark.parametrize("kind", ["copy", "alloc"])
 def test_a_copy_or_an_allocation_fails_in_between(manage, kind, number):

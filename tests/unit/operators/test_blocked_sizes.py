@@ -91,6 +91,27 @@ def test_sums_are_cut_where_much_less_moves():
     assert sums.need_nbytes <= 320 * MIB
 
 
+def test_turns_are_waited_at_where_that_halves_what_moves():
+    """Long rows: of those that stay there is one piece, of those that pass by there are two."""
+    axes, parts = product(2048, 131072, 4096)
+    row = 4 * 131072
+    tiling = choose(axes, parts, 640 * row + MIB)
+    assert tiling.has_room_ahead
+    assert tiling.lengths[:2] == (128, 384)
+    assert tiling.order[-2:] == (1, 0)
+    # With two of each it would be 128 and 128: all rows 32 times, and not eleven.
+    assert tiling.moved_nbytes <= row * (11 * 2048 + 4096)
+    assert 640 * row < tiling.need_nbytes <= 640 * row + MIB
+
+
+def test_turns_are_not_waited_at_for_less():
+    axes, parts = product(16384, 16384, 16384)
+    row = 4 * 16384
+    tiling = choose(axes, parts, 5120 * row)
+    outer, inner = (tiling.lengths[a] for a in tiling.order[-2:])
+    assert 2 * (outer + inner) * row <= tiling.need_nbytes
+
+
 def test_what_not_even_the_smallest_tile_takes_is_told():
     axes, parts = product(1024, 1024, 1024)
     with pytest.raises(TileTooLargeError) as raised:

@@ -4,13 +4,17 @@ A part that does not lie along an axis is used again while the tiles go along it
 is cut alone, everything moves once; where two are, what lies along the inner one alone moves once
 per tile of the outer one. Tiles are gone through like a snake: at each turn of the outer axis the
 inner one goes back the way it came, and what is there is used again.
+
+The pieces of the next tile come while one is computed, so there is room for two of each. Of what
+only a turn changes the second one is used at turns alone: where pieces are so long that this room
+would halve what moves, it is given to the first one, and turns are waited at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from .cut import Axis, Tile
 
@@ -21,6 +25,9 @@ GOOD_NBYTES = 32 << 20
 GOOD_COUNT = 3
 #: Sums are cut where that moves so much less than what keeps the bits.
 MUCH_LESS = 0.7
+#: Turns are waited at where that moves about half as much. (Where compute takes longer than the
+#: link, waiting only costs; for less it is not worth that risk.)
+HALF_AS_MUCH = 0.55
 #: What may move more than the least if it takes less room.
 SLACK = 1.02
 
@@ -156,11 +163,16 @@ def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copie
         found = [tiling for a in left if (tiling := chooser.one(lengths, a)) is not None]
         if found:
             return found[0]
-        for a, b in [(a, b) for a in left for b in left if a != b] if len(left) <= 2 else ():
+        pairs = [(a, b) for a in left for b in left if a != b] if len(left) <= 2 else []
+        for a, b in pairs:
             found += chooser.two(lengths, a, b)
+        if copies > 1:
+            turns = _Chooser(tuple(axes), parts, room_nbytes, copies, waits_at_turns=True)
+            waiting = [tiling for a, b in pairs for tiling in turns.two(lengths, a, b)]
+            if waiting and _least(waiting) < HALF_AS_MUCH * _least(found):
+                found = waiting
         if found:
-            least = min(tiling.moved_nbytes for tiling in found)
-            good = [tiling for tiling in found if tiling.moved_nbytes <= least * SLACK]
+            good = [one for one in found if one.moved_nbytes <= _least(found) * SLACK]
             return min(good, key=lambda tiling: (tiling.need_nbytes, tiling.moved_nbytes))
         first = left.pop(0)
         lengths[first] = min(axes[first].step, lengths[first])
@@ -174,8 +186,16 @@ def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copie
     return whole
 
 
+def _least(found: Sequence[Tiling]) -> float:
+    return min((tiling.moved_nbytes for tiling in found), default=inf)
+
+
 class _Chooser:
-    """Tries lengths for one call."""
+    """Tries lengths for one call.
+
+    Where it waits at turns, what the inner axis does not change is there once: the next one of it
+    takes the place of the last one, and while it comes nothing is computed.
+    """
 
     def __init__(
         self,
@@ -184,9 +204,12 @@ class _Chooser:
         room_nbytes: int,
         copies: int,
         inner: int | None = None,
+        *,
+        waits_at_turns: bool = False,
     ) -> None:
         self._axes, self._parts = axes, parts
         self._room, self._copies, self._inner = room_nbytes, copies, inner
+        self._waits_at_turns = waits_at_turns
 
     def one(self, lengths: list[int], a: int) -> Tiling | None:
         """Cut one axis further; no longer tiles than are good, if shorter ones are none the worse.
@@ -235,11 +258,13 @@ class _Chooser:
         counts = [
             len(axis.ranges(length)) for axis, length in zip(self._axes, lengths, strict=True)
         ]
+        last = next((a for a in reversed(order) if counts[a] > 1), None)
         need = moved = 0
         for part in self._parts:
             is_cut = any(counts[a] > 1 for a in part.axes)
             piece = self._piece_nbytes(part, lengths)
-            need += piece * (self._copies if is_cut else 1)
+            waits = self._waits_at_turns and is_cut and last not in part.axes
+            need += piece * (self._copies if is_cut and not waits else 1)
             if self._inner is not None:
                 need += int(piece * part.sums_share)
             moved += part.nbytes if part.is_result else piece * _changes(part, counts, order)
