@@ -70,6 +70,13 @@ def test_every_equation_of_others_in_complex_numbers(text, shapes):
     assert_right(text, operands, "real")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_in_plain_tensors_have_the_bits_of_torch(dtype):
+    for text, shapes in EVERYONES:
+        operands = [(4 * x).to(dtype) for x in operands_of(shapes, "real", "strided")]
+        assert torch.equal(einsum(text, *operands), torch.einsum(text, *operands))
+
+
 def test_lists_say_what_torchs_say():
     """Each of torch's tests of lists of integers, beside the text that says the same."""
     x, y, a, b, c = operands_of(((5,), (7,), (3, 5), (2, 5), (2, 1, 3, 1, 4)), "real")

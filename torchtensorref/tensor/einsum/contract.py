@@ -18,6 +18,7 @@ from .equation import Bound, Equation, Label, compiled
 from .grad import apply, kernel_of_products
 from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
 from .paths import Step, at_once, elements_between, steps
+from .plain import torchs
 from .pointers import unravelled
 from .semirings import Named, Semiring, refuse_dtypes, semiring_of
 
@@ -94,6 +95,10 @@ def einsum(
     >>> best.tolist(), by.squeeze(-1).tolist()
     ([[0.0, 5.0], [1.0, 6.0]], [[0, 0], [0, 0]])
     """
+    if semiring == "real" and budget is None and block_size is None and not argmax:
+        found = torchs(equation, operands)
+        if found is not None:
+            return found
     compiled_equation, tensors = _read(equation, operands)
     ring = semiring_of(semiring)
     refuse_dtypes(ring, tensors)

@@ -53,7 +53,7 @@ class Equation:
     Equation('[0, 1], [1, 77] -> [0, 77]')
     """
 
-    __slots__ = ("_bound", "inputs", "output")
+    __slots__ = ("_bound", "inputs", "output", "text")
 
     def __init__(
         self, inputs: str | Sequence[Sequence[Label]], output: Sequence[Label] | None = None
@@ -66,6 +66,8 @@ class Equation:
         self.output: Labels = _implied(self.inputs) if output is None else _checked(output)
         self._bound: dict[Any, Bound] = {}
         self._refuse_output()
+        #: As torch has it; empty where labels are integers.
+        self.text = "" if self._has_integers() else str(self)
 
     def _refuse_output(self) -> None:
         known = {label for labels in self.inputs for label in labels}
@@ -157,8 +159,11 @@ class Equation:
     def __repr__(self) -> str:
         return f"Equation({str(self)!r})"
 
+    def _has_integers(self) -> bool:
+        return any(isinstance(label, int) for labels in self.inputs for label in labels)
+
     def __str__(self) -> str:
-        if any(isinstance(label, int) for labels in self.inputs for label in labels):
+        if self._has_integers():
             lists = ", ".join(str([_shown(one) for one in labels]) for labels in self.inputs)
             return f"{lists} -> {[_shown(one) for one in self.output]}".replace("'...'", "...")
         joined = ["".join(map(_shown, labels)) for labels in (*self.inputs, self.output)]

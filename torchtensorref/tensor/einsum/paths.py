@@ -48,7 +48,7 @@ def steps(
         if kept != now[place]:
             now[place] = kept
             found.append(Step((place,), kept))
-    for places in _pairs(tuple(now), output, sizes, reorder):
+    for places in pairs(tuple(now), output, sizes, reorder):
         taken = [now[place] for place in places]
         now = [labels for place, labels in enumerate(now) if place not in places]
         kept = _kept(taken, now, output) if now else output
@@ -73,9 +73,10 @@ def _kept(taken: Sequence[Labels], others: Sequence[Labels], output: Labels) -> 
     return tuple(dict.fromkeys(label for labels in taken for label in labels if label in needed))
 
 
-def _pairs(
+def pairs(
     inputs: tuple[Labels, ...], output: Labels, sizes: tuple[tuple[Label, int], ...], reorder: bool
 ) -> list[tuple[int, ...]]:
+    """Choose which operands are multiplied, two at a time, by their places in what is left."""
     count = len(inputs)
     if count > 2 and reorder:
         try:
