@@ -17,6 +17,7 @@ from .blocks import Room, held_nbytes
 from .equation import Bound, Equation, Label, compiled
 from .grad import apply, kernel_of_products
 from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
+from .log_products import LogProduct, is_worth_it
 from .paths import Step, at_once, elements_between, steps
 from .plain import torchs
 from .pointers import unravelled
@@ -258,7 +259,7 @@ def _kernel(
     if ring.dtype is not None:
         return Counting(ring.dtype, ring.dtype)
     if ring.name == "log":
-        return LogSum(work, work)
+        return LogProduct(work, work) if is_worth_it(job) else LogSum(work, work)
     if ring.name == "real":
         return kernel_of_products(job, ("real",) * len(factors), factors, dtype)
     return Best(dtype, work, ring.name == "max-plus", with_pointers)

@@ -30,6 +30,11 @@ def run(job: Job, kernel: Kernel, operands: Sequence[Tensor], room: Room) -> tup
     -------
     tuple of Tensor
         The results of the kernel, with the dimensions of `job.output`.
+
+    Raises
+    ------
+    InexactError
+        The kernel says so.
     """
     shape = job.shape(job.output)
     if 0 in shape or 0 in job.shape(job.reduced):

@@ -16,7 +16,8 @@ from .blocks import Room
 from .engine import run
 from .equation import Labels
 from .gemm import MatrixProduct
-from .kernels import Best, Folding, Job, Kernel, LogSum, SumOfProducts, wide
+from .kernels import Best, Folding, InexactError, Job, Kernel, LogSum, SumOfProducts, wide
+from .log_products import LogProduct, LogShares
 from .pointers import at_best
 from .replay import gradients_by_replay
 
@@ -29,7 +30,18 @@ def apply(job: Job, kernel: Kernel, operands: Sequence[Tensor], room: Room) -> t
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         found = Contraction.apply(job, kernel, room, *operands)
         return found if isinstance(found, tuple) else (found,)
-    return run(job, kernel, operands, room)
+    return _exactly(job, kernel, operands, room)[1]
+
+
+def _exactly(
+    job: Job, kernel: Kernel, operands: Sequence[Tensor], room: Room
+) -> tuple[Kernel, tuple[Tensor, ...]]:
+    """Compute a sum of products by a kernel, or the one that stands in for it; say by which."""
+    try:
+        return kernel, run(job, kernel, operands, room)
+    except InexactError:
+        kernel = kernel.instead()
+    return kernel, run(job, kernel, operands, room)
 
 
 def _keeps_one(kernel: Kernel) -> bool:
@@ -45,9 +57,9 @@ class Contraction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, kernel: Kernel, room: Room, *operands: Tensor) -> Any:
         """Compute it, and save operands."""
-        found = run(job, kernel, operands, room)
+        kernel, found = _exactly(job, kernel, operands, room)
         ctx.job, ctx.kernel, ctx.room = job, kernel, room
-        needed = found if isinstance(kernel, (LogSum, Best)) else ()
+        needed = found if isinstance(kernel, (LogSum, LogProduct, Best)) else ()
         ctx.save_for_backward(*operands, *needed)
         if len(found) > 1:
             ctx.mark_non_differentiable(*found[1:])
@@ -67,17 +79,8 @@ class Contraction(torch.autograd.Function):
                     "computed again, and no graph of that is kept. Leave out create_graph=True."
                 )
             found = gradients_by_replay(ctx.job, ctx.kernel, ctx.room, needs, g, operands)
-        elif isinstance(ctx.kernel, LogSum):
-            (total,) = results
-            # Where nothing is possible no operand has a share; without this it would be 0 / 0.
-            total = total.masked_fill(total == -math.inf, 0)
-            roles = ("real", *("log" for _ in operands), "minus")
-            inputs = (ctx.job.output, *ctx.job.inputs, ctx.job.output)
-            shares = (g, *operands, total)
-            found = [
-                _sum(ctx.job, labels, inputs, roles, shares, x.dtype, ctx.room) if need else None
-                for x, labels, need in zip(operands, ctx.job.inputs, needs, strict=True)
-            ]
+        elif isinstance(ctx.kernel, (LogSum, LogProduct)):
+            found = _of_logarithms(ctx.job, ctx.kernel, ctx.room, needs, g, operands, *results)
         elif isinstance(ctx.kernel, Best):
             found = [
                 at_best(ctx.job, at, operands[at].dtype, g, results[1]) if need else None
@@ -89,6 +92,46 @@ class Contraction(torch.autograd.Function):
                 for at, need in enumerate(needs)
             ]
         return (None, None, None, *found)
+
+
+def _of_logarithms(
+    job: Job,
+    kernel: Kernel,
+    room: Room,
+    needs: Sequence[bool],
+    g: Tensor,
+    operands: Sequence[Tensor],
+    total: Tensor,
+) -> list[Tensor | None]:
+    """Return the gradients of a logarithm: as matrix products if it was one, and they are exact."""
+    output = job.output
+    if isinstance(kernel, LogProduct) and not torch.is_grad_enabled():
+        (a, b), (la, lb) = operands, job.inputs
+        try:
+            return [
+                run(
+                    Job((output, mine, others, output), mine, job.sizes),
+                    LogShares(x.dtype, kernel.work),
+                    (g, x, y, total),
+                    room,
+                )[0]
+                if need
+                else None
+                for need, mine, others, x, y in zip(
+                    needs, (la, lb), (lb, la), (a, b), (b, a), strict=True
+                )
+            ]
+        except InexactError:
+            pass  # then one by one
+    # Where nothing is possible no operand has a share; without this it would be 0 / 0.
+    total = total.masked_fill(total == -math.inf, 0)
+    roles = ("real", *("log" for _ in operands), "minus")
+    inputs = (output, *job.inputs, output)
+    shares = (g, *operands, total)
+    return [
+        _sum(job, labels, inputs, roles, shares, x.dtype, room) if need else None
+        for x, labels, need in zip(operands, job.inputs, needs, strict=True)
+    ]
 
 
 def _of_product(

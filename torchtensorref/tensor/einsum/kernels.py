@@ -26,6 +26,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVES else dtype
 
 
+class InexactError(Exception):
+    """Internal: a kernel would not be as exact as another one, which is to be used instead."""
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """A sum of products: which dimensions factors have, and which the result.
@@ -77,6 +81,10 @@ class Kernel:
     def finish(self, state: Any) -> tuple[Tensor, ...]:
         """Return the results of a block of the result."""
         return (state,)
+
+    def instead(self) -> Kernel:
+        """Return the kernel to be used where this one is not exact enough."""
+        return self
 
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the results."""
