@@ -11,6 +11,7 @@ made on the way, as torch's profiler has counted it, as a share of 16 MiB.
 torch_semiring_einsum, where it is installed, with the same memory: ours with a budget of 16 MiB,
 the other with the largest block size with which it stays within as much, counted in the same way.
 ``best`` is Viterbi: the greatest sum and where it is, forward, which is all that the other does.
+The first equation of these is so small that what is measured is Python; it has no bound.
 
 Plain tensors on the host, one thread. A figure is the median of the ratios of neighbouring runs in
 processor time.
@@ -100,7 +101,7 @@ OTHERS = (
     Row("ik,kj->ij", ((300, 300), (300, 300))),
     Row("bik,bkj->bij", ((8, 100, 100), (8, 100, 100))),
     Row("abc,bcd->ad", ((300, 10, 30), (10, 30, 300))),
-    Row("ak,ak,ak->a", ((10, 100_000), (10, 100_000), (10, 100_000))),
+    Row("ak,ak,ak->a", ((10, 30_000), (10, 30_000), (10, 30_000))),
     Row("abce,abde,abdf->acd", ((2, 3, 20, 44), (2, 3, 28, 44), (2, 3, 28, 52))),
 )
 
@@ -126,7 +127,7 @@ def peak_nbytes(row: Row, run: Callable[..., Any]) -> int:
     """Return the most bytes that are allocated at once, from the operands on."""
     with (
         silent_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
     ):
         found = finished(row, run)(row.operands())
         del found
@@ -183,17 +184,15 @@ def theirs(row: Row, ring: str, block_size: Any) -> Callable[..., Any]:
 
 def block_size_of(row: Row, ring: str) -> int:
     """Return the largest block size with which the other one stays within the same memory."""
-    most = max(max(shape) for shape in row.shapes)
-    sizes = [most]
-    while sizes[-1] > 1:
-        sizes.append(max(1, min(sizes[-1] - 1, int(sizes[-1] * 0.9))))
-    for size in sizes:
-        terms = terms_of(row, size)
-        if 4 * terms > BUDGET_NBYTES:  # would not, and would take long to be seen not to
-            continue
-        if peak_nbytes(row, theirs(row, ring, size)) <= BUDGET_NBYTES:
-            return size
-    return 1
+    size = max(max(shape) for shape in row.shapes)
+    while size > 1:
+        # Of one whose terms alone are more it need not be tried.
+        if 4 * terms_of(row, size) <= BUDGET_NBYTES and (
+            peak_nbytes(row, theirs(row, ring, size)) <= BUDGET_NBYTES
+        ):
+            break
+        size = max(1, min(size - 1, int(size * 0.9)))
+    return size
 
 
 def terms_of(row: Row, block_size: int) -> int:
@@ -297,7 +296,9 @@ def figures_of(found: dict[str, float]) -> dict[str, Figure]:
     for name, value in found.items():
         part = name.partition("/")[0]
         unit = {"memory": "of 16 MiB", "real": "x torch"}.get(part, "x the other")
-        bound = {"memory": 1.0, "real": REAL_BOUND}.get(part, OTHERS_BOUND)
+        bound: float | None = {"memory": 1.0, "real": REAL_BOUND}.get(part, OTHERS_BOUND)
+        if str(OTHERS[0]) in name and part != "real":
+            bound = None
         figures[name] = Figure(value, unit, bound)
     return figures
 

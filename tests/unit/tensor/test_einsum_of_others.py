@@ -221,3 +221,55 @@ def test_the_best_of_one_term_is_nowhere_else():
     best, where = einsum("a,a->a", x, x, semiring="max-plus", argmax=True)
     assert best.tolist() == [0, 2, 4, 6, 8]
     assert where.shape == (5, 0)
+
+
+@pytest.mark.parametrize("how", [{}, {"block_size": 3}, {"budget": "1MiB"}], ids=str)
+@pytest.mark.parametrize("semiring", ["max-plus", "min-plus"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "abce,abde,abdf->acd",  # f is chosen first: nobody else has it
+        "abc,b->a",  # not c: b comes before it, and not last
+        "ab,ac,ad->a",  # d, then c
+        "ab,ac,ad->",
+        "ab,bc,c->a",
+        "i,j->",
+        "ijk->j",
+        "abf,afb->b",
+        "xa,ay,x->",
+    ],
+)
+def test_the_first_of_the_best_terms_is_told(text, semiring, ties, how):
+    """With ties there are many of the best, and the first in the order of all summed dimensions."""
+    sizes = dict(zip("abcdefijkxy", (2, 3, 5, 7, 4, 6, 4, 5, 6, 3, 4), strict=True))
+    shapes = [[sizes[x] for x in part] for part in text.partition("->")[0].split(",")]
+    operands = [x.round() if ties else x for x in operands_of(shapes, "real")]
+    best, where = einsum(text, *operands, semiring=semiring, argmax=True, **how)
+    parts, output = text.partition("->")[0].split(","), text.partition("->")[2]
+    reduced = [x for x in dict.fromkeys("".join(parts)) if x not in output]
+    assert where.shape == (*best.shape, len(reduced))
+    every = naive_einsum(
+        f"{text.partition('->')[0]}->{output}{''.join(reduced)}", *operands, semiring="max-plus"
+    )
+    terms = every.flatten(len(output))
+    at = terms.argmax(-1) if semiring == "max-plus" else terms.argmin(-1)
+    first = torch.stack(torch.unravel_index(at, [sizes[x] for x in reduced]), -1)
+    torch.testing.assert_close(best, terms.gather(-1, at.unsqueeze(-1)).squeeze(-1))
+    assert torch.equal(where, first)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 300, 320, 1000, 4097])
+def test_long_rows_have_their_first_best(length):
+    """Places are found group by group, and the last group begins in the one before."""
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randint(0, length // 3, (40, length), generator=generator).float()
+    x[0] = 5
+    x[1, -1] = x[2, -2] = length
+    x[3, 100] = x[3, length - 20] = NAN
+    x[4, length - 3], x[4, length - 50] = INF, INF
+    x[5] = -INF
+    for semiring, expected in (("max-plus", x.max(1)), ("min-plus", x.min(1))):
+        best, where = einsum("ij->i", x, semiring=semiring, argmax=True)
+        assert torch.equal(best.nan_to_num(nan=-1), expected.values.nan_to_num(nan=-1))
+        assert torch.equal(where.squeeze(-1), expected.indices)

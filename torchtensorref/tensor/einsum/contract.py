@@ -13,6 +13,7 @@ from ...base.errors import ConfigError, did_you_mean, nearest
 from ...base.units import parse_limit
 from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
+from .best_paths import steps_to_best, told
 from .blocks import Room, held_nbytes
 from .equation import Bound, Equation, Label, compiled
 from .grad import apply, kernel_of_products
@@ -20,7 +21,6 @@ from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
 from .log_products import LogProduct, is_worth_it
 from .paths import Step, at_once, elements_between, steps
 from .plain import torchs
-from .pointers import unravelled
 from .semirings import Named, Semiring, refuse_dtypes, semiring_of
 
 #: Without a number that must be kept, blocks get this share of the accelerator at least.
@@ -114,11 +114,11 @@ def einsum(
     job = Job(bound.inputs, bound.output, bound.sizes)
     if argmax and 0 in job.shape(job.reduced) and 0 not in job.shape(job.output):
         raise ValueError(f"{compiled_equation}: a best of no terms is nowhere; leave out argmax.")
-    results = _run(bound, ring, views, chosen, room, noted or argmax)
+    results, jobs = _run(bound, ring, views, chosen, room, noted or argmax)
     found = (
         results[0] if isinstance(ring, Named) and ring.dtype else results[0].to(tensors[0].dtype)
     )
-    return (found, unravelled(results[1], job)) if argmax else found
+    return (found, told(results[1], *jobs)) if argmax else found
 
 
 def _read(equation: Any, operands: Sequence[Any]) -> tuple[Equation, tuple[Tensor, ...]]:
@@ -155,8 +155,13 @@ def _plan(
     limit_nbytes = None if is_free else _limit_nbytes(tensors, budget)
     together = at_once(bound.inputs, bound.output)
     chosen = together
-    if not argmax and 0 not in bound.sizes.values():  # no step on the way may add nothing
-        chosen = steps(bound.inputs, bound.output, tuple(bound.sizes.items()), ring.commutative)
+    if 0 not in bound.sizes.values():  # no step on the way may add nothing
+        sizes = tuple(bound.sizes.items())
+        chosen = (
+            steps_to_best(bound.inputs, bound.output)
+            if argmax
+            else steps(bound.inputs, bound.output, sizes, ring.commutative)
+        )
     if limit_nbytes is None:
         return chosen, Room(lengths, default)
     value_nbytes, pointer_nbytes = _item_nbytes(ring, tensors)
@@ -230,11 +235,20 @@ def _run(
     chosen: Sequence[Step],
     room: Room,
     with_pointers: bool,
-) -> tuple[Tensor, ...]:
-    """Multiply operands step by step, and return the results of the last step."""
+) -> tuple[tuple[Tensor, ...], tuple[Job, list[tuple[Job, Tensor]]]]:
+    """Multiply operands step by step.
+
+    Returns
+    -------
+    tuple
+        The results of the last step; and its job, with the jobs and the pointers of those before.
+    """
     waiting = list(zip(bound.inputs, views, strict=True))
     results: tuple[Tensor, ...] = ()
+    job, before = Job((), (), bound.sizes), []
     for step in chosen:
+        if len(results) > 1:
+            before.append((job, results[1]))
         taken = [waiting[place] for place in step.places]
         job = Job(tuple(labels for labels, _ in taken), step.output, bound.sizes)
         factors = [factor for _, factor in taken]
@@ -245,7 +259,7 @@ def _run(
         else:
             waiting = [one for at, one in enumerate(waiting) if at not in step.places]
             waiting.append(made)
-    return results
+    return results, (job, before)
 
 
 def _kernel(

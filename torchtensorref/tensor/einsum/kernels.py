@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .best_paths import best_of
 from .blocks import Chunks, Tile, count_of
 from .equation import Label, Labels
 from .semirings import Named, Semiring
@@ -275,11 +276,7 @@ class Best(Kernel):
         if not count:
             return terms, torch.zeros_like(terms, dtype=torch.int64)
         lengths = terms.shape[terms.dim() - count :]
-        values, at = (
-            terms.flatten(terms.dim() - count).max(-1)
-            if self.is_greatest
-            else (terms.flatten(terms.dim() - count).min(-1))
-        )
+        values, at = best_of(terms.flatten(terms.dim() - count), self.is_greatest)
         if tile:
             at = _in_whole(at, list(lengths), job, tile)
         return (values, at) if state is None else self._better(state, (values, at))

@@ -90,13 +90,3 @@ def _places(job: Job, at: int, where: Tensor, tile: Any) -> Tensor:
             steps = torch.arange(start, start + length, device=where.device) * strides[label]
             found += steps.view([-1] + [1] * (len(job.output) - dim - 1))
     return found
-
-
-def unravelled(pointers: Tensor, job: Job) -> Tensor:
-    """Return pointers as one index for each summed dimension, in a last dimension."""
-    found = pointers.new_empty([*pointers.shape, len(job.reduced)])
-    inner = 1
-    for place, label in reversed(list(enumerate(job.reduced))):
-        found.select(-1, place).copy_((pointers // inner) % max(job.sizes[label], 1))
-        inner *= max(job.sizes[label], 1)
-    return found
