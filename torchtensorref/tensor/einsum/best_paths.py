@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: The greatest of so many numbers in a row is found ten times as fast as where it is.
 GROUP = 64
 #: Where there are fewer, finding the group first is no faster.
-FEWEST = 4 * GROUP
+FEWEST = 16 * GROUP
 
 
 def best_of(terms: Tensor, is_greatest: bool) -> tuple[Tensor, Tensor]:

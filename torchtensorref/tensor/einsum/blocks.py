@@ -21,7 +21,7 @@ Tile = dict[Label, tuple[int, int]]
 
 #: Elements of the products of one block. A processor has them in its cache; an accelerator is busy
 #: for much longer than a kernel takes to start.
-FAST_ON_HOST, FAST_ON_ACCELERATOR = 1 << 18, 1 << 24
+FAST_ON_HOST, FAST_ON_ACCELERATOR = 1 << 19, 1 << 24
 
 #: Cut no dimension smaller than this as long as another one can be cut.
 LEAST_LENGTH = 16

@@ -21,7 +21,7 @@ from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
 from .log_products import LogProduct, is_worth_it
 from .paths import Step, at_once, elements_between, steps
 from .plain import torchs
-from .semirings import Named, Semiring, refuse_dtypes, semiring_of
+from .semirings import SEMIRINGS, Named, Semiring, refuse_dtypes, semiring_of
 
 #: Without a number that must be kept, blocks get this share of the accelerator at least.
 LEAST_SHARE = 1 / 8
@@ -162,6 +162,11 @@ def _plan(
             if argmax
             else steps(bound.inputs, bound.output, sizes, ring.commutative)
         )
+    if ring is not SEMIRINGS["real"]:
+        # What is made on the way may be all terms: of numbers their product is a matrix product's.
+        terms = math.prod(bound.sizes.values())
+        if any(math.prod(bound.sizes[x] for x in step.output) == terms for step in chosen[:-1]):
+            chosen = together
     if limit_nbytes is None:
         return chosen, Room(lengths, default)
     value_nbytes, pointer_nbytes = _item_nbytes(ring, tensors)

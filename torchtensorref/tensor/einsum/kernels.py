@@ -6,6 +6,7 @@ of the result, then the summed ones. It keeps a state of what it has seen, and f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Job:
     output: Labels
     sizes: Mapping[Label, int]
 
-    @property
+    @functools.cached_property
     def reduced(self) -> Labels:
         """The dimensions that are summed over, in the order in which they first appear."""
         every = dict.fromkeys(label for labels in self.inputs for label in labels)
