@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .best_paths import best_of
 from .blocks import Chunks, Tile, count_of
 from .equation import Label, Labels
+from .extremes import best_of
 from .semirings import Named, Semiring
 
 _HALVES = (torch.float16, torch.bfloat16)
