@@ -11,8 +11,10 @@ accelerator `Flow` decides what to keep and what to fetch ahead.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from ..strategy import (
     PERSISTENT_AFTER,
@@ -30,14 +32,17 @@ from .flow import Flow
 
 #: What weights may take of a budget; the rest is for activations.
 WEIGHTS_SHARE = 0.9
+#: The most blocks that a layer has, and how many have to be as large as those a layer before.
+LONGEST_LAYER = 256
+ALIKE_SHARE = 0.9
 #: An accelerator takes blocks again when what lives there takes less than this of its budget.
 GONE_SHARE = 0.5
-#: What does not fit is dealt out in so many rounds, of stretches that take at least so long: each
-#: boundary takes tens of microseconds.
-ROUND_COUNT = 16
-#: What was fetched ahead and is not used yet comes to no more than so many stretches lack.
-AHEAD_STRETCHES = 4
+#: What does not fit is dealt out in rounds, so that the program goes through so many stretches of
+#: it. They take at least so long: each boundary takes tens of microseconds.
+STRETCH_COUNT = 128
 STRETCH_NS = 100_000
+#: What was fetched ahead and is not used yet comes to no more than this share of what is missing.
+AHEAD_SHARE = 1 / 4
 #: Weights up to this share of the smallest budget have no home: they go where they are needed.
 TINY_SHARE = 1 / 4096
 #: Budgets that follow what others take of a device change by this share before blocks move.
@@ -141,11 +146,9 @@ class Venice(Strategy):
         ordered = _largest_first(accelerators)
         total_nbytes = sum(self._nbytes.values())
         shares = self.shares(ordered, total_nbytes)
-        round_count = rounds_of(ordered, total_nbytes)
+        round_count = rounds_of(ordered, list(self._nbytes.values()))
         self._ahead_limits = {
-            device.name: AHEAD_STRETCHES
-            * max(0.0, share - WEIGHTS_SHARE * device.limit_nbytes)
-            / round_count
+            device.name: AHEAD_SHARE * max(0.0, share - WEIGHTS_SHARE * device.limit_nbytes)
             for device, share in zip(ordered, shares, strict=True)
         }
         ends = [share / round_count for share in accumulate(shares)]
@@ -269,17 +272,47 @@ def shares_of(accelerators: Sequence[DeviceSnapshot], total_nbytes: int) -> list
     return [here + time_s * link for here, link in zip(room, links, strict=True)]
 
 
-def rounds_of(accelerators: Sequence[DeviceSnapshot], total_nbytes: int) -> int:
+def rounds_of(accelerators: Sequence[DeviceSnapshot], sizes: Sequence[int]) -> int:
     """Return in how many rounds weights are dealt out, each accelerator getting a stretch in each.
 
     One where all of it fits. Else an accelerator brings what it lacks while the others compute, and
     can have brought no more than it has room for: with `n` rounds the room of a stretch is `1 / n`
-    of what it lacks, which it has to bring besides.
+    of what it lacks, which it has to bring besides. But a block is used as a whole: a stretch has
+    about one of the usual size at least. Layers that are alike are dealt out alike, so that no
+    stretch lacks more than the others: one, two, four ... rounds each, or as many layers a round.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Of the blocks, in the order of their use.
     """
+    total_nbytes = sum(sizes)
     excess_nbytes = total_nbytes - sum(WEIGHTS_SHARE * d.limit_nbytes for d in accelerators)
     links = sum(device.h2d_bytes_per_s for device in accelerators)
     time_ns = max(excess_nbytes, 0) / links * 1e9
-    return max(1, min(ROUND_COUNT, int(time_ns / (STRETCH_NS * len(accelerators)))))
+    stretch_count = min(STRETCH_COUNT, time_ns / STRETCH_NS, total_nbytes / _usual_nbytes(sizes))
+    round_count = max(1.0, stretch_count / len(accelerators))
+    layer_count = len(sizes) // (_period_of(sizes) or 1)
+    if round_count < 2 or layer_count < 2:
+        return int(round_count)
+    return max(1, round(layer_count * 2.0 ** round(math.log2(round_count / layer_count))))
+
+
+def _period_of(sizes: Sequence[int]) -> int:
+    """Return after how many blocks their sizes repeat; 0 if they do not."""
+    for period in range(1, min(LONGEST_LAYER, len(sizes) // 2) + 1):
+        alike = sum(map(operator.eq, sizes, islice(sizes, period, None)))
+        if alike >= ALIKE_SHARE * (len(sizes) - period):
+            return period
+    return 0
+
+
+def _usual_nbytes(sizes: Sequence[int]) -> int:
+    """Return the size such that half of the bytes are in blocks at least as large; 1 of none."""
+    ordered = sorted(sizes, reverse=True)
+    half = sum(ordered) / 2
+    reached = zip(ordered, accumulate(ordered), strict=True)
+    return max(1, next((nbytes for nbytes, so_far in reached if so_far >= half), 1))
 
 
 def _largest_first(accelerators: Sequence[DeviceSnapshot]) -> list[DeviceSnapshot]:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from torchTensorRef.strategies.venice import (
-    AHEAD_STRETCHES,
+    AHEAD_SHARE,
+    STRETCH_COUNT,
     WEIGHTS_SHARE,
     Venice,
     rounds_of,
@@ -97,7 +98,7 @@ def test_what_does_not_fit_is_dealt_out_anew_once_all_is_known():
     assert abs(strategy.dealt_nbytes["a"] - strategy.dealt_nbytes["b"]) <= 200_000
     where = [strategy.place(op([a, b], weight(n, 100_000))) for n in range(40)]
     turns = sum(x != y for x, y in itertools.pairwise(where))
-    rounds = rounds_of([a, b], 4_000_000)
+    rounds = rounds_of([a, b], [100_000] * 40)
     assert rounds > 1
     assert 2 * rounds - 2 <= turns <= 2 * rounds
 
@@ -152,13 +153,31 @@ def test_other_accelerators_and_other_budgets_are_dealt_to_anew():
     assert strategy.dealt_nbytes == {"c": 1200}
 
 
-def test_no_more_is_fetched_ahead_than_some_stretches_lack():
+def test_a_stretch_has_a_block_of_the_usual_size():
+    a, b = device("a", 1_000_000), device("b", 1_000_000)
+    assert rounds_of([a, b], [10_000] * 4096) == STRETCH_COUNT // 2
+    assert rounds_of([a, b], [1_000_000] * 40) == 20
+    assert rounds_of([a, b, a, b], [1_000_000] * 40) == 10
+    assert rounds_of([a, b], [30_000_000]) == 1
+
+
+def test_layers_that_are_alike_are_dealt_out_alike():
+    a, b = device("a", 1_000_000), device("b", 1_000_000)
+    layer = [100_000, 50_000, 400_000, 400_000]
+    rounds = [rounds_of([a, b], [700_000, *layer * count, 5]) for count in (10, 20, 30, 70)]
+    assert rounds == [10, 20, 30, 70]
+    assert rounds_of([a, b], [7, *layer * 320]) == 80  # no more than so many stretches
+    # Two layers a round: four stretches of the 76 that have a block of the usual size each.
+    assert rounds_of([a, a, b, b], layer * 32) == 16
+
+
+def test_no_more_is_fetched_ahead_than_a_share_of_what_is_missing():
     a, b = device("a", 1_000_000), device("b", 1_000_000)
     strategy = Venice()
     for _ in range(2):
         for n in range(40):
             use(strategy, n, strategy.place(op([a, b], weight(n, 100_000))), 100_000)
-    lacks = AHEAD_STRETCHES * (2_000_000 - 900_000) / rounds_of([a, b], 4_000_000)
+    lacks = AHEAD_SHARE * (2_000_000 - 900_000)
     asked: list[str] = []
     strategy._flow("a").prefetch = lambda device, resident: asked.append(device.name) or ()
     on_a = [n for n in range(40) if strategy.place(op([a, b], weight(n, 100_000))) == "a"]
