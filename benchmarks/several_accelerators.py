@@ -10,6 +10,8 @@ tokens; the tokens are compared with plain torch's.
   one accelerator that holds all.
 * ``two-half``, ``four-half``: budgets that hold half of the weights together. Over the floor: what
   is missing, over all links together, or the time of one that holds all if that is longer.
+* ``two-all-peer``, ``two-half-peer``: as those, with a link between the two that is twice as fast
+  as the host's: what crosses does not pass the host.
 * ``unequal``: a budget of 12.5 % and one of 37.5 % of the weights (8 GB and 24 GB for 64), the
   larger one behind half the link. Over the time of the best static split, which is looked for in
   steps of 1/16; and the share of the larger one over its share in that split.
@@ -46,11 +48,15 @@ ROWS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "four-all": ((0.3125,) * 4, (0.5,) * 4),
     "two-half": ((0.25, 0.25), (0.5, 0.5)),
     "four-half": ((0.125,) * 4, (0.5,) * 4),
+    "two-all-peer": ((0.625, 0.625), (0.5, 0.5)),
+    "two-half-peer": ((0.25, 0.25), (0.5, 0.5)),
     "unequal": ((0.125, 0.375), (0.5, 0.25)),
 }
 #: Most that a figure may be (issue 19).
 BOUNDS = {"of_one": 1.05, "over_floor": 1.10, "of_best": 1.10}
 SPLITS = 16
+#: Between accelerators, where they have a link.
+PEER_BYTES_PER_S = 1e9
 
 
 class Llama(nn.Module):
@@ -87,8 +93,8 @@ def decode(model: Llama, now_ns: Any) -> tuple[list[int], list[int]]:
     return tokens, [b - a for a, b in itertools.pairwise(times)]
 
 
-def accelerators(links: Sequence[float]) -> list[SimDevice]:
-    """Simulated accelerators in one machine, equal but for their links (GB/s)."""
+def accelerators(links: Sequence[float], peer: float | None = None) -> list[SimDevice]:
+    """Simulated accelerators in one machine, equal but for their links to the host (GB/s)."""
     specs = [
         DeviceSpec(
             f"bench{number}",
@@ -102,6 +108,7 @@ def accelerators(links: Sequence[float]) -> list[SimDevice]:
             dispatch_ns=400,
             host_memory_bytes_per_s=20e9,
             urgent_nbytes=1 << 14,
+            peer_bytes_per_s=peer,
         )
         for number, link in enumerate(links)
     ]
@@ -113,11 +120,11 @@ def accelerators(links: Sequence[float]) -> list[SimDevice]:
 
 
 def step_ns(
-    budgets: Sequence[int], links: Sequence[float], strategy: Any
+    budgets: Sequence[int], links: Sequence[float], strategy: Any, peer: float | None = None
 ) -> tuple[float, list[int]]:
     """Return what a token takes in the later half, and the tokens."""
     reset()
-    devices = accelerators(links)
+    devices = accelerators(links, peer)
     tensorsManager.device = devices
     tensorsManager.strategy = strategy
     tensorsManager.budget = {d.name: n for d, n in zip(devices, budgets, strict=True)}
@@ -153,10 +160,11 @@ def measured(rows: Sequence[str]) -> dict[str, dict[str, float]]:
         shares, links = ROWS[row]
         budgets = [int(share * nbytes) for share in shares]
         strategy = venice.Venice()
-        time_ns, tokens = step_ns(budgets, links, strategy)
+        peer = PEER_BYTES_PER_S if row.endswith("-peer") else None
+        time_ns, tokens = step_ns(budgets, links, strategy, peer)
         assert tokens == expected, row
         result = {"ms": round(time_ns / 1e6, 3)}
-        if row.endswith("-all"):
+        if "-all" in row:
             result["of_one"] = round(time_ns / one_ns, 4)
         else:
             missing = nbytes * (1 - sum(shares))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks, Stopwatch
 from .events import DONE, DoneEvent, Event
+from .peers import PeerLinks
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 
-class Device(ABC):
+class Device(PeerLinks, ABC):
     """A place that can hold replicas.
 
     Attributes

@@ -16,8 +16,8 @@ import torch
 from ..devices.base import Device, empty_bytes
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
-from ..memory.copies import RoomTakenError
 from ..memory.eviction import HeldByOthersError
+from ..memory.filling import RoomTakenError
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_with
 from ..operators.blocked.cut import Gather, Place, Tile

@@ -10,14 +10,15 @@ from contextlib import suppress
 import torch
 
 from ..base.errors import LostError, TransferError
-from ..devices.base import Device, empty_bytes, storage_nbytes
+from ..devices.base import Device, empty_bytes
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
-from .external_pressure import ReleaseWatch, note_shortage
+from .filling import Filling
 from .holds import Holds
 from .in_flight import InFlight
 from .leaving import finish_issue
+from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer
@@ -25,10 +26,6 @@ from .transfer import Transfer
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
 LINK_PAUSES_S = (0.001, 0.01, 0.1, 1.0)
-
-
-class RoomTakenError(Exception):
-    """Internal: another thread has taken the room that was made. Never reaches the program."""
 
 
 class Copier:
@@ -46,7 +43,10 @@ class Copier:
         self.transfer = Transfer()
         self.in_flight = InFlight()
         self.rehousing = Rehousing(books, holds)
-        self._releases = ReleaseWatch()
+        self.filling = Filling(books, holds)
+        self.peers = Peers(
+            books, holds, self.filling, self.transfer, self.in_flight, self.replica_on
+        )
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self._going: deque[Replica] = deque()
 
@@ -205,6 +205,7 @@ class Copier:
             arrival.wait()
             replica.become(CLEAN, "arrived")
             replica.arrival = None
+            self.peers.has_arrived(replica)
 
     def wait_for_home(self, block: Block) -> None:
         """Wait for a copy home that is under way, if any (lock not held)."""
@@ -254,27 +255,13 @@ class Copier:
         books, holds = self._books, self._holds
         if self.rehousing.waiting:
             self.rehousing.move_some()
+        if self.peers.bring(block, device, ahead=ahead):
+            return
         home = self.bring_home(block)
         with books.lock:
             replica = self.replica_on(block, device)
-            if replica.state is not INVALID:
+            if not self.filling.open(block, replica):
                 return
-            block.owned = False  # and so not ready where it may be written unasked
-            books.bury()
-            ledger = books.ledgers[device]
-            if not ledger.add_if_room(replica):
-                raise RoomTakenError
-            try:
-                device.refill(replica.base, block.nbytes)
-            except BaseException as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    note_shortage(ledger)
-                if not storage_nbytes(replica.base):  # else it counts until it is repaired
-                    books.remove(replica)
-                raise
-            self._releases.note_fetch(ledger)
-            holds.issuing[replica] = threading.get_ident()
-            replica.become(FILLING, "fetch issued")
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             self.rehousing.note_copy(home)
@@ -285,10 +272,7 @@ class Copier:
             if not isinstance(error, TransferError):
                 device.synchronize()  # it may have been issued all the same
             with books.lock:
-                replica.become(INVALID, "fetch failed")
-                replica.arrival = None
-                device.empty(replica.base)
-                books.remove(replica)
+                self.filling.close(replica)
             raise
         finally:
             holds.issuing.pop(replica, None)

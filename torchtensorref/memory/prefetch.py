@@ -9,8 +9,9 @@ import torch
 from ..base.errors import TransferError
 from ..devices.base import Device
 from .bookkeeping import Books
-from .copies import Copier, RoomTakenError
+from .copies import Copier
 from .eviction import Evictor
+from .filling import RoomTakenError
 from .holds import Holds
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .strategy_feed import StrategyFeed

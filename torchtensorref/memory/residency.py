@@ -16,9 +16,10 @@ from ..strategy import Strategy
 from .block import Block, Replica
 from .bookkeeping import Books
 from .budget import OutOfBudgetError
-from .copies import Copier, RoomTakenError
+from .copies import Copier
 from .costs import GIVEN_BACK
 from .eviction import Evictor, HeldByOthersError
+from .filling import RoomTakenError
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
 from .prefetch import Prefetcher
@@ -118,6 +119,7 @@ class Residency:
                 self._fetch_missing(device, blocks, expected)
                 for block in written:
                     self.copier.end_write_back(block)
+                    self.copier.peers.end_reading(block, device)
                 return held
             except HeldByOthersError:
                 self.release(held)

@@ -28,6 +28,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "staged_nbytes": main.staged_nbytes,
             "fetched_nbytes": copies.fetched_nbytes,
             "prefetched_nbytes": copies.prefetched_nbytes,
+            "peer_nbytes": copies.peer_nbytes,
             "written_back_nbytes": copies.written_back_nbytes,
             "alloc_retry_count": main.release_count() - manager._first_release_count,
             "dropped_nbytes": counts.dropped_nbytes,

@@ -33,6 +33,9 @@ class TransferCounts:
     prefetch_count: int = 0
     write_back_count: int = 0
     retry_count: int = 0
+    #: Of those fetched: from another accelerator, past the host.
+    peer_nbytes: int = 0
+    peer_count: int = 0
 
 
 class Transfer:
@@ -60,6 +63,10 @@ class Transfer:
             )
         if device.prefers_page_locked:
             self._mind_source(home, device, event, was_exposed=was_exposed)
+        self._count(event, replica, ahead=ahead)
+        return event
+
+    def _count(self, event: Event, replica: Replica, *, ahead: bool) -> None:
         if settings.sync:
             event.synchronize()
         if ahead:
@@ -68,6 +75,25 @@ class Transfer:
         else:
             self.counts.fetched_nbytes += replica.nbytes
             self.counts.fetch_count += 1
+
+    def fetch_across(self, source: Replica, replica: Replica, *, ahead: bool = False) -> Event:
+        """Issue the copy of a block's bytes from one accelerator to another one.
+
+        Raises
+        ------
+        TransferError
+            The copy failed `ATTEMPTS` times; the replica's bytes are undefined, the source's whole.
+        """
+        device, giver = replica.device, source.device
+        with in_profile("fetch across", replica):
+            event = self._retry(
+                lambda: device.copy_across(
+                    giver, source.base, replica.base, after=device.available(replica.base)
+                )
+            )
+        self._count(event, replica, ahead=ahead)
+        self.counts.peer_nbytes += replica.nbytes
+        self.counts.peer_count += 1
         return event
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class StreamLane:
 class Queue(enum.Enum):
     """Copies that end in the order they were given in."""
 
-    IN, URGENT_IN, STAGED_IN, OUT, STAGED_OUT = range(5)
+    IN, URGENT_IN, STAGED_IN, OUT, STAGED_OUT, ACROSS = range(6)
 
 
 class CopiesInFlight:
@@ -151,6 +152,7 @@ class LinkCopier:
         self._in_flight = CopiesInFlight()
         self.stall_ns = 0
         self.staged_nbytes = 0
+        self._new_lane = new_lane
         if not vendor.has_streams:
             return
         self.in_lane, self.out_lane = new_lane(vendor), new_lane(vendor)
@@ -205,6 +207,28 @@ class LinkCopier:
         copy = StagedCopy(source, destination, waits)
         staged = StagedEvent(self._out_ring.submit(copy), self)
         return self._keep(base, staged, Queue.STAGED_OUT)
+
+    @functools.cached_property
+    def peer_lane(self) -> StreamLane:
+        """Copies from other accelerators and to them: made when the first one is."""
+        return self._new_lane(self._vendor)
+
+    def copy_across(
+        self, giver: LinkCopier, source: Tensor, base: Tensor, after: Event | None
+    ) -> Event:
+        """Issue a copy from another accelerator, as `Device.copy_across` does."""
+        waits = (giver._compute.record(), *events_of(after))
+        # Torch copies on the stream that the giver is on, and lets the one that we are on wait.
+        with giver._vendor.on(giver.peer_lane.stream):
+            event = self._issue(self.peer_lane, bytes_of(source), bytes_of(base), waits)
+        giver._keep(source, event, Queue.ACROSS)
+        return self._keep(base, event, Queue.ACROSS)
+
+    def end_copies_across(self, base: Tensor) -> None:
+        """Let compute wait until no other accelerator reads a base."""
+        for event in self.copies_of(base):
+            if isinstance(event, AcceleratorEvent) and event.device is not self:
+                self._compute.hold_back(event.event)
 
     def _stage_in(self, source: Tensor, target: Tensor, waits: tuple[Any, ...]) -> StagedEvent:
         mirror = host_readers.mirrors.take(source)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
-from ..base import DONE, Device, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
+from ..base import DONE, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
 from ..host.limits import share_of_ram
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
@@ -20,6 +20,7 @@ from ..host.readers import host_readers
 from ..residents import Residents
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
+from .peers import AcceleratorPeers
 from .rooms import Rooms
 from .streams import ComputeStreams
 from .vendor import Vendor
@@ -43,7 +44,7 @@ MOST_SLACK_SHARE = 1 / 8
 SHARE_WHERE_SPILLED = 0.9
 
 
-class AcceleratorDevice(Device):
+class AcceleratorDevice(AcceleratorPeers):
     """One accelerator that torch can use.
 
     Parameters

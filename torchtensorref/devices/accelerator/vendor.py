@@ -107,6 +107,11 @@ class Vendor:
         event.record(stream)
         return event
 
+    def can_reach(self, other: int) -> bool:
+        """Whether this device copies from another one of its kind by itself, past the host."""
+        ask = getattr(self._module, "can_device_access_peer", None)
+        return ask is not None and self.has_streams and bool(ask(self._index, other))
+
     def cpus_near(self) -> frozenset[int]:
         """The host's processors on the device's side; none where that is not told."""
         properties = getattr(self._module, "get_device_properties", None)

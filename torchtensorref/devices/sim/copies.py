@@ -33,6 +33,20 @@ class _CopyEngine:
         #: copies that were not waited for, by the id of their base; shared with the memory
         self.not_awaited = not_awaited
 
+    def expect(self, key: int, copy: Copy, *, passes_others: bool = True) -> None:
+        """Note a copy that was issued."""
+        self.pending.append(copy)
+        self.note(key, copy)
+        if passes_others:
+            self.put_in_order()
+
+    def note(self, key: int, copy: Copy) -> None:
+        """Note a copy of this engine's, or one that another device makes of the same bytes."""
+        before = self.not_awaited.pop(key, None)
+        if before is not None and before.observer is not copy.observer:
+            before.observer.deliver(before)  # it is not known here any more when its source goes
+        self.not_awaited[key] = copy
+
     def put_in_order(self) -> None:
         """Put the copies in the order of their ends again: one has passed others."""
         self.pending = deque(sorted(self.pending, key=_end_of))
@@ -95,6 +109,8 @@ class CopyEngines:
         self._faults = faults
         self._page_locked = page_locked
         self.copy_count = 0
+        #: When its link to other devices has finished what it was given.
+        self.peer_free_ns = 0
         #: Copies to the host that it has not waited for, oldest first.
         self.landing: Landing = deque()
         self._engines = {
@@ -145,6 +161,53 @@ class CopyEngines:
         memory.poison(destination)
         return copy
 
+    def copy_across(
+        self,
+        giver: CopyEngines,
+        source: Tensor,
+        base: Tensor,
+        after: Event | None,
+        bytes_per_ns: float,
+    ) -> Event:
+        """Issue a copy from another device, as `Device.copy_across` does."""
+        memory, spec, machine = self._memory, self._spec, self._machine
+        giver._memory.settle()
+        given = giver._memory.resident("copy_across", source)
+        taken = self._check_ends("copy_across", base, bytes_of(source))
+        self._check_order("copy_across", base, memory.available_ns(taken), after, "its users")
+        arriving = giver._memory.arriving.get(given.key)
+        if arriving is not None:
+            giver._memory.refuse("copy_across", source, f"arrives by {arriving}")
+        self._count_copy(giver._name, self._name, taken.nbytes)
+        free_ns = max(self.peer_free_ns, giver.peer_free_ns, giver._compute.reached_ns)
+        start_ns = max(free_ns, machine.now_ns, after.end_ns if after else 0)
+        end_ns = math.ceil(start_ns + spec.copy_latency_ns + taken.nbytes / bytes_per_ns)
+        self.peer_free_ns = giver.peer_free_ns = end_ns
+        copy = Copy(
+            self,
+            Engine.H2D,
+            end_ns,
+            start_ns=start_ns,
+            number=self.copy_count,
+            resident=taken,
+            after=after,
+        )
+        copy.source = bytes_of(source)
+        self._engines[Engine.H2D].expect(taken.key, copy)
+        giver._engines[Engine.D2H].note(given.key, copy)
+        giver._engines[Engine.D2H].put_in_order()
+        memory.poison_base(base)
+        return copy
+
+    def end_peer_copies(self, base: Tensor) -> None:
+        """Let compute wait until no other device reads a base, as `Device.end_peer_copies` does."""
+        key = self._memory.resident("end_peer_copies", base).key
+        copy = self._memory.leaving.get(key)
+        if copy is not None and copy.observer is not self:
+            copy.observer.deliver(copy)
+            self._compute.wait_for(copy.end_ns)
+            del self._memory.leaving[key]
+
     def _check_ends(self, what: str, base: Tensor, host_side: Tensor) -> Resident:
         """Refuse a copy whose base is not here, or whose two ends differ in size."""
         memory = self._memory
@@ -173,7 +236,8 @@ class CopyEngines:
 
     def _issue(self, direction: Engine, resident: Resident, after: Event | None) -> Copy:
         """Give one copy to its engine."""
-        self._count_copy(direction, resident.nbytes)
+        ends = ("cpu", self._name) if direction is Engine.H2D else (self._name, "cpu")
+        self._count_copy(*ends, resident.nbytes)
         machine, spec, engine = self._machine, self._spec, self._engines[direction]
         is_urgent = direction is Engine.H2D and 0 < resident.nbytes <= spec.urgent_nbytes
         queued_ns = 0 if is_urgent else engine.free_ns
@@ -202,24 +266,19 @@ class CopyEngines:
             resident=resident,
             after=after,
         )
-        engine.pending.append(copy)
-        engine.not_awaited.pop(resident.key, None)
-        engine.not_awaited[resident.key] = copy
-        if is_urgent:
-            engine.put_in_order()
+        engine.expect(resident.key, copy, passes_others=is_urgent)
         if not self._page_locked:
             machine.wait_until(end_ns)
         return copy
 
-    def _count_copy(self, direction: Engine, nbytes: int) -> None:
+    def _count_copy(self, source: str, destination: str, nbytes: int) -> None:
         self.copy_count += 1
         if self._faults.fire("copy", self.copy_count):
-            ends = ("cpu", self._name) if direction is Engine.H2D else (self._name, "cpu")
             raise TransferError(
-                f"Copy {self.copy_count} from {ends[0]} to {ends[1]} ({nbytes:,} bytes) was made "
-                "to fail. Nothing has changed; a second try will work.",
-                source=ends[0],
-                destination=ends[1],
+                f"Copy {self.copy_count} from {source} to {destination} ({nbytes:,} bytes) was "
+                "made to fail. Nothing has changed; a second try will work.",
+                source=source,
+                destination=destination,
                 nbytes=nbytes,
             )
 
@@ -269,6 +328,8 @@ class CopyEngines:
             key, copy = next(iter(not_awaited.items()))  # they end in the order of their issue
             if copy.end_ns > end_ns:
                 break
+            if copy.observer is not self:  # another device copies from here
+                copy.observer.deliver(copy)
             del not_awaited[key]
         if on_host and direction is Engine.D2H:
             self._machine.land(self.landing, end_ns)

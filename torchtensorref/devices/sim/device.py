@@ -13,6 +13,8 @@ devices of one `Machine`. The rules of time:
   memory's that other copies leave over (`SharedMemory`).
 * A copy to the device of at most `urgent_nbytes` passes those that are queued, which end when they
   would have ended; what is issued after it begins that much later.
+* A copy from another device begins when that has done what it was given and the link between the
+  two is free. It takes ``copy_latency_ns + nbytes / bandwidth`` and nothing of the host's memory.
 * An operator on the host holds up the host's clock for ``max(flops / F, nbytes / bandwidth)``, the
   bandwidth being what a kernel takes of the host memory's that copies leave over. It begins where
   the program has come to: what it reads has been waited for, copies issued before go on.
@@ -211,6 +213,27 @@ class SimDevice(Device):
             self._memory.settle()
             end_ns = self._memory.available_ns(self._memory.resident("available", base))
             return None if end_ns <= self.machine.now_ns else self._copies.event_at(end_ns)
+
+    def peer_bytes_per_s(self, giver: Device) -> float:  # noqa: D102
+        if not isinstance(giver, SimDevice) or giver is self or giver.machine is not self.machine:
+            return 0.0
+        return min(self.spec.peer_bytes_per_s or 0.0, giver.spec.peer_bytes_per_s or 0.0)
+
+    def peer_free_ns(self, giver: Device) -> int:  # noqa: D102
+        assert isinstance(giver, SimDevice)
+        return max(self._copies.peer_free_ns, giver._copies.peer_free_ns)
+
+    def copy_across(  # noqa: D102
+        self, giver: Device, source: Tensor, base: Tensor, *, after: Event | None = None
+    ) -> Event:
+        assert isinstance(giver, SimDevice)
+        rate = self.peer_bytes_per_s(giver)
+        with self._lock:
+            return self._copies.copy_across(giver._copies, source, base, after, rate / 1e9)
+
+    def end_peer_copies(self, base: Tensor) -> None:  # noqa: D102
+        with self._lock:
+            self._copies.end_peer_copies(base)
 
     @property
     def copy_count(self) -> int:

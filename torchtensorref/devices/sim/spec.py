@@ -61,6 +61,9 @@ class DeviceSpec:
     decision_nbytes: int = 0
     #: both directions of the link work at once
     duplex: bool = True
+    #: of a copy from or to another device of the machine that has this, too (the slower one
+    #: counts), past the host's memory; None: what crosses goes through the host
+    peer_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         speeds: dict[str, float] = {
@@ -73,6 +76,8 @@ class DeviceSpec:
         }
         if self.host_kernel_bytes_per_s is not None:
             speeds["host_kernel_bytes_per_s"] = self.host_kernel_bytes_per_s
+        if self.peer_bytes_per_s is not None:
+            speeds["peer_bytes_per_s"] = self.peer_bytes_per_s
         speeds.update({f"flops_per_s[{name!r}]": rate for name, rate in self.flops_per_s.items()})
         if not self.flops_per_s:
             raise ConfigError(f"{self.name}: flops_per_s is empty; give at least 'default'")
