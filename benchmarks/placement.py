@@ -12,6 +12,8 @@ placement and without. Virtual time: the same on every machine.
   "Over the floor" is with the first of these: a token is a chain of operators, so the host idles
   while the accelerator works, the link does not, and ``S = T b_link + (T - t) min(b_host, b_dram -
   b_link)``. How far that floor lies above the bound stands beside it: nothing can go below it.
+* ``context-M-25``: the same with 16,384 tokens in the caches, which have 1 GB together: what of
+  them is at home is attended there, where fetching it takes longer.
 * ``experts-M-50``: a mixture of experts, two of eight chosen at random.
 * ``prefill-M-50``, ``diffusion-M-50``: 512 tokens at once, and a denoiser: bound by compute or
   near it. There is nothing to be gained, and nothing may be lost.
@@ -24,6 +26,7 @@ are those of the later half of the steps, in which Flow knows the program.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -110,16 +113,20 @@ class Case(NamedTuple):
     hidden: int
     card: str
     has_cache: bool = False
+    #: Tokens that are in the caches already.
+    context: int = 0
 
 
 CASES = {
     "decode": Case(Llama, 1, 4096, "h200", has_cache=True),
+    "context": Case(Llama, 1, 4096, "h200", has_cache=True, context=16_384),
     "experts": Case(Experts, 1, 4096, "h200"),
     "prefill": Case(Llama, 512, 4096, "rtx3090"),
     "diffusion": Case(Denoiser, 4096, 2048, "rtx3090"),
 }
 ROWS = (
     *(f"decode-{machine}-{budget}" for machine in MACHINES for budget in (25, 50, 75)),
+    *(f"context-{machine}-25" for machine in MACHINES),
     *(f"experts-{machine}-50" for machine in MACHINES),
     *(f"{case}-{machine}-50" for case in ("prefill", "diffusion") for machine in MACHINES),
 )
@@ -145,6 +152,11 @@ def recorded(case: Case, steps: int = STEPS) -> tuple[Record, int]:
         model = case.make().to(torch.bfloat16)
         x = torch.empty(1, case.rows, case.hidden, dtype=torch.bfloat16)
     caches: Any = [[] for _ in model.layers] if case.has_cache else None  # type: ignore[union-attr, arg-type]
+    if case.context:
+        made = functools.partial(
+            torch.empty, 1, 1, case.context, 1024, dtype=torch.bfloat16, device="meta"
+        )
+        caches = [[made(), made()] for _ in caches]
     w_nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def step(model: nn.Module, x: torch.Tensor) -> None:

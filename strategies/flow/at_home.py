@@ -53,13 +53,14 @@ class AtHome:
     def wants(self, op: OpSnapshot) -> Offer | None:
         """Return the host's offer if an operator that lacks a weight ends sooner there.
 
-        What only lacks what operators have made follows it home where all of it is there, and
-        little is to be done: so a group of operators shares one crossing. Else it follows its
-        weights: it runs on the accelerator.
+        What only lacks small things that operators have made follows them home where all of it is
+        there, and little is to be done: so a group of operators shares one crossing. Else it
+        follows its weights: it runs on the accelerator. What is large is as dear to fetch whoever
+        made it: a cache of keys and values is attended where it lies.
         """
         if not (op.is_movable and op.is_pressed):
             return None
-        lasting = [block for block in op.missing if block.is_persistent]
+        lasting = [b for b in op.missing if b.is_persistent or b.copy_ns > LIGHT_NS]
         home = next((one for one in op.offers if one.device != op.default_device), None)
         if home is None:
             return None
@@ -68,9 +69,12 @@ class AtHome:
             return home if home.is_here and is_light else None
         largest = max(lasting, key=lambda block: block.nbytes)
         cost_ns = home.run_ns + 2 * home.back_ns
-        self._ns_per_byte[largest.struct] = cost_ns / max(largest.nbytes, 1)
+        if largest.is_persistent:
+            self._ns_per_byte[largest.struct] = cost_ns / max(largest.nbytes, 1)
         # However long the link is busy, what crosses may outweigh what does not.
-        is_cheap = cost_ns <= MOST_COPIES * sum(block.copy_ns for block in lasting)
+        # What operators have made may be others the next time: it has to pay by itself.
+        most_copies = MOST_COPIES if largest.is_persistent else 1.0
+        is_cheap = cost_ns <= most_copies * sum(block.copy_ns for block in lasting)
         # A copy that is on its way would be lost: the link could have brought another.
         lost_ns = sum(block.copy_ns for block in lasting if block.is_coming)
         is_sooner = is_cheap and home.end_ns + lost_ns < op.offer(op.default_device).end_ns

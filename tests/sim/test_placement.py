@@ -70,6 +70,35 @@ def test_host_and_link_work_at_once(manage):
     assert "saved" in report
 
 
+def attend(caches: list[torch.Tensor], count: int) -> torch.Tensor:
+    """Tokens that look at long caches."""
+    with torch.inference_mode():
+        x = torch.linspace(-1, 1, WIDTH).reshape(1, 1, 1, WIDTH)
+        for _ in range(count):
+            for cache in caches:
+                x = torch.nn.functional.scaled_dot_product_attention(x, cache, cache)
+    return x
+
+
+@pytest.mark.parametrize("placement", ["auto", "accelerator"])
+def test_large_caches_are_attended_where_they_lie(manage, placement):
+    def caches() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [torch.rand(1, 1, 256, WIDTH, generator=generator) for _ in range(6)]
+
+    expected = attend(caches(), 8)
+    host = {"host_memory_bytes_per_s": 200e6, "host_kernel_bytes_per_s": 150e6}
+    manager = manage("flow", 4 * 256 * WIDTH * 4, **{**MACHINE, **host})
+    manager.regions, manager.placement = False, placement
+    ours = [manager.adopt(cache) * 1 for cache in caches()]  # operators have made them
+    assert torch.equal(expected, manager.release(attend(ours, 8)))
+    stories = " ".join(line for cache in ours for line in manager.story(cache))
+    is_at_home = "used at home by aten.scaled_dot_product_attention" in stories
+    assert is_at_home == (placement == "auto")
+    assert (manager.stats()["at_home_count"] > 0) == (placement == "auto")
+    manager.check()
+
+
 def test_the_story_of_a_weight_tells_it(manage):
     model = stack()
     manager = manage("flow", LAYERS * LAYER_NBYTES // 2, **MACHINE)

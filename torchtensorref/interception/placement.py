@@ -73,7 +73,10 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
         plan.kind,
         cost or OpCost(0, operands.nbytes, str(operands.dtype).removeprefix("torch.")),
         # What it computes is known once it has run somewhere.
-        is_movable=cost is not None and not (plan.is_random or plan.writes or operands.written),
+        is_movable=cost is not None
+        and not (
+            plan.writes or operands.written or plan.draws_random(operands.args, operands.kwargs)
+        ),
         result_nbytes=expected_results(operands, manager),
     )
     answer = choose(residency, call, operands.blocks, accelerator)

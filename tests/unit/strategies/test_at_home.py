@@ -24,16 +24,17 @@ def asked(
     is_persistent: bool = True,
     is_here: bool = False,
     is_coming: bool = False,
+    nbytes: int = NBYTES,
 ):
     return OpSnapshot(
         name="mm",
-        operand_nbytes=NBYTES,
-        missing_nbytes=NBYTES,
+        operand_nbytes=nbytes,
+        missing_nbytes=nbytes,
         flops=0,
         default_device="sim",
         is_movable=is_movable,
         is_pressed=True,
-        missing=(MissingBlock(1, NBYTES, STRUCT, is_persistent, NBYTES, is_coming),),
+        missing=(MissingBlock(1, nbytes, STRUCT, is_persistent, nbytes, is_coming),),
         offers=(
             Offer("sim", fetch_ns, 0, 0, is_learned=True),
             Offer("cpu", 0, home_ns, 0, is_learned=True, is_here=is_here),
@@ -109,6 +110,16 @@ def test_what_is_light_follows_what_is_at_home():
     assert at_home.wants(heavy) is None
     assert at_home.wants(asked(1, 10**9, is_persistent=False)) is None  # some of it is not there
     assert not at_home.is_open
+
+
+def test_what_is_large_is_used_where_it_lies_whoever_made_it():
+    at_home, large = AtHome(), LIGHT_NS + 1
+    made = asked(large, 2 * large, is_persistent=False, nbytes=large)
+    assert at_home.wants(made).device == "cpu"
+    assert at_home.wants(asked(3 * large, 2 * large, is_persistent=False, nbytes=large)) is None
+    # It says nothing of weights: no copy is planned around what may be another block next time.
+    at_home.use(Access(1, NBYTES, STRUCT, True, False, False, True))
+    assert fetched(at_home, 3) == [0, 1, 2]
 
 
 def test_the_link_gets_what_lasts_until_the_host_is_through():
