@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..devices.accelerator.streams import note_streams
+from ..operators.layouts import SPARSE
 from ..tensor.device_names import canonical, is_foreign, of_legacy_type, stand_in, take_out
 from .factories import _core, is_plain_world, takes_part, with_known_device
 from .hooks import PACKAGE, is_disabled, is_ref, state
@@ -133,10 +134,25 @@ def likeness_wrapper(
 def on_known_device(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a function whose result stays plain (it is sparse, nested) with a label it can have."""
+    """Call a function whose result is sparse, or stays plain, with a label that it can have."""
     if state.active and not is_disabled.get():
         kwargs = with_known_device(kwargs)
-    return wrapped(*args, **kwargs)
+    if wrapped.__name__ == "sparse_coo_tensor":
+        kwargs = _with_size(args, kwargs)
+    made = wrapped(*args, **kwargs)
+    if made.layout not in SPARSE or not takes_part(_getframe(1).f_globals.get("__name__")):
+        return made
+    return _core().manager.ownership.adopt_tensor(made) if is_plain_world() else made
+
+
+def _with_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give a sparse tensor its size, which torch reads from the memory of its indices."""
+    known: dict[str, Any] = dict(zip(("indices", "values", "size"), args, strict=False)) | kwargs
+    indices: Any = known.get("indices")
+    if "size" in known or not getattr(indices, "_ttr_block", None) or indices.dim() != 2:
+        return kwargs
+    sizes = (indices.amax(1) + 1).tolist() if indices.numel() else [0] * indices.size(0)
+    return {**kwargs, "size": (*sizes, *getattr(known.get("values"), "shape", (0,))[1:])}
 
 
 def generator_wrapper(

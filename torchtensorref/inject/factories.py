@@ -205,7 +205,7 @@ _CPU = torch.device("cpu")
 def _fresh(plain: Tensor) -> Any:
     """Make the TensorRef over memory that nobody else has seen, on the device where it lies."""
     if plain.layout is not torch.strided:
-        return plain
+        return _adopted(plain)
     core = _core()
     residency = core.manager.residency
     if plain.is_cpu:
@@ -263,7 +263,7 @@ _core = functools.cache(_Core)
 
 def _adopted(plain: Tensor) -> Any:
     """Make the TensorRef over memory that others may hold, too."""
-    if plain.device.type == "meta" or plain.layout is not torch.strided:
+    if plain.device.type == "meta":
         return plain
     return _core().manager.ownership.adopt_tensor(plain)
 

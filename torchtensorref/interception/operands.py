@@ -11,6 +11,8 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
+from ..memory.sparse import SparseRef, sparse_over
+from ..operators.layouts import SPARSE
 from ..operators.plan import OpPlan
 from .device_labels import DeviceOperands, is_device_operand
 
@@ -33,6 +35,7 @@ class Operands:
         "plan",
         "reads_part_alone",
         "refs",
+        "sparse",
         "unmanaged",
         "written",
     )
@@ -48,6 +51,8 @@ class Operands:
         self.refs: list[Any] = []
         #: The TensorRefs of plain operands, by the id of the plain tensor.
         self.adopted: dict[int, Any] = {}
+        #: Sparse operands whose parts are among `refs`, by the id of what the call has.
+        self.sparse: dict[int, Any] = {}
         #: Plain operands that the program has made on the accelerator itself.
         self.on_accelerator: DeviceOperands | None = None
         #: Plain operands that cannot be adopted: with one of them the operator runs on the host.
@@ -92,6 +97,11 @@ class Operands:
         """Return the TensorRef by which an argument takes part; None if it does not."""
         return value if isinstance(value, TensorRef) else self.adopted.get(id(value))
 
+    def parts_of(self, value: Any) -> tuple[Any, ...]:
+        """Return the TensorRefs that a sparse operand is made of; none of any other."""
+        sparse = self.sparse.get(id(value))
+        return () if sparse is None else sparse._ttr_parts
+
     def as_passed(self, ref: Any) -> Any:
         """Return the program's own tensor for an operand: a plain one stays plain."""
         for value in (*self.args, *self.kwargs.values()):
@@ -115,8 +125,9 @@ def analyse(
     for name in plan.write_names:
         value = operands.argument(name)
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, torch.Tensor) and (ref := operands.ref_of(part)) is not None:
-                written.append(ref._ttr_block)
+            if isinstance(part, torch.Tensor):
+                refs = (operands.ref_of(part), *operands.parts_of(part))
+                written += [ref._ttr_block for ref in refs if ref is not None]
     operands.written = list(dict.fromkeys(written))
     return operands
 
@@ -126,6 +137,8 @@ def _collect(value: Any, operands: Operands, manager: TensorsManager) -> None:
         operands.refs.append(value)
         if operands.label is None:
             operands.label = value.device
+    elif type(value) is SparseRef:
+        _collect_sparse(value, value, operands)
     elif isinstance(value, torch.Tensor):
         _collect_plain(value, operands, manager)
     elif isinstance(value, (list, tuple)):
@@ -139,6 +152,8 @@ def _collect_plain(tensor: torch.Tensor, operands: Operands, manager: TensorsMan
         operands.on_accelerator = operands.on_accelerator or DeviceOperands()
         operands.on_accelerator.tensors.append(tensor)
         operands.label = operands.label or tensor.device
+    elif tensor.layout in SPARSE and tensor.is_cpu and type(tensor) in _PLAIN_OR_REF:
+        _collect_plain_sparse(tensor, operands, manager)
     elif (
         _is_other_subclass(type(tensor))
         or tensor.device.type == "meta"
@@ -156,9 +171,40 @@ def _collect_plain(tensor: torch.Tensor, operands: Operands, manager: TensorsMan
             operands.refs.append(ref)
 
 
+def _collect_sparse(value: torch.Tensor, sparse: Any, operands: Operands) -> None:
+    if id(value) not in operands.sparse:
+        operands.sparse[id(value)] = sparse
+        # Its values tell the dtype for which there is a kernel.
+        operands.refs += reversed(sparse._ttr_parts)
+    if operands.label is None:
+        operands.label = sparse.device
+
+
+def _collect_plain_sparse(
+    tensor: torch.Tensor, operands: Operands, manager: TensorsManager
+) -> None:
+    """Let a plain sparse operand take part by its parts; one that is written is left as it is."""
+    plan = operands.plan
+    is_written = any(
+        tensor is part
+        for name in plan.write_names
+        for part in _listed(plan.argument(name, operands.args, operands.kwargs))
+    )
+    adopt = manager.ownership.adopt_operand
+    sparse = tensor if is_written else sparse_over(tensor, tensor.device, adopt)
+    if sparse is tensor:
+        operands.unmanaged.append(tensor)
+    else:
+        _collect_sparse(tensor, sparse, operands)
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
 def _is_other_subclass(kind: type) -> bool:
     return (
-        kind not in _PLAIN_OR_REF
+        kind not in (*_PLAIN_OR_REF, SparseRef)
         and hasattr(kind, "__torch_dispatch__")
         and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     )

@@ -18,6 +18,7 @@ from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
 from ..memory.ref import TensorRef
+from ..memory.sparse import sparse_over
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan, ReadyWay
 from . import handlers
@@ -269,7 +270,7 @@ def can_look(ref: Any, device: Device) -> bool:
 
 
 def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
-    """Whether a result cannot be moved: it stays plain."""
+    """Whether a result cannot be moved, but for the parts of a sparse one: it stays plain."""
     return out.layout is not _strided or out.is_quantized or out.is_nested
 
 
@@ -277,7 +278,7 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
     """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
     is_dense, books = plan.makes_dense, residency.books
     if not is_dense and _has_no_bytes_of_its_own(out):
-        return out
+        return sparse_over(out, like.device, lambda x: fresh(plan, x, residency, device, like))
     block: Block | None = None
     ledger = None if device.is_witness else books.ledgers.get(device)  # a witness may refuse
     if ledger is not None:
@@ -293,8 +294,7 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
         TensorRef, out.size(), out.stride(), None, None, out.dtype,
         _strided, None, False, False, None, False, False, KEYS,
     )  # fmt: skip
-    ref._ttr_block = block
-    ref._ttr_plain = out
+    ref._ttr_block, ref._ttr_plain = block, out
     ref._ttr_device = device
     return ref
 

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_map
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
-from ..memory.plain_views import make_ref, parts_of, replace_metadata, view_with
+from ..memory.plain_views import make_ref, replace_metadata, view_with
 from ..memory.ref import TensorRef
+from ..memory.sparse import SparseRef, become, sparse_over
+from ..operators.layouts import parts_of
 from .fallback import note_fallback, reason_of
 from .staging import Staged, note_result
 
@@ -69,7 +71,8 @@ class _Results:
                 self._follow_metadata(original)
                 return original
         if plain.layout is not torch.strided or plain.is_nested:
-            return self._unmanaged(plain)
+            wrapped = self._wrap_sparse(plain)
+            return self._unmanaged(plain) if wrapped is plain else wrapped
         if plain.is_quantized or plain.is_mkldnn:
             return self._unmanaged(plain)
         if type(plain) not in _PLAIN:
@@ -84,6 +87,11 @@ class _Results:
         if block is None:
             return self._wrap_fresh(plain, device)
         return make_ref(plain, block, device, self._staged.label or _CPU)
+
+    def _wrap_sparse(self, plain: torch.Tensor) -> Any:
+        """Wrap a sparse result by its parts; itself where it has to stay plain."""
+        label = self._staged.label or _CPU
+        return sparse_over(plain, label, lambda part: self._wrap_one(part, None))
 
     def _device_of(self, plain: torch.Tensor) -> Device | None:
         """Where a result lies: a kernel may have made it elsewhere than where it ran."""
@@ -145,8 +153,29 @@ class _Results:
                 return block
         return None
 
+    def _follow_parts(self, sparse: Any) -> None:
+        """Where an operator gave a sparse tensor other parts, sizes or order, follow it."""
+        plain, device = self._staged.plain_of_sparse[id(sparse)], self._staged.device
+        grown: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        for part in sparse._ttr_parts:
+            storage = self._staged.plain_of[id(part)].untyped_storage()
+            nbytes = part._ttr_block.replicas[device].nbytes
+            if storage.nbytes() != nbytes:
+                grown[storage._cdata] = storage, nbytes
+
+        def made(part: torch.Tensor) -> Any:
+            if part.untyped_storage()._cdata in grown:
+                part = part.clone()  # the kernel has resized a replica's storage
+            return self._wrap_one(part, None)
+
+        become(sparse, sparse_over(plain, sparse.device, made))
+        for storage, nbytes in grown.values():
+            storage.resize_(nbytes)
+
     def _follow_metadata(self, original: Any) -> None:
         """Where an operator changed sizes in place (`t_`, `out=`), change the program's, too."""
+        if type(original) is SparseRef:
+            self._follow_parts(original)
         ref = self._operands.ref_of(original)
         if ref is None:
             return

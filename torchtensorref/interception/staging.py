@@ -13,6 +13,7 @@ from ..memory.block import Replica
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import plain_on
 from ..memory.ref import TensorRef
+from ..operators.layouts import sparse_of
 from .device_labels import exchange_device, is_device_operand
 from .operands import Operands
 
@@ -63,6 +64,7 @@ class Staged:
         "manager",
         "operands",
         "plain_of",
+        "plain_of_sparse",
         "reads",
         "writes",
     )
@@ -76,6 +78,8 @@ class Staged:
         self.label = operands.label
         #: The plain tensor that stands for a TensorRef, by the id of the TensorRef.
         self.plain_of: dict[int, torch.Tensor] = {}
+        #: The same of sparse operands, by the id of what the call has.
+        self.plain_of_sparse: dict[int, torch.Tensor] = {}
         self._held = held
 
     def prepare(self) -> None:
@@ -85,6 +89,10 @@ class Staged:
         for ref in operands.refs:
             if id(ref) not in self.plain_of:
                 self.plain_of[id(ref)] = plain_on(ref, device)
+        for key, sparse in operands.sparse.items():
+            parts = [self.plain_of[id(part)] for part in sparse._ttr_parts]
+            is_coalesced = sparse.is_coalesced() if sparse.layout is torch.sparse_coo else False
+            self.plain_of_sparse[key] = sparse_of(parts, sparse.size(), sparse.layout, is_coalesced)
         self.args = [self._plain(arg) for arg in operands.args]
         self.kwargs = {name: self._plain(arg) for name, arg in operands.kwargs.items()}
         if plan.has_device:
@@ -110,6 +118,8 @@ class Staged:
         if isinstance(value, TensorRef):
             return self.plain_of[id(value)]
         if isinstance(value, torch.Tensor):
+            if id(value) in self.plain_of_sparse:
+                return self.plain_of_sparse[id(value)]
             ref = self.operands.adopted.get(id(value))
             return value if ref is None else self.plain_of[id(ref)]
         if type(value) is list:

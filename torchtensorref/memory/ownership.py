@@ -15,6 +15,7 @@ from ..base.errors import ConfigError, nearest
 from ..base.listeners import listeners
 from ..base.progress import Bar
 from ..devices.base import Device
+from ..operators.layouts import SPARSE
 from .adoption import (
     block_for,
     has_bytes_at_home,
@@ -29,6 +30,7 @@ from .names import names
 from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
 from .ref import TensorRef, as_parameter
 from .residency import Residency
+from .sparse import SparseRef, sparse_over
 from .storage_index import Table
 from .telling import tell_no_room
 
@@ -79,6 +81,8 @@ class Ownership:
 
     def adopt_tensor(self, tensor: torch.Tensor, *, sole: bool = False) -> Any:
         """Return a TensorRef that shares the memory of a tensor; see `adopt`."""
+        if tensor.layout in SPARSE:
+            return self._adopt_sparse(tensor, sole=sole)
         if isinstance(tensor, TensorRef) or not is_adoptable(tensor) or tensor.grad_fn is not None:
             return tensor
         known = tensor.__dict__.get("_ttr_ref")
@@ -93,6 +97,20 @@ class Ownership:
         if isinstance(tensor, torch.nn.Parameter):
             ref = as_parameter(ref)
         return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
+
+    def _adopt_sparse(self, tensor: torch.Tensor, *, sole: bool) -> Any:
+        """Return a SparseRef over the parts of a sparse tensor; itself where it cannot be one."""
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.grad_fn is not None:
+            return tensor
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return tensor
+        with torch.no_grad():
+            made = sparse_over(
+                tensor.detach(), tensor.device, lambda part: self.adopt_tensor(part, sole=sole)
+            )
+        if type(made) is not SparseRef:
+            return tensor
+        return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
 
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
@@ -129,7 +147,7 @@ class Ownership:
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:
         """Make the object `tensor` itself a TensorRef, where possible: see `replace_in_place`."""
         ref = self.adopt_tensor(tensor, sole=True)
-        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
+        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref or type(ref) is SparseRef:
             return ref
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
@@ -143,7 +161,7 @@ class Ownership:
         if tensor._use_count() > 1:  # type: ignore[attr-defined]
             return False
         ref = self.adopt_tensor(tensor)
-        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref:
+        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref or type(ref) is SparseRef:
             return False
         if not try_replace_in_place(tensor, ref):
             return False
@@ -171,6 +189,8 @@ class Ownership:
         """See `TensorsManager.release`."""
         if isinstance(x, TensorRef):
             return self._release_tensor(x)
+        if type(x) is SparseRef:
+            return x.exposed_plain("released").requires_grad_(x.requires_grad)  # type: ignore[attr-defined]
         if isinstance(x, torch.nn.Module):
             for part in x.modules():
                 for registry_ in (part._parameters, part._buffers):
@@ -327,6 +347,9 @@ class Ownership:
         """Whether a block's bytes at home are in shared memory."""
         home = ref._ttr_block.replicas.get(self._residency.books.host)
         return home is not None and home.base.untyped_storage().is_shared()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _nbytes_of(tensor: torch.Tensor | None) -> int:

@@ -185,22 +185,6 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     return view
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the strided tensors that a plain tensor of another layout is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if tensor.is_quantized and tensor.qscheme() not in _SCALED_AS_A_WHOLE:
-        return [tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return [] if tensor.is_mkldnn else [tensor]
-
-
-_SCALED_AS_A_WHOLE = (torch.per_tensor_affine, torch.per_tensor_symmetric)
-
-
 def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
     """Make the plain view with a TensorRef's metadata over the storage of `base`."""
     return view_over(ref, base.untyped_storage())

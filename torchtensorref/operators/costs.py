@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .layouts import SPARSE, parts_of
 from .plan import OpPlan
 
 
@@ -48,6 +49,8 @@ def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
 
 def touched_nbytes(tensor: torch.Tensor) -> int:
     """Bytes an operator moves for one operand; repeated (expanded) elements count once."""
+    if tensor.layout in SPARSE:
+        return sum(part.nbytes for part in parts_of(tensor))
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0  # it has no strides to ask for; such operators run on the host
     if tensor.is_contiguous():

@@ -239,6 +239,15 @@ VIEWS = (
         )
     ),
     *(
+        Row(op, reason="makes a sparse tensor of the very tensors it is given", aliases=True)
+        for op in (
+            aten._sparse_coo_tensor_unsafe.default,
+            aten._sparse_coo_tensor_with_dims_and_tensors.default,
+            aten._sparse_compressed_tensor_unsafe.default,
+            aten.sparse_compressed_tensor.comp_plain_value_size,
+        )
+    ),
+    *(
         Row(op, reason="hands back an alias of a tensor without elements", aliases=True)
         for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default)
     ),

@@ -70,7 +70,7 @@ class Recorder:
         ):
             # Statistics of a norm, only while it trains. What it has made itself may die.
             self._written.update(block for block in call.written if block in self._expected)
-        if call.unmanaged or call.adopted:
+        if call.unmanaged or call.adopted or call.sparse:
             self._doubt = f"{call.plan.name} has a plain operand"
         if device is not call.accelerator and not self._runs_on_either(call):
             self._doubt = f"{call.plan.name} runs on the host"

@@ -15,6 +15,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
 from . import methods
+from . import sparse as sparse
 from .attributes import attach_to_class, attach_to_tensors
 from .device_names import names_any_accelerator
 from .protocols import Protocols, readable

@@ -1,0 +1,267 @@
+"""Sparse tensors, whose indices and values are blocks: all that a program sees of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import tensorsManager
+from torchTensorRef.memory.sparse import SparseRef
+
+from ..support.faces import QUIET, failure
+from ..support.programs import Bring
+
+pytestmark = QUIET
+
+LAYOUTS = ["coo", "csr", "csc", "bsr", "bsc"]
+
+
+def sparse(layout: str, dense: Any) -> Any:
+    """The sparse tensor of a layout that has the elements of a dense one."""
+    size = ((2, 2),) if layout.startswith("bs") else ()
+    name = "to_sparse" if layout == "coo" else f"to_sparse_{layout}"
+    return getattr(dense, name)(*size)
+
+
+def some(rows: int, columns: int) -> torch.Tensor:
+    """A matrix about half of which is zero."""
+    return torch.rand(rows, columns) * (torch.rand(rows, columns) > 0.5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_it_is_made_of(right, layout):
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        names = {
+            "coo": ("indices", "values", "_indices", "_values"),
+            "csr": ("crow_indices", "col_indices", "values"),
+            "bsr": ("crow_indices", "col_indices", "values"),
+            "csc": ("ccol_indices", "row_indices", "values"),
+            "bsc": ("ccol_indices", "row_indices", "values"),
+        }[layout]
+        parts = [getattr(s, name)() * 1 for name in names]
+        others = [failure(getattr(s, name)) for name in ("indices", "crow_indices", "row_indices")]
+        facts = [s.layout, s.is_sparse, s.is_sparse_csr, s.size(), s.dtype, s.device, s.dim()]
+        return [*parts, *others, *facts, s._nnz(), s.sparse_dim(), s.dense_dim(), s.requires_grad]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies(right, layout):
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        file = io.BytesIO()
+        torch.save({"s": s, "again": s}, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        made = [
+            s.clone(),
+            s.detach(),
+            s.data,
+            bring(pickle.loads(pickle.dumps(s))),
+            bring(loaded["s"]),
+            s.to(torch.float64),
+            s.half(),
+            torch.zeros_like(s),
+        ]
+        if layout == "coo":
+            made.append(copy.deepcopy(s))  # torch copies no other
+        shares = [loaded["s"] is loaded["again"]]
+        return [part.to_dense() for part in made] + shares + [repr(s), str(s.requires_grad_())]
+
+    right(program)
+
+
+def test_parts_are_shared(right):
+    """What is made of tensors has their memory, and what it hands out is its memory."""
+
+    def program(bring: Bring) -> Any:
+        i, v = bring(torch.tensor([[0, 1, 1], [1, 0, 2]])), bring(torch.rand(3))
+        s = torch.sparse_coo_tensor(i, v, (2, 3), is_coalesced=True)
+        s.values().mul_(3)
+        first = [s.to_dense(), v * 1]
+        v.add_(1)
+        seen = s.to_dense()
+        s.mul_(2)
+        s.neg_()
+        whole = [s.to_dense(), v * 1, s._version > 0]
+        t = s.detach()
+        t.zero_()
+        return [*first, seen, *whole, t.to_dense(), t._nnz(), s.to_dense()]
+
+    right(program)
+
+
+def test_written_in_place(right):
+    def program(bring: Bring) -> Any:
+        s, t = bring(some(5, 4)).to_sparse(), bring(some(5, 4)).to_sparse()
+        s += t
+        results = [s.to_dense(), s._nnz(), s.is_coalesced()]
+        s.mul_(t)
+        s.div_(2)
+        results += [s.to_dense(), s._nnz()]
+        u = torch.sparse_coo_tensor(bring(torch.tensor([[0, 0], [1, 1]])), bring(torch.rand(2)))
+        results += [u.is_coalesced(), u._nnz()]
+        u.copy_(bring(some(1, 2)).to_sparse())
+        u._coalesced_(True)
+        u.sparse_resize_((3, 4), 2, 0)
+        results += [u.to_dense(), u.size(), u.is_coalesced()]
+        u.data = s
+        dense = bring(torch.rand(5, 4))
+        dense.add_(s, alpha=0.5)
+        c = bring(some(5, 4)).to_sparse_csr()
+        c.mul_(3)
+        return [*results, u.to_dense(), dense, c.to_dense()]
+
+    right(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_operators(right, dtype):
+    def program(bring: Bring) -> Any:
+        a, b = bring(some(6, 5).to(dtype)).to_sparse(), bring(some(5, 6).to(dtype)).to_sparse()
+        d, v = bring(torch.rand(5, 4, dtype=dtype)), bring(torch.rand(5, dtype=dtype))
+        c = a.to_sparse_csr()
+        base = bring(torch.rand(6, 4, dtype=dtype))
+        made = [
+            a @ b,
+            torch.sparse.mm(a, b),
+            a @ d,
+            a @ v,
+            a.t() @ base,
+            c @ d,
+            c @ b.to_sparse_csr(),
+            c @ v,
+            torch.sparse.addmm(base, a, d, beta=0.5, alpha=2),
+            torch.addmm(base, c, d),
+            a * 2,
+            a / 3,
+            -a,
+            a * a,
+            a + a.t().t(),
+            a.sum(),
+            torch.sparse.sum(a, 0),
+            a.coalesce().sqrt(),
+            torch.cat([a, a]),
+            torch.stack([a, a]),
+            a[1],
+            a.index_select(0, bring(torch.tensor([2, 0]))),
+            a.narrow_copy(0, 1, 2),
+            a.transpose(0, 1),
+            a.unsqueeze(0),
+            base.sum() * a,
+            torch.hspmm(a, d),
+        ]
+        return [one.to_dense() if one.layout is not torch.strided else one for one in made]
+
+    right(program)
+
+
+def test_sampled_products(right):
+    def program(bring: Bring) -> Any:
+        mask = bring(some(6, 5)).to_sparse_csr()
+        a, b = bring(torch.rand(6, 3)), bring(torch.rand(3, 5))
+        return [
+            torch.sparse.sampled_addmm(mask, a, b, beta=0.5, alpha=2).to_dense(),
+            torch.sparse.spdiags(
+                bring(torch.rand(2, 4)), bring(torch.tensor([0, 1])), (4, 4)
+            ).to_dense(),
+            (a @ b).sparse_mask(mask.to_sparse()).to_dense(),
+        ]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_gradients(right, layout):
+    def program(bring: Bring) -> Any:
+        a = sparse(layout, bring(some(5, 4))).requires_grad_()
+        d = bring(torch.rand(4, 3)).requires_grad_()
+        weights = bring(torch.rand(5, 3))
+        (torch.sparse.mm(a, d) * weights).sum().backward()
+        first = [a.grad.to_dense(), d.grad * 1, a.grad.layout]
+        (torch.sparse.mm(a, d) ** 2).sum().backward()
+        values = bring(torch.rand(3)).requires_grad_()
+        i = bring(torch.tensor([[0, 1, 1], [1, 0, 2]]))
+        s = torch.sparse_coo_tensor(i, values, (2, 4))
+        (s @ d.detach()).sum().backward()
+        dense = bring(some(3, 3)).requires_grad_()
+        dense.to_sparse().to_dense().mul(2).sum().backward()
+        return [*first, a.grad.to_dense(), d.grad, values.grad, dense.grad]
+
+    right(program)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+        lambda p: torch.optim.SparseAdam(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ],
+    ids=["SGD", "momentum", "SparseAdam", "Adagrad"],
+)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_optimizers(right, make, kind):
+    def program(bring: Bring) -> Any:
+        table = bring(kind(50, 8, sparse=True))
+        optimizer = make(table.parameters())
+        found = []
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for part in range(2):
+                rows = bring(torch.tensor([[1, step, 4, 4], [7 + part, 1, 1, 30]]))
+                (table(rows) ** 2).sum().backward()
+            found += [
+                table.weight.grad.layout,
+                table.weight.grad.to_dense(),
+                table.weight.grad._nnz(),
+            ]
+            optimizer.step()
+        return [*found, table.weight]
+
+    right(program)
+
+
+def test_clipped_sparse_gradients_fail_alike(right):
+    def program(bring: Bring) -> Any:
+        table = bring(nn.Embedding(6, 3, sparse=True))
+        table(bring(torch.tensor([1, 1, 4]))).sum().backward()
+        return [failure(lambda: torch.optim.Adam(table.parameters()).step())[0]]
+
+    right(program)
+
+
+def test_they_are_accounted(manage):
+    """Indices and values are blocks, which stay on the accelerator between operators."""
+    manager = manage()
+    s = manager.adopt(some(64, 64)).to_sparse_csr()
+    x = manager.adopt(torch.rand(64, 3))
+    assert type(s) is SparseRef
+    s @ x
+    copied = manager.stats()["fetched_nbytes"]
+    for _ in range(3):
+        x = s @ x
+    assert manager.stats()["fetched_nbytes"] == copied
+    parts = [s.crow_indices(), s.col_indices(), s.values()]
+    assert all(part.proxyInfo.device.startswith("sim") for part in parts)
+    manager.check()
+
+
+def test_adopted_and_released():
+    plain = some(4, 4).to_sparse()
+    ref = tensorsManager.adopt(plain)
+    assert type(ref) is SparseRef
+    assert ref.values().proxyInfo.nbytes == plain.values().nbytes
+    ref.values().mul_(2)
+    assert type(tensorsManager.release(ref)) is torch.Tensor
+    assert torch.equal(plain.to_dense(), tensorsManager.release(ref).to_dense())
+    assert tensorsManager.release([ref])[0].layout is torch.sparse_coo
