@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchTensorRef
 from torchTensorRef import tensorsManager
 from torchTensorRef.memory.sparse import SparseRef
 
@@ -254,6 +255,18 @@ def test_they_are_accounted(manage):
     parts = [s.crow_indices(), s.col_indices(), s.values()]
     assert all(part.proxyInfo.device.startswith("sim") for part in parts)
     manager.check()
+
+
+def test_promises_need_values(manage):
+    """What is made of sparse tensors and values is computed; a promise has none to multiply."""
+    manager = manage()
+    s, x = manager.adopt(some(4, 4)).to_sparse(), manager.adopt(torch.rand(4, 2))
+    with torchTensorRef.promising():
+        assert not (s @ x).proxyInfo.promised
+        promised = x + 1
+        with pytest.raises(torchTensorRef.PromisedError, match="sparse"):
+            s @ promised
+    assert torch.equal(manager.release(s @ promised.fulfil()), manager.release(s @ (x + 1)))
 
 
 def test_adopted_and_released():

@@ -20,6 +20,7 @@ from ..operators.substitutes import ByDevice
 from .block_plan import Plan, arguments_of
 from .operands import Operands
 from .parts_of_tables import run_on_parts
+from .sparse_blocks import SparseRun, product_of
 from .staging import expected_results
 from .tiles import Phases, Run, UnfitError
 
@@ -74,6 +75,8 @@ class Blocks:
         OutOfBudgetError, torch.OutOfMemoryError, TransferError
             The first tile found no room. Nothing has changed.
         """
+        if self._operands.sparse:
+            return self._run_sparse(device)
         found = self._found(device)
         if found is None:
             return NotImplemented
@@ -86,7 +89,27 @@ class Blocks:
             result = run.run(self._born)
         except UnfitError:
             return NotImplemented
-        self._note(tiling, run.tile_count)
+        pairs = zip(tiling.axes, tiling.counts(), strict=True)
+        keeps_bits = all(axis.keeps_bits for axis, tiles in pairs if tiles > 1)
+        self._note(run.tile_count, tiling.need_nbytes, keeps_bits)
+        return result
+
+    def _run_sparse(self, device: Device) -> Any:
+        """Run a product of sparse matrices in rows; nothing else of such operands is cut."""
+        operands = self._operands
+        product, room_nbytes = product_of(operands), self._room_nbytes(device)
+        if product is None:
+            return NotImplemented
+        if Blocks.forced is not None:
+            room_nbytes = min(room_nbytes, operands.nbytes)
+        run = SparseRun(operands, product, self._manager, self._phases, device, room_nbytes)
+        if device.has_host_kernels and settings.blocks != "any" and not run.keeps_bits:
+            self.why_not = "blocks would change bits"
+            return NotImplemented
+        result = run.run(self._born)
+        self.why_not = run.why_not
+        if result is not NotImplemented:
+            self._note(run.tile_count, run.need_nbytes, run.keeps_bits)
         return result
 
     def run_on_parts(self) -> Any:
@@ -147,16 +170,14 @@ class Blocks:
             room = min(budget.limit_nbytes, budget.high_nbytes) - holds.held_nbytes(device)
         return room - room // SCRATCH_SHARE if device.kernels_allocate else room
 
-    def _note(self, tiling: Tiling, count: int) -> None:
+    def _note(self, count: int, need_nbytes: int, keeps_bits: bool) -> None:
         plan, counts = self._operands.plan, self._residency.books.counts
         counts.blocked_op_count += 1
         counts.blocked_tile_count += count
         counts.blocked_operators[plan.name] = counts.blocked_operators.get(plan.name, 0) + 1
-        pairs = zip(tiling.axes, tiling.counts(), strict=True)
-        keeps_bits = all(axis.keeps_bits for axis, tiles in pairs if tiles > 1)
         order = "" if keeps_bits else ", which adds in another order"
         counts.reordered_op_count += not keeps_bits
-        self._operands.in_blocks_nbytes = tiling.need_nbytes
+        self._operands.in_blocks_nbytes = need_nbytes
         self._residency.books.log.note(
-            "-", plan.name, f"in {count} blocks of {format_nbytes(tiling.need_nbytes)}{order}"
+            "-", plan.name, f"in {count} blocks of {format_nbytes(need_nbytes)}{order}"
         )

@@ -57,6 +57,16 @@ def _alias(op: Any, ref: Any) -> Any:
     return alias_of_sparse(ref)
 
 
+def _transposed(op: Any, ref: Any, *dimensions: int) -> Any:
+    """What is compressed along rows is the same as compressed along columns, of the transpose."""
+    if ref.layout is torch.sparse_coo or ref.dim() != 2:
+        return dispatch(op, (), (ref, *dimensions))
+    hollow = op(ref._ttr_hollow, *dimensions)
+    if hollow.layout is ref.layout:
+        return alias_of_sparse(ref)
+    return make_sparse(hollow, [alias_of(part) for part in ref._ttr_parts])
+
+
 _COO = (torch.sparse_coo,)
 _ALL = (*_COO, *ROWS_COMPRESSED, *COLUMNS_COMPRESSED)
 
@@ -78,4 +88,6 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._coalesced_.default: _coalesced,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.t.default: _transposed,
+    aten.transpose.int: _transposed,
 }

@@ -47,6 +47,15 @@ def _no_flops(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     return 0
 
 
+def _flops_of_sparse(sparse: list[torch.Tensor], out: Any) -> int:
+    """Two for each product of elements; of two sparse matrices as many as there are on average."""
+    if len(sparse) > 1:
+        a, b = sparse[:2]
+        return 2 * a._nnz() * b._nnz() // max(b.size(0), 1)
+    width = out.size(-1) if isinstance(out, torch.Tensor) and out.dim() > 1 else 1
+    return int(2 * sparse[0]._nnz() * width)
+
+
 def touched_nbytes(tensor: torch.Tensor) -> int:
     """Bytes an operator moves for one operand; repeated (expanded) elements count once."""
     if tensor.layout in SPARSE:
@@ -70,7 +79,11 @@ def operator_cost(
 ) -> tuple[int, int, str]:
     """Floating point operations, bytes and dtype of a call that has just run."""
     rule = flop_rule(plan)
-    flops = 0 if rule is _no_flops else rule(plain_args, kwargs, out)
+    if rule is _no_flops:
+        flops = 0
+    else:
+        sparse = [a for a in plain_args if isinstance(a, torch.Tensor) and a.layout in SPARSE]
+        flops = _flops_of_sparse(sparse, out) if sparse else rule(plain_args, kwargs, out)
     nbytes = 0
     dtype = None
     for position, arg in enumerate(plain_args):

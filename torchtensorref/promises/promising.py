@@ -110,6 +110,10 @@ class Promises:
         operands = analyse(plan, args, kwargs, tensorsManager)
         if operands.has_other_subclass:
             return NotImplemented
+        if operands.sparse:
+            if any(block.promise is not None for block in operands.blocks):
+                raise has_no_value(plan.name, "an operand is sparse")
+            return NotImplemented  # its elements are known, and what is made of them is, too
         if plan.is_true_view and operands.blocks:
             if self.recorder is not None:
                 self.recorder.note_view(operands.blocks[0])
