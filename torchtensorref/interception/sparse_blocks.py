@@ -123,6 +123,10 @@ class SparseRun:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             left = self._home(self._operands.argument(self._product.left))
             self._left = cuts.Rows(left, right_is_sparse)
+            is_sorted = right.layout is torch.sparse_coo and not right.is_coalesced()
+            if is_sorted:
+                right = right.coalesce()  # else the kernel would, for each tile
+                self._host.charge(0, 4 * sum(part.nbytes for part in cuts.parts_of(right)), "uint8")
         columns = self._columns(right)
         if columns is None:
             self.why_not = "columns would come in another order"
@@ -132,7 +136,7 @@ class SparseRun:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 plain = cuts.columns_of(right, start, end) if len(columns) > 1 else right
                 part = self._operands.argument(self._product.right)
-                if len(columns) > 1 or self._is_part(part):
+                if len(columns) > 1 or is_sorted or self._is_part(part):
                     part = self._piece(plain)
                 ranges = self._ranges(plain, (start, end))
             self._run_rows(part, ranges, (start, end))
