@@ -123,10 +123,12 @@ class SparseRun:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             left = self._home(self._operands.argument(self._product.left))
             self._left = cuts.Rows(left, right_is_sparse)
-            is_sorted = right.layout is torch.sparse_coo and not right.is_coalesced()
+            if not cuts.is_in_order(left):
+                self._charge(2, *cuts.parts_of(left))
+            is_sorted = not cuts.is_in_order(right)
             if is_sorted:
                 right = right.coalesce()  # else the kernel would, for each tile
-                self._host.charge(0, 4 * sum(part.nbytes for part in cuts.parts_of(right)), "uint8")
+                self._charge(2, *cuts.parts_of(right))
         columns = self._columns(right)
         if columns is None:
             self.why_not = "columns would come in another order"
@@ -135,6 +137,7 @@ class SparseRun:
         for start, end in columns:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 plain = cuts.columns_of(right, start, end) if len(columns) > 1 else right
+                self._charge(len(columns) > 1, *cuts.parts_of(plain))
                 part = self._operands.argument(self._product.right)
                 if len(columns) > 1 or is_sorted or self._is_part(part):
                     part = self._piece(plain)
@@ -196,20 +199,29 @@ class SparseRun:
 
     def _run_rows(self, right: Any, ranges: list[Range], columns: Range) -> None:
         """Run the tiles of all rows, with some columns of what stands on the right."""
-        pieces = self._pieces(ranges[0], columns)
-        for number, rows in enumerate(ranges):
-            self.tile_count += 1
-            out = self._run_tile(pieces, right)
-            pieces = self._ahead(ranges[number + 1], columns) if rows is not ranges[-1] else {}
-            self._send_home(out, rows, columns)
-            del out
-            self._land(1)
-        self._land(0)
+        sparse = self._operands.sparse.get(id(right), right)
+        blocks = list(dict.fromkeys(ref._ttr_block for ref in _refs([sparse])))
+        # Else the next rows would drive it out, which has been used longer ago than these.
+        held = self._residency.acquire(self._device, blocks, [], 0)
+        try:
+            pieces = self._pieces(ranges[0], columns)
+            for number, rows in enumerate(ranges):
+                self.tile_count += 1
+                out = self._run_tile(pieces, right)
+                pieces = self._ahead(ranges[number + 1], columns) if rows is not ranges[-1] else {}
+                self._send_home(out, rows, columns)
+                del out
+                self._land(1)
+            self._land(0)
+        finally:
+            self._residency.release(held)
 
     def _pieces(self, rows: Range, columns: Range) -> dict[str, Any]:
         """Return the pieces of a tile, by the names of the arguments they stand for."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            pieces = {self._product.left: self._piece(self._left.between(*rows))}
+            left = self._left.between(*rows)
+            self._charge(1, cuts.parts_of(left)[0])
+            pieces = {self._product.left: self._piece(left)}
             for name in self._product.along:
                 plain = self._home(self._operands.argument(name))
                 if plain.dim() == 2 and plain.size(0) > 1:
@@ -289,7 +301,7 @@ class SparseRun:
             if part is not None:
                 with torch._C.DisableTorchFunction(), torch.no_grad():
                     part.copy_(plain_on(ref, self._host))
-                self._host.charge(0, 2 * part.nbytes, "uint8")
+                self._charge(1, part)
 
     def _new_result(self, tile: torch.Tensor) -> torch.Tensor:
         left = self._operands.argument(self._product.left)
@@ -310,7 +322,7 @@ class SparseRun:
             self._found.clear()
             parts = cuts.stacked(tiles, layout)
             rows = self._left.starts.numel() - 1
-            self._host.charge(0, 2 * sum(part.nbytes for part in parts), "uint8")
+            self._charge(1, *parts)
             return sparse_of(parts, (rows, width), layout, is_coalesced)
 
     def _wrapped(self, tiles: list[tuple[int, torch.Tensor]], born: list[Block]) -> Any:
@@ -323,6 +335,7 @@ class SparseRun:
         size = torch.Size((left.size(0), width))
         with torch._C.DisableTorchFunction(), torch.no_grad():
             parts = cuts.joined(tiles, size)
+            self._charge(len(tiles) > 1, *parts)
         first = tiles[0][1]
         is_coalesced = first.layout is torch.sparse_coo and first.is_coalesced()
         plain = sparse_of(parts, size, first.layout, is_coalesced)
@@ -335,6 +348,10 @@ class SparseRun:
         born.append(block)
         note_result(self._operands, self._manager, block.nbytes)
         return make_ref(result, block, self._host, self._label)
+
+    def _charge(self, times: int, *made: torch.Tensor) -> None:
+        """Let the host spend the time to read and write tensors so often."""
+        self._host.charge(0, 2 * times * sum(part.nbytes for part in made), "uint8")
 
     def _home(self, value: Any) -> torch.Tensor:
         """Return the plain tensor at home that an operand is; its blocks are held there."""

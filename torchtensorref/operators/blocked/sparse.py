@@ -48,6 +48,11 @@ PRODUCTS: dict[Any, Product] = {
 }
 
 
+def is_in_order(plain: torch.Tensor) -> bool:
+    """Whether no kernel sorts the elements of a matrix first."""
+    return plain.layout is not torch.sparse_coo or plain.is_coalesced()
+
+
 class RowTooLargeError(Exception):
     """Internal: not even one row fits."""
 
