@@ -100,7 +100,7 @@ LIKENESSES = (
     "new_zeros",
 )
 
-#: Factories whose result stays plain.
+#: Factories whose result is sparse, or stays plain.
 OTHER_LAYOUTS = (
     "empty_quantized",
     "nested.as_nested_tensor",

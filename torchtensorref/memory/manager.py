@@ -301,8 +301,8 @@ class TensorsManager:
         Returns
         -------
         TensorRef, torch.nn.Module or container
-            What cannot be managed (other subclasses, sparse layouts, tensors on other devices, meta
-            tensors, results of a plain autograd graph) comes back as it is.
+            A SparseRef for a sparse tensor. What cannot be managed (other subclasses, tensors on
+            other devices, meta, results of a plain autograd graph) comes back as it is.
         """
         return self.ownership.adopt(x, sole=sole)
 
