@@ -24,7 +24,7 @@ from ..memory.plain_views import make_ref, plain_on
 from ..memory.sparse import sparse_over
 from ..operators.blocked import sparse as cuts
 from ..operators.costs import touched_nbytes
-from ..operators.layouts import sparse_of
+from ..operators.layouts import parts_of, sparse_of
 from ..operators.plan import OpPlan
 from .block_plan import MOST_OF
 from .operands import Operands, analyse
@@ -124,11 +124,11 @@ class SparseRun:
             left = self._home(self._operands.argument(self._product.left))
             self._left = cuts.Rows(left, right_is_sparse)
             if not cuts.is_in_order(left):
-                self._charge(2, *cuts.parts_of(left))
+                self._charge(2, *parts_of(left))
             is_sorted = not cuts.is_in_order(right)
             if is_sorted:
                 right = right.coalesce()  # else the kernel would, for each tile
-                self._charge(2, *cuts.parts_of(right))
+                self._charge(2, *parts_of(right))
         columns = self._columns(right)
         if columns is None:
             self.why_not = "columns would come in another order"
@@ -137,7 +137,7 @@ class SparseRun:
         for start, end in columns:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 plain = cuts.columns_of(right, start, end) if len(columns) > 1 else right
-                self._charge(len(columns) > 1, *cuts.parts_of(plain))
+                self._charge(len(columns) > 1, *parts_of(plain))
                 part = self._operands.argument(self._product.right)
                 if len(columns) > 1 or is_sorted or self._is_part(part):
                     part = self._piece(plain)
@@ -151,7 +151,7 @@ class SparseRun:
 
     def _columns(self, right: torch.Tensor) -> list[Range] | None:
         """Cut what stands on the right, where it does not leave enough room; None: it may not."""
-        nbytes = sum(part.nbytes for part in cuts.parts_of(right))
+        nbytes = sum(part.nbytes for part in parts_of(right))
         count = -(-nbytes // max(int(self._room_nbytes * RIGHT_SHARE), 1))
         if right.dim() == 1 or count <= 1:
             return [(0, right.size(-1) if right.dim() > 1 else 1)]
@@ -187,7 +187,7 @@ class SparseRun:
 
     def _ranges(self, right: torch.Tensor, columns: Range) -> list[Range]:
         """Cut the rows, as many as fit beside some columns of what stands on the right."""
-        right_nbytes = sum(part.nbytes for part in cuts.parts_of(right))
+        right_nbytes = sum(part.nbytes for part in parts_of(right))
         row_nbytes = self._row_nbytes(right, columns)
         room_nbytes = (self._room_nbytes - right_nbytes) // TILES_AT_ONCE
         ranges = list(cuts.row_ranges(row_nbytes, room_nbytes))
@@ -220,7 +220,7 @@ class SparseRun:
         """Return the pieces of a tile, by the names of the arguments they stand for."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             left = self._left.between(*rows)
-            self._charge(1, cuts.parts_of(left)[0])
+            self._charge(1, parts_of(left)[0])
             pieces = {self._product.left: self._piece(left)}
             for name in self._product.along:
                 plain = self._home(self._operands.argument(name))
