@@ -13,6 +13,7 @@ from torchTensorRef.base.options import options
 from torchTensorRef.operators.layouts import parts_of
 
 from ..support.faces import QUIET
+from ..support.forced_blocks import forced_blocks
 
 pytestmark = QUIET
 
@@ -139,6 +140,13 @@ def test_columns_of_rows_in_no_order(manage):
     with options(blocks="any"):
         assert torch.equal(manager.release(a @ b).to_dense(), expected)
     assert manager.stats()["blocked_op_count"] == 1
+
+
+def test_without_rows(manage):
+    with forced_blocks(0, keep_bits=True):
+        manager = manage()
+        a, b = some(0, 4).to_sparse_csr(), torch.randn(4, 3)
+        assert_alike(a @ b, manager.release(manager.adopt(a) @ manager.adopt(b)))
 
 
 def test_what_is_not_cut_runs_on_the_host(manage):

@@ -59,6 +59,8 @@ def product_of(operands: Operands) -> cuts.Product | None:
         return None
     if left.layout is torch.sparse_coo and operands.sparse[id(left)].dense_dim():
         return None
+    if 0 in (*left.size(), *right.size()):
+        return None  # there is nothing to cut
     if product.is_sampled and left.layout is not torch.sparse_csr:
         return None
     return product
