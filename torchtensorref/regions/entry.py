@@ -63,12 +63,12 @@ class Entry(Hold):
     @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the module on plain tensors; put everything back, whatever happens."""
-        exchange, device = self.exchange, self.device
+        device = self.device
         try:
             out, args, kwargs = self._run_plain(args, kwargs)
             device.charge_time(self.structure.compute_ns, self.structure.op_count)
             # Still held: what is wrapped now can make others go, not what it shares memory with.
-            out = exchange.wrap((out, args, kwargs), self.ref_for)[0]
+            out = self._wrap(out, args, kwargs)
         finally:
             self._gather_what_stays()
             self._note_writes()
@@ -77,6 +77,10 @@ class Entry(Hold):
             self._release()
         self.residency.after_operator(device, self.blocks)
         return out
+
+    def _wrap(self, out: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result, with TensorRefs in the place of what was made and handed on."""
+        return self.exchange.wrap((out, args, kwargs), self.ref_for)[0]
 
     @lets_program_run
     def _run_plain(self, args: Any, kwargs: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
@@ -26,10 +28,13 @@ def learn(
     args: Any,
     kwargs: Any,
     call: Any = None,
+    *,
+    gradients: bool = False,
 ) -> Any:
     """Run a module intercepted, and write down what the call uses, makes and leaves behind.
 
     `call` runs it, if not its own: a function that was compiled, with the modules it can reach.
+    With `gradients` it may note them, and what is saved for a backward pass is not left behind.
     """
     call = call or module._call_impl
     residency = manager.residency
@@ -39,7 +44,7 @@ def learn(
     in_order = dict.fromkeys(ref._ttr_block for ref in refs)
     own = set(in_order)
     given = [block for block in dict.fromkeys(ref._ttr_block for ref in inputs) if block not in own]
-    recorder: Recorder | None = Recorder(tuple(in_order), given)
+    recorder: Recorder | None = Recorder(tuple(in_order), given, gradients)
     with residency.books.lock:
         if residency.recorder is not None:
             recorder = None
@@ -53,7 +58,8 @@ def learn(
     before_ops = residency.books.counts.slow_op_count
     had_gradients = [ref.requires_grad for ref in inputs]
     try:
-        out = call(*args, **kwargs)
+        with saved_tensors_hooks(recorder.save, _as_saved) if gradients else nullcontext():
+            out = call(*args, **kwargs)
     finally:
         with residency.books.lock:
             residency.recorder = None
@@ -75,6 +81,10 @@ def learn(
         manager, recorder, module, own, (args, kwargs), out
     )
     return out
+
+
+def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def kept_in(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:

@@ -27,7 +27,12 @@ class Use(NamedTuple):
 class Recorder:
     """Written to by every operator while a module is being learned (`regions/`)."""
 
-    def __init__(self, own: Sequence[Block], given: Sequence[Block]) -> None:
+    def __init__(
+        self, own: Sequence[Block], given: Sequence[Block], gradients: bool = False
+    ) -> None:
+        #: Whether gradients may be noted, and what was saved for them.
+        self._gradients = gradients
+        self._saved: set[Block] = set()
         self._expected = {*own, *given}
         #: Where a use is noted: a block by its place among the module's own and those given.
         self._places = {block: place for place, block in enumerate((*own, *given))}
@@ -50,7 +55,7 @@ class Recorder:
         """Note an operator before it runs."""
         if threading.get_ident() != self._thread:
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._gradients:
             self._doubt = "it computes gradients"
         self.op_count += 1
         self.is_random |= call.plan.is_random
@@ -93,6 +98,13 @@ class Recorder:
         self.most_nbytes = max(self.most_nbytes, self._alive_nbytes)
         weakref.finalize(block, self._died, id(block), nbytes).atexit = False
 
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what autograd saves for a backward pass, as a hook of its."""
+        block = getattr(tensor, "_ttr_block", None)
+        if block is not None:
+            self._saved.add(block)
+        return tensor
+
     def mistrust(self, why: str) -> None:
         """Note what speaks against running the module natively."""
         if threading.get_ident() == self._thread:
@@ -117,7 +129,7 @@ class Recorder:
         if self._written & own:
             return "it writes its own parameters or buffers"
         alive = self.alive()
-        if any(block not in reachable for block in alive):
+        if any(block not in reachable and block not in self._saved for block in alive):
             return "it leaves tensors behind where neither its arguments nor its result lead"
         if any(block in kept for block in alive):
             return "it leaves tensors behind in its attributes"

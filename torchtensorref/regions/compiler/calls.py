@@ -26,10 +26,8 @@ from ...base.options import settings
 from ...interception.fallback import Generators
 from ...interception.guards import may_bypass
 from ...memory.budget import SHORTAGES
-from ...memory.ledger import Ledger
 from ...memory.manager import TensorsManager, tensorsManager
 from ...memory.ref import TensorRef
-from ..entry import Entry
 from ..learning import learn
 from ..region import (
     Part,
@@ -45,6 +43,7 @@ from ..region import (
 )
 from ..tensor_tree import Exchange
 from .blocks import has_hooks, repeated_blocks
+from .gradients import Bundle, CompiledEntry, are_ours
 from .reachable import Cells, holds_refs, modules_of
 
 #: Gives the compiled form of a function, as the program has asked for.
@@ -58,22 +57,6 @@ class _Reachable(nn.Module):
         super().__init__()
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
-
-
-class _Bundle(Entry):
-    """A layer's run: what it uses is fetched as one bundle, whether memory is short or not."""
-
-    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
-        return True
-
-    def acquire(self) -> bool:
-        """Hold the layer's blocks; what comes after it is fetched while it is computed."""
-        if not super().acquire():
-            return False
-        residency = self.residency
-        if residency.books.is_pressed and residency.feed.looks_ahead:
-            residency.prefetcher.issue_wishes(self.device)
-        return True
 
 
 class CompiledCall:
@@ -95,7 +78,7 @@ class CompiledCall:
         function: Any,
         compile_alike: Compile,
         manager: TensorsManager = tensorsManager,
-        entry: type[Entry] = Entry,
+        entry: type[CompiledEntry] = CompiledEntry,
     ) -> None:
         self._compiled = compiled
         self._function = function
@@ -154,7 +137,7 @@ class CompiledCall:
             or not residency.feed.strategy.allows_regions
             or not may_bypass(autocast=False, observers=False)
             or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
+            or (torch.is_grad_enabled() and not are_ours())
             or holds_refs(self._function)
         )
 
@@ -169,13 +152,20 @@ class CompiledCall:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        structure = region.structures.setdefault(key_of(inputs), Structure())
+        notes = torch.is_grad_enabled()
+        key = key_of(inputs), notes and tuple(ref.requires_grad for ref in inputs)
+        structure = region.structures.setdefault(key, Structure())
         if structure.doubt:
             return self._function(*args, **kwargs)
         if not structure.call_count:
             self._bring(inputs)
             call = self._function
-            return learn(self._manager, whole, structure, inputs, args, kwargs, call)
+            out = learn(
+                self._manager, whole, structure, inputs, args, kwargs, call, gradients=notes
+            )
+            if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):
+                structure.doubt = "it writes what it is given, which has a gradient"
+            return out
         entry = self._entry(
             self._manager,
             self._manager.native.unwatched(),
@@ -269,7 +259,7 @@ class CompiledCall:
     # -- by blocks --------------------------------------------------------------------------
 
     @lets_program_run
-    def _call_by_blocks(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _call_by_blocks(self, entry: CompiledEntry, args: Any, kwargs: Any) -> Any:
         """Call a module as it is, its repeated layers as they were compiled, where they fit."""
         module = getattr(self._function, "__self__", None)
         ledger = entry.residency.books.ledgers[entry.device]
@@ -293,7 +283,7 @@ class CompiledCall:
 
     def _of_layer(self, layer: nn.Module) -> CompiledCall:
         forward = layer.forward
-        return CompiledCall(self._compile(forward), forward, self._compile, self._manager, _Bundle)
+        return CompiledCall(self._compile(forward), forward, self._compile, self._manager, Bundle)
 
 
 def _compiled_count() -> int:

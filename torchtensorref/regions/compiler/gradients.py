@@ -1,0 +1,339 @@
+"""Gradients of what is compiled: plain torch's own backward pass, on what it saved as TensorRefs.
+
+Inside a call the compiled function notes its graph on plain tensors. What it saves for its backward
+pass is packed: when the call ends it is a TensorRef as any other, and may leave the device. Outside,
+the call is one node of the program's own graph. Its backward pass is a native run of what the
+compiler has made for it, with everything that was saved held on the device; where that does not fit,
+what was saved is brought home, and it runs there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from ...base.activation import disabled
+from ...base.interrupts import lets_program_run
+from ...memory.ledger import Ledger
+from ...memory.manager import TensorsManager, tensorsManager
+from ...memory.ref import TensorRef
+from ..entry import Entry
+from ..region import Region, Structure, state_of
+from ..tensor_tree import Exchange
+
+#: A backward pass has about twice the arithmetic of its forward pass.
+BACKWARD_SHARE = 2
+
+_autograd = torch._C._autograd
+
+
+def are_ours() -> bool:
+    """Whether what is saved for a backward pass may be packed by us: nobody else's hooks are on."""
+    return (
+        _autograd._top_saved_tensors_default_hooks(True) is None
+        and _autograd._saved_tensors_hooks_get_disabled_error_message() is None
+        and not torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
+class Saved:
+    """A tensor that autograd keeps for a backward pass."""
+
+    __slots__ = ("kept", "plain")
+
+    def __init__(self, plain: torch.Tensor) -> None:
+        #: The tensor itself, while a native run holds its bytes.
+        self.plain: torch.Tensor | None = plain
+        #: What is kept of it in between: a TensorRef, or a tensor that is not managed.
+        self.kept: Any = None
+
+
+class CompiledEntry(Entry):
+    """One native run of what is compiled; what it notes for gradients becomes ours at its end."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.notes = torch.is_grad_enabled()
+        self.saved: list[Saved] = []
+        #: What has a gradient: TensorRefs, each with the leaf that stood for it.
+        self.leaves: dict[int, tuple[Any, torch.Tensor]] = {}
+        #: Results that have one, each with the edge of the graph inside that leads to it.
+        self.results: list[tuple[Any, Any]] = []
+
+    @lets_program_run
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run it, and connect its results with what they were made of."""
+        if not self.notes:
+            return super().run(args, kwargs)
+        call = self.call
+        self.call = partial(self._run_noting, call)
+        try:
+            out = super().run(args, kwargs)
+        finally:
+            self.call = call  # no cycle: what is let go of is gone at once
+        self._connect()
+        return out
+
+    @lets_program_run
+    def _run_noting(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        # The graph keeps the hooks, which must not lead back to what holds the graph.
+        with saved_tensors_hooks(partial(_pack, self.saved), _unpack):
+            return call(*args, **kwargs)
+
+    def _plain_input(self, ref: Any) -> torch.Tensor:
+        if not (self.notes and ref.requires_grad) or id(ref) in self.inside:
+            return super()._plain_input(ref)
+        plain = super()._plain_input(ref).detach().requires_grad_()
+        self.inside[id(ref)] = plain
+        self.leaves[id(ref)] = ref, plain
+        return plain
+
+    def _wrap(self, out: Any, args: Any, kwargs: Any) -> Any:
+        if not self.notes:
+            return super()._wrap(out, args, kwargs)
+        for _, ref, plain, _ in self.hung:
+            if plain.requires_grad:
+                self.leaves[id(ref)] = ref, plain
+        others = self._held_by_others(out)
+        out = super()._wrap(out, args, kwargs)
+        for saved in self.saved:
+            plain = saved.plain
+            assert plain is not None
+            is_other = plain.untyped_storage()._cdata in others
+            saved.kept, saved.plain = plain if is_other else self.ref_for(plain), None
+        return out
+
+    def _held_by_others(self, out: Any) -> set[int]:
+        """Return the storages of saved tensors that somebody besides the graph holds.
+
+        A constant of a graph comes again in the next call: its memory is not ours to empty.
+        """
+        exchange = Exchange()
+        exchange.find(out)
+        tensors = {id(plain): plain for plain in exchange.plain_tensors()}
+        tensors.update((id(saved.plain), saved.plain) for saved in self.saved)
+        holders = Counter(
+            plain.untyped_storage()._cdata
+            for plain in tensors.values()
+            if type(plain) in (torch.Tensor, nn.Parameter) and plain.layout is torch.strided
+        )
+        return {
+            key
+            for key, count in holders.items()
+            if self._block_over(key) is None and _holder_count(key) > count
+        }
+
+    def ref_for(self, plain: torch.Tensor) -> Any:
+        """Make the TensorRef of a tensor; that of a result with a gradient is to be connected."""
+        if not (self.notes and plain.requires_grad) or plain.grad_fn is None:
+            return super().ref_for(plain)
+        ref = super().ref_for(plain.data)  # a block must not hold the graph that holds blocks
+        if type(ref) is TensorRef:
+            self.results.append((ref, get_gradient_edge(plain)))
+            return ref
+        self._doubt("a result with a gradient is not managed")
+        return plain
+
+    def _connect(self) -> None:
+        if not self.results:
+            return
+        refs = [ref for ref, _ in self.leaves.values()]
+        kept = {saved.kept._ttr_block for saved in self.saved if type(saved.kept) is TensorRef}
+        slots = [ref for _, ref, _, _ in self.hung]
+        given = [ref for _, ref, _ in self.unwrapped]
+        results = [ref for ref, _ in self.results]
+        read = {id(r): r for r in (*slots, *given, *results) if r._ttr_block in kept}
+        _Node.apply(Backward(self), results, [*read.values()], *refs)
+        self.results = []
+
+
+class Bundle(CompiledEntry):
+    """A layer's run: what it uses is fetched as one bundle, whether memory is short or not."""
+
+    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
+        return True
+
+    def acquire(self) -> bool:
+        """Hold the layer's blocks; what comes after it is fetched while it is computed."""
+        if not super().acquire():
+            return False
+        residency = self.residency
+        if residency.books.is_pressed and residency.feed.looks_ahead:
+            residency.prefetcher.issue_wishes(self.device)
+        return True
+
+
+class _Node(torch.autograd.Function):
+    """A call in the graph of the program."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Any, results: list[Any], read: list[Any], *_: Any) -> Any:
+        """Hand the results on; what the backward pass reads must not be written until then."""
+        ctx.run_backward = backward
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*read)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Run the backward pass that the compiler has made."""
+        _ = ctx.saved_tensors  # raises where one of them was written
+        with torch.no_grad():
+            found = ctx.run_backward(gradients, ctx.needs_input_grad[3:])
+        if torch.is_grad_enabled():
+            found = _Once.apply(torch.empty((0,), requires_grad=True), *found)
+        return None, None, None, *found
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated, and say so: the compiler made no second pass."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Any, *gradients: Any) -> Any:
+        """Hand them on."""
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Refuse."""
+        raise RuntimeError("what torch.compile gave cannot be differentiated twice")
+
+
+class Backward:
+    """The backward pass of one call."""
+
+    def __init__(self, entry: CompiledEntry) -> None:
+        self._manager: TensorsManager = entry.manager
+        self._saved: list[Saved] = entry.saved
+        self._heads = [edge for _, edge in entry.results]
+        self._leaves = [get_gradient_edge(leaf) for _, leaf in entry.leaves.values()]
+        forward = entry.structure
+        #: Not recorded, but put together from what is known.
+        self._structure = Structure(
+            call_count=1,
+            passing_nbytes=_passing_nbytes(entry),
+            compute_ns=forward.compute_ns * BACKWARD_SHARE,
+            op_count=forward.op_count * BACKWARD_SHARE,
+        )
+
+    @lets_program_run
+    def __call__(self, gradients: Any, needed: Any) -> list[Any]:
+        """Return the gradient of each leaf; None for those that are not needed."""
+        given = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        wanted = [place for place, is_needed in enumerate(needed) if is_needed]
+        found: list[Any] = [None] * len(needed)
+        if not given or not wanted:
+            return found
+        keeps = _autograd._get_current_graph_task_keep_graph()
+        call = partial(
+            torch.autograd.grad,
+            [self._heads[place] for place in given],
+            [self._leaves[place] for place in wanted],
+            retain_graph=keeps,
+            allow_unused=True,
+        )
+        try:
+            several = self._run(call, [gradients[place] for place in given])
+        except BaseException:
+            self._manager.doubt()
+            raise
+        if not keeps:
+            self._saved = []
+        for place, gradient in zip(wanted, several, strict=True):
+            found[place] = gradient
+        return found
+
+    @lets_program_run
+    def _run(self, call: Any, gradients: list[Any]) -> Any:
+        manager = self._manager
+        manager.residency.repair()
+        entry = self._entry(call, gradients)
+        if entry.acquire():
+            found = entry.run((gradients,), {})
+            manager.native.native_count += 1
+        else:
+            plain = [manager.ownership.plain_at_home(gradient) for gradient in gradients]
+            with disabled(), manager.native.unwatched():
+                found = call(plain)
+            found = manager.adopt(found, sole=True)
+        return found
+
+    def _entry(self, call: Any, gradients: list[Any]) -> _BackwardEntry:
+        refs = [saved.kept for saved in self._saved if type(saved.kept) is TensorRef]
+        nothing = nn.Module()
+        region = Region(weakref.ref(nothing), state=state_of(nothing))
+        region.own = tuple(dict.fromkeys(ref._ttr_block for ref in refs))
+        exchange = Exchange()
+        inputs = exchange.find(gradients)
+        entry = _BackwardEntry(
+            self._manager,
+            self._manager.native.unwatched(),
+            region,
+            nothing,
+            self._structure,
+            exchange,
+            inputs,
+            call,
+        )
+        entry.unpacked = self._saved
+        return entry
+
+
+def _passing_nbytes(entry: CompiledEntry) -> int:
+    """Estimate what a backward pass takes in passing.
+
+    That is its results, two gradients between them, and what the forward pass has taken and not
+    saved. What is saved is held, and counted with what is held.
+    """
+    saved = {saved.kept._ttr_block for saved in entry.saved if type(saved.kept) is TensorRef}
+    made = [block.nbytes for block in saved.difference(entry.blocks)]
+    return (
+        sum(leaf.nbytes for _, leaf in entry.leaves.values())
+        + 2 * max(made, default=0)
+        + max(entry.structure.passing_nbytes - sum(made), 0)
+    )
+
+
+class _BackwardEntry(Bundle):
+    """One native run of a backward pass."""
+
+    unpacked: list[Saved]
+
+    @lets_program_run
+    def _run_plain(self, args: Any, kwargs: Any) -> Any:
+        try:
+            for saved in self.unpacked:
+                kept = saved.kept
+                is_ref = type(kept) is TensorRef
+                saved.plain = super()._plain_input(kept) if is_ref else kept
+            return super()._run_plain(args, kwargs)
+        finally:
+            for saved in self.unpacked:
+                saved.plain = None
+
+
+def _holder_count(key: int) -> int:
+    """Return how many tensors hold a storage; Python's own hold on it differs between versions."""
+    alone = torch._C._VariableFunctions.empty((0,))
+    beside = torch._C._storage_Use_Count(alone.untyped_storage()._cdata) - 1
+    return int(torch._C._storage_Use_Count(key)) - beside
+
+
+def _pack(several: list[Saved], plain: torch.Tensor) -> Saved:
+    # By a tensor of its own, and no view, which would hold the graph: so it can be told then
+    # whether somebody else holds the memory.
+    saved = Saved(plain.data)
+    several.append(saved)
+    return saved
+
+
+def _unpack(saved: Saved) -> Any:
+    if saved.plain is not None:
+        return saved.plain
+    return tensorsManager.ownership.plain_at_home(saved.kept)  # it runs at home
