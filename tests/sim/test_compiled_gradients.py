@@ -49,7 +49,7 @@ def test_training_runs_natively(ours):
 
 @pytest.mark.parametrize("strategy", ["lru", "flow"])
 def test_by_blocks_what_is_saved_may_leave(ours, strategy):
-    backend, count = Backend(), 6
+    backend, count = Backend(), 8
     nbytes = sum(p.nbytes for p in Model(count).parameters())
 
     def program() -> Any:

@@ -230,30 +230,6 @@ def test_a_result_that_is_a_weight_shares_its_memory(manage, comes_again):
     assert manager.native.native_count >= 2
 
 
-def test_training_is_intercepted(ours):
-    backend = Backend()
-
-    def program() -> Any:
-        model = Model(2)
-        compiled = torch.compile(model, fullgraph=True, backend=backend)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for x in batches(3):
-            optimizer.zero_grad()
-            loss = compiled(x)["out"].square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return [
-            losses,
-            [p.detach() for p in model.parameters()],
-            [p.grad for p in model.parameters()],
-        ]
-
-    manager = ours(program)
-    assert manager.native.native_count == 0
-
-
 def test_what_is_written_is_seen(ours):
     """A cache that is written in place, an attribute, a weight that the program writes between."""
 
