@@ -105,6 +105,32 @@ SUITES = {
             packages=("tests",),
             left_out="models of a hub; each adapter on each custom model, which takes long",
         ),
+        Suite(
+            "skorch==1.4.0",
+            (
+                "skorch/tests/test_dataset.py",
+                "skorch/tests/test_helper.py",
+                "skorch/tests/test_utils.py",
+                "skorch/tests/test_setter.py",
+                "skorch/tests/test_toy.py",
+                "skorch/tests/callbacks/test_regularization.py",
+                "skorch/tests/callbacks/test_lr_scheduler.py",
+            ),
+            needs=("tabulate==0.9.0", "flaky==3.8.1"),
+            left_out="whole trainings, which take long",
+        ),
+        Suite(
+            "timm==1.0.31",
+            (
+                "tests/test_layers_drop.py",
+                "tests/test_layers_pool.py",
+                "tests/test_layers_pos_embed.py",
+                "tests/test_input_conv.py",
+                "tests/test_scheduler.py",
+                "tests/test_utils.py",
+            ),
+            left_out="each model and each optimizer, which take long",
+        ),
         Suite("array_api_compat==1.16.0", ("tests",), matching="torch"),
     )
 }

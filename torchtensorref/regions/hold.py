@@ -67,6 +67,10 @@ class Hold:
                 residency.evictor.make_room_patiently(
                     self.device, passing, "a native region", may_fail=True
                 )
+                if ledger.resident_nbytes + passing > ledger.budget.limit_nbytes:
+                    self._withdraw()
+                    self._release()
+                    return False
                 self.reserve = self.device.allocate(passing)
             self._tell_accesses()
         except SHORTAGES:

@@ -156,6 +156,9 @@ class CompiledEntry(Entry):
 class Bundle(CompiledEntry):
     """A layer's run: what it uses is fetched as one bundle, whether memory is short or not."""
 
+    #: Whether room is made for gradients, too: what is fetched ahead must not take it.
+    has_gradients = False
+
     def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
         return True
 
@@ -164,6 +167,8 @@ class Bundle(CompiledEntry):
         if not super().acquire():
             return False
         residency = self.residency
+        if self.notes or self.has_gradients:
+            return True
         if residency.books.is_pressed and residency.feed.looks_ahead:
             residency.prefetcher.issue_wishes(self.device)
         return True
@@ -303,6 +308,7 @@ def _passing_nbytes(entry: CompiledEntry) -> int:
 class _BackwardEntry(Bundle):
     """One native run of a backward pass."""
 
+    has_gradients = True
     unpacked: list[Saved]
 
     @lets_program_run
