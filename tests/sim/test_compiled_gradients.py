@@ -88,8 +88,8 @@ def test_gradients_are_those_of_plain_compiled_torch(manage, backend):
         return trained(model, model, is_stepped=False)
 
     eager = plain_result(not_compiled)
-    for ours, theirs in zip(found[2], eager[2], strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs)
+    for gradient, expected in zip(found[2], eager[2], strict=True):
+        torch.testing.assert_close(gradient.cpu(), expected)
 
 
 def test_what_was_saved_is_managed(manage):

@@ -1,10 +1,10 @@
 """Gradients of what is compiled: plain torch's own backward pass, on what it saved as TensorRefs.
 
 Inside a call the compiled function notes its graph on plain tensors. What it saves for its backward
-pass is packed: when the call ends it is a TensorRef as any other, and may leave the device. Outside,
+pass is packed: when the call ends it is a TensorRef as any other, and may leave the device. Outside
 the call is one node of the program's own graph. Its backward pass is a native run of what the
-compiler has made for it, with everything that was saved held on the device; where that does not fit,
-what was saved is brought home, and it runs there.
+compiler has made for it, with all that was saved held on the device; where that does not fit, what
+was saved is brought home, and it runs there.
 """
 
 from __future__ import annotations
