@@ -119,18 +119,6 @@ SUITES = {
             needs=("tabulate==0.9.0", "flaky==3.8.1"),
             left_out="whole trainings, which take long",
         ),
-        Suite(
-            "timm==1.0.31",
-            (
-                "tests/test_layers_drop.py",
-                "tests/test_layers_pool.py",
-                "tests/test_layers_pos_embed.py",
-                "tests/test_input_conv.py",
-                "tests/test_scheduler.py",
-                "tests/test_utils.py",
-            ),
-            left_out="each model and each optimizer, which take long",
-        ),
         Suite("array_api_compat==1.16.0", ("tests",), matching="torch"),
     )
 }

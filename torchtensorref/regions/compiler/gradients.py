@@ -103,10 +103,10 @@ class CompiledEntry(Entry):
         others = self._held_by_others(out)
         out = super()._wrap(out, args, kwargs)
         for saved in self.saved:
-            plain = saved.plain
-            assert plain is not None
-            is_other = plain.untyped_storage()._cdata in others
-            saved.kept, saved.plain = plain if is_other else self.ref_for(plain), None
+            held = saved.plain
+            assert held is not None
+            is_other = held.untyped_storage()._cdata in others
+            saved.kept, saved.plain = held if is_other else self.ref_for(held), None
         return out
 
     def _held_by_others(self, out: Any) -> set[int]:
@@ -117,7 +117,9 @@ class CompiledEntry(Entry):
         exchange = Exchange()
         exchange.find(out)
         tensors = {id(plain): plain for plain in exchange.plain_tensors()}
-        tensors.update((id(saved.plain), saved.plain) for saved in self.saved)
+        tensors.update(
+            (id(held), held) for saved in self.saved if (held := saved.plain) is not None
+        )
         holders = Counter(
             plain.untyped_storage()._cdata
             for plain in tensors.values()
@@ -297,12 +299,11 @@ def _passing_nbytes(entry: CompiledEntry) -> int:
     saved. What is saved is held, and counted with what is held.
     """
     saved = {saved.kept._ttr_block for saved in entry.saved if type(saved.kept) is TensorRef}
-    made = [block.nbytes for block in saved.difference(entry.blocks)]
-    return (
-        sum(leaf.nbytes for _, leaf in entry.leaves.values())
-        + 2 * max(made, default=0)
-        + max(entry.structure.passing_nbytes - sum(made), 0)
-    )
+    made: list[int] = [block.nbytes for block in saved.difference(entry.blocks)]
+    gradients_nbytes: int = sum(leaf.nbytes for _, leaf in entry.leaves.values())
+    rest_nbytes = max(entry.structure.passing_nbytes - sum(made), 0)
+    largest_nbytes: int = max(made, default=0)
+    return gradients_nbytes + 2 * largest_nbytes + rest_nbytes
 
 
 class _BackwardEntry(Bundle):
@@ -328,7 +329,8 @@ def _holder_count(key: int) -> int:
     """Return how many tensors hold a storage; Python's own hold on it differs between versions."""
     alone = torch._C._VariableFunctions.empty((0,))
     beside = torch._C._storage_Use_Count(alone.untyped_storage()._cdata) - 1
-    return int(torch._C._storage_Use_Count(key)) - beside
+    count: int = torch._C._storage_Use_Count(key) - beside
+    return count
 
 
 def _pack(several: list[Saved], plain: torch.Tensor) -> Saved:
