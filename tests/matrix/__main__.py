@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import page
 from .cells import CELLS
-from .runs import in_words, python_of, run
+from .runs import in_words, python_of, run, whole
 
 
 def main() -> int:
@@ -19,10 +19,19 @@ def main() -> int:
     parser.add_argument(
         "--python", type=Path, help="an interpreter that has all that is needed, for one NAME"
     )
+    parser.add_argument(
+        "--whole", type=Path, metavar="RECORD", help="what the plugin wrote of all tests, noted"
+    )
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in CELLS]
     if unknown:
         parser.error(f"{', '.join(unknown)}: not in the table; there are {', '.join(CELLS)}")
+    if options.whole:
+        if not options.python:
+            parser.error("--whole goes with --python")
+        page.note_whole(whole(options.python, options.whole))
+        page.write()
+        return 0
     if options.python and len(options.names) != 1:
         parser.error("--python goes with one name")
     is_wrong = False

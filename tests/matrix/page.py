@@ -12,6 +12,8 @@ from .runs import Run, as_json
 
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "tests" / "matrix" / "results.json"
+#: Runs of all tests, by the version of torch.
+WHOLE = ROOT / "tests" / "matrix" / "whole.json"
 BEGIN, END = "<!-- begin of the matrix -->", "<!-- end of the matrix -->"
 
 _HEAD = """\
@@ -22,6 +24,12 @@ idle cores) in an environment of its own for each version. Without a result a ro
 
 | | torch | Python | | passed | failed | skipped | when |
 |---|---|---|---|---:|---:|---:|---|
+"""
+_WHOLE = """
+All tests (`python -m pytest -p tests.matrix.recording`, noted by `python -m tests.matrix --whole`):
+
+| torch | Python | passed | failed | skipped | when |
+|---|---|---:|---:|---:|---|
 """
 _LACKS = """
 What a version lacks is one table (`torchtensorref/base/torch_versions.py`):
@@ -44,6 +52,26 @@ def note(name: str, done: Run) -> None:
     )
 
 
+def note_whole(done: Run) -> None:
+    """Keep what came of all tests, in the place of what is known of that version of torch."""
+    found = json.loads(WHOLE.read_text()) if WHOLE.exists() else {}
+    found[done.torch] = as_json(done)
+    WHOLE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _whole() -> list[str]:
+    """The rows on runs of all tests, and what failed in them."""
+    found = json.loads(WHOLE.read_text()) if WHOLE.exists() else {}
+    if not found:
+        return []
+    lines, failed = [_WHOLE.rstrip()], []
+    for torch, run in found.items():
+        counts = " | ".join(str(run["counts"][kind]) for kind in ("passed", "failed", "skipped"))
+        lines.append(f"| {torch} | {run['python']} | {counts} | {run['day']} |")
+        failed += [f"* `{test}` (torch {torch})" for test in sorted(run["failures"])]
+    return [*lines, "", "Failed then:", "", *failed] if failed else lines
+
+
 def section(results: dict[str, Any]) -> str:
     """The part of the page that is about versions."""
     lines = [BEGIN, "", _HEAD.format(limit_s=LIMIT_S).rstrip()]
@@ -58,6 +86,7 @@ def section(results: dict[str, Any]) -> str:
             f"| {name} | {run['torch']} | {run['python']} | {cell.why} | {counts} "
             f"| {run['day']}{ended} |"
         )
+    lines += _whole()
     lines.append(_LACKS.rstrip())
     for row in torch_versions.ROWS.values():
         lines.append(f"| {row.name} | {row.torches} | {row.reason} |")

@@ -66,15 +66,7 @@ def run(python: Path, selection: tuple[str, ...] = SELECTION, limit_s: int = LIM
     The limit is that of a machine of one's own: where others want the cores, it is longer.
     """
     limit_s = round(limit_s * (1 + os.getloadavg()[0] / (os.cpu_count() or 1)))
-    torch, version = json.loads(
-        subprocess.run(
-            [python, "-c", _VERSIONS],
-            env={**os.environ, "TTR_DISABLE": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
+    torch, version = _versions(python)
     record = FOLDER / f"{torch}-{version}.jsonl"
     FOLDER.mkdir(exist_ok=True)
     record.write_text("")
@@ -99,6 +91,26 @@ def run(python: Path, selection: tuple[str, ...] = SELECTION, limit_s: int = LIM
     if not broken_off and process.returncode not in (0, 1):
         broken_off = f"pytest ended with {process.returncode}"
     return Run(torch, version, date.today().isoformat(), took_s, counts, failures, broken_off)
+
+
+def whole(python: Path, record: Path) -> Run:
+    """Return what came of a whole suite, which `recording` has written down."""
+    counts, failures = _read(record)
+    torch, version = _versions(python)
+    return Run(torch, version, date.today().isoformat(), 0.0, counts, failures)
+
+
+def _versions(python: Path) -> tuple[str, str]:
+    torch, version = json.loads(
+        subprocess.run(
+            [python, "-c", _VERSIONS],
+            env={**os.environ, "TTR_DISABLE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    return torch, version
 
 
 def _read(record: Path) -> tuple[dict[str, int], dict[str, str]]:
