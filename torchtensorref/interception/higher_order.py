@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..base.interrupts import lets_program_run
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, is_plain
 
 
 @lets_program_run
@@ -29,7 +29,7 @@ def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
         )
 
     def wrapped(value: Any) -> Any:
-        return tensorsManager.adopt(value) if type(value) is torch.Tensor else value
+        return tensorsManager.adopt(value) if is_plain(value) else value
 
     return tree_map(wrapped, op(*tree_map(plain, args), **tree_map(plain, kwargs)))
 

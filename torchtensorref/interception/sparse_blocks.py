@@ -17,8 +17,8 @@ from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
-from ..memory.copies import RoomTakenError
 from ..memory.eviction import HeldByOthersError
+from ..memory.filling import RoomTakenError
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on
 from ..memory.sparse import sparse_over

@@ -136,7 +136,7 @@ class CompiledEntry(Entry):
         if not (self.notes and plain.requires_grad) or plain.grad_fn is None:
             return super().ref_for(plain)
         ref = super().ref_for(plain.data)  # a block must not hold the graph that holds blocks
-        if type(ref) is TensorRef:
+        if isinstance(ref, TensorRef):
             self.results.append((ref, get_gradient_edge(plain)))
             return ref
         self._doubt("a result with a gradient is not managed")
@@ -146,7 +146,7 @@ class CompiledEntry(Entry):
         if not self.results:
             return
         refs = [ref for ref, _ in self.leaves.values()]
-        kept = {saved.kept._ttr_block for saved in self.saved if type(saved.kept) is TensorRef}
+        kept = {saved.kept._ttr_block for saved in self.saved if isinstance(saved.kept, TensorRef)}
         slots = [ref for _, ref, _, _ in self.hung]
         given = [ref for _, ref, _ in self.unwrapped]
         results = [ref for ref, _ in self.results]
@@ -272,7 +272,7 @@ class Backward:
         return found
 
     def _entry(self, call: Any, gradients: list[Any]) -> _BackwardEntry:
-        refs = [saved.kept for saved in self._saved if type(saved.kept) is TensorRef]
+        refs = [saved.kept for saved in self._saved if isinstance(saved.kept, TensorRef)]
         nothing = nn.Module()
         region = Region(weakref.ref(nothing), state=state_of(nothing))
         region.own = tuple(dict.fromkeys(ref._ttr_block for ref in refs))
@@ -298,7 +298,7 @@ def _passing_nbytes(entry: CompiledEntry) -> int:
     That is its results, two gradients between them, and what the forward pass has taken and not
     saved. What is saved is held, and counted with what is held.
     """
-    saved = {saved.kept._ttr_block for saved in entry.saved if type(saved.kept) is TensorRef}
+    saved = {saved.kept._ttr_block for saved in entry.saved if isinstance(saved.kept, TensorRef)}
     made: list[int] = [block.nbytes for block in saved.difference(entry.blocks)]
     gradients_nbytes: int = sum(leaf.nbytes for _, leaf in entry.leaves.values())
     rest_nbytes = max(entry.structure.passing_nbytes - sum(made), 0)
@@ -317,7 +317,7 @@ class _BackwardEntry(Bundle):
         try:
             for saved in self.unpacked:
                 kept = saved.kept
-                is_ref = type(kept) is TensorRef
+                is_ref = isinstance(kept, TensorRef)
                 saved.plain = super()._plain_input(kept) if is_ref else kept
             return super()._run_plain(args, kwargs)
         finally:

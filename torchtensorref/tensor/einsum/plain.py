@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...memory.ref import is_plain
 from .equation import Equation, compiled
 from .paths import pairs
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _einsum: Any = torch._C._VariableFunctions.einsum  # type: ignore[attr-defined]
 
 
@@ -38,7 +38,7 @@ def torchs(equation: Any, operands: Any) -> Tensor | None:
         return None
     dtype = None
     for operand in operands:
-        if type(operand) not in _PLAIN or operand.dtype is not (dtype or operand.dtype):
+        if not is_plain(operand) or operand.dtype is not (dtype or operand.dtype):
             return None
         dtype = operand.dtype
     # Of integers torch's sums are int64 in some equations, and of their own dtype in others.
