@@ -20,7 +20,7 @@ from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers
 from torchTensorRef.memory.budget import OutOfBudgetError
-from torchTensorRef.memory.copies import RoomTakenError
+from torchTensorRef.memory.filling import RoomTakenError
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, with_regions
 
