@@ -5,8 +5,14 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?= --budget 24MiB
 PYTEST_ARGS ?=
-# The path of operators on ready operands: python, or c++.
-CORE ?= python
+# The path of operators on ready operands, c++ or python. Without a choice all tests run in C++, and
+# then what touches operators in Python.
+CORE ?=
+IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_watched_path.py \
+	tests/sim/test_random_programs.py tests/sim/test_threads.py tests/sim/test_training.py \
+	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
+	tests/conformance/test_operators.py tests/conformance/test_formulas.py
+RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in.
 WORKERS ?= 2
@@ -43,8 +49,12 @@ demo: $(VENV)/demo.stamp core
 	@$(BIN)/python demos/embed_sentences.py $(DEMO_ARGS)
 
 test: $(VENV)/test.stamp core
-	@echo "==> pytest $(PYTEST_ARGS) (operators: $(CORE))"
-	@TTR_CORE=$(CORE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0 $(PYTEST_ARGS)
+	@echo "==> pytest $(PYTEST_ARGS) (operators: $(or $(CORE),c++))"
+	@TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(PYTEST_ARGS)
+ifeq ($(CORE)$(PYTEST_ARGS),)
+	@echo "==> pytest, what touches operators (operators: python)"
+	@TTR_CORE=python $(RUN_TESTS) $(IN_PYTHON)
+endif
 
 # The library in C++; where it cannot be built that is said, and everything runs without it.
 core: | $(BIN)/pip

@@ -123,11 +123,7 @@ def identical(expected: Any, found: Any) -> bool:
 
 
 def measure(program: Program, spec: DeviceSpec, budget_nbytes: int, contender: Contender) -> Any:
-    """Run the program under a strategy on a fresh device; return its result and the counts.
-
-    Native regions are off: strategies are compared by what they decide operator by operator.
-    """
-    tensorsManager.regions = False
+    """Run the program under a strategy on a fresh device; return its result and the counts."""
     tensorsManager.device = SimDevice(
         spec.scaled(capacity=budget_nbytes),
         name="sim:benchmark",

@@ -13,8 +13,7 @@ time, so nothing varies.
   to cross it once in the first pass, and in a steady one only those that do not stay).
 
 The card is an rtx4060 whose speeds are divided so that copying these weights takes as long as 16 GB
-do. Native regions are off: their kernels' passing memory is counted otherwise, and a forecast
-follows operators one by one.
+do.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def run(
     device, host = SimDevice(spec, name="sim:run"), registry.resolve("cpu")
     others, host.machines = host.machines, [device.machine]
     try:
-        tensorsManager.regions = False
         tensorsManager.device = device
         tensorsManager.budget, tensorsManager.strategy = budget_nbytes, "flow"
         model = made(shape.make, real=True)

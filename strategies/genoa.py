@@ -16,7 +16,7 @@ class Genoa(Strategy):
     """Give everything back at once."""
 
     name = "genoa"
-    allows_regions = False
+    allows_compiled = False
 
     def victims(
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int

@@ -61,8 +61,8 @@ class Venice(Strategy):
     name = "venice"
     watches_accesses = True
     spreads = True
-    #: A native region runs on one accelerator, whatever lives elsewhere.
-    allows_regions = False
+    #: What is compiled runs on one accelerator, whatever lives elsewhere.
+    allows_compiled = False
 
     def __init__(self, make_flow: Callable[[], Strategy] = Flow) -> None:
         self._make_flow = make_flow

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--device", action="append", help="only this one; may be given again")
     traces.add_parser(commands)
     forecasting.add_parser(commands)
-    build = commands.add_parser("build", help="build the library that TTR_CORE=c++ uses, now")
+    build = commands.add_parser("build", help="build the library in C++ that runs operators, now")
     build.add_argument("--quiet", action="store_true", help="say nothing")
     return parser
 

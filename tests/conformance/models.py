@@ -27,7 +27,6 @@ import transformers
 
 import torchTensorRef
 from torchTensorRef import tensorsManager
-from torchTensorRef.base.options import settings
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 
@@ -55,8 +54,6 @@ class Outcome:
     #: Operators on the accelerator and in all, under the first strategy.
     accelerated_count: int = 0
     op_count: int = 0
-    #: Operators that ran in native regions, under all strategies.
-    native_op_count: int = 0
 
     @property
     def identical(self) -> bool:
@@ -157,10 +154,8 @@ def _compare_under(
     for number, (name, run) in enumerate(runs_of(case)):
         where = f"{name}, {strategy}"
         try:
-            found = ""
-            for _ in range(_times(name)):
-                seed(number)
-                found = found or _difference(plain[name], run)
+            seed(number)
+            found = _difference(plain[name], run)
             tensorsManager.check()
         except Exception as error:
             found = f"{type(error).__name__}: {error}"[:400]
@@ -174,15 +169,6 @@ def _compare_under(
     del run
     gc.collect()
     tensorsManager.bring_all_home()
-
-
-def _times(name: str) -> int:
-    """How often to do a run: where regions are forced, until the model runs natively.
-
-    A call is seen first, then recorded. Only what changes nothing in the model can be repeated.
-    """
-    is_repeatable = name.startswith(("forward", "generate", "pictures"))
-    return 3 if settings.regions == "forced" and is_repeatable else 1
 
 
 def _difference(plain: Any, run: Callable[[], Any]) -> str:
@@ -201,7 +187,6 @@ def _count(outcome: Outcome) -> None:
     peak_nbytes, budget_nbytes = stats["peak_resident_nbytes"], stats["budget_nbytes"]
     if peak_nbytes > budget_nbytes:
         outcome.failures["budget"] = f"{peak_nbytes} bytes were resident, {budget_nbytes} budgeted"
-    outcome.native_op_count += stats["native_op_count"]
     if not outcome.op_count:
         outcome.op_count = stats["slow_op_count"]
         outcome.accelerated_count = stats["slow_op_count"] - stats["host_op_count"]
@@ -340,14 +325,13 @@ def main() -> int:
             return Outcome(case, failures={"plain torch": f"{type(error).__name__}: {error}"[:400]})
 
     outcomes = with_progress(cases, work)
-    if not options.names and settings.regions == "on":
+    if not options.names:
         PAGE.write_text(page(outcomes))
     tried = [outcome for outcome in outcomes if not outcome.case.missing]
     identical = sum(outcome.identical for outcome in tried)
     result = {
         "models_identical": identical,
         "models": len(tried),
-        "native_op_count": sum(outcome.native_op_count for outcome in outcomes),
     }
     sys.stdout.write(f"RESULT {json.dumps(result)}\n")
     return int(identical != len(tried))

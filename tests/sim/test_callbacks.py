@@ -201,12 +201,10 @@ def test_looking_on_changes_no_decision(manage):
         found = []
         if is_looked_on:
             manager.on("op", found.append)
-        manager.regions = False
         with torch.no_grad():
             for _ in range(6):
                 y = model(x)
                 y = (y * 2).exp().mean(-1) + 1
-        manager.regions = True
         stats = manager.stats()
         names = ("fetched_nbytes", "prefetched_nbytes", "dropped_nbytes", "op_count",
                  "ready_op_count", "stall_ns", "time_ns")  # fmt: skip

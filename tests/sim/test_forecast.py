@@ -74,7 +74,6 @@ def run_for_real(program: Any, budget: int, strategy: str) -> list[tuple[int, ..
     try:
         tensorsManager.device = device
         tensorsManager.budget, tensorsManager.strategy = budget, strategy
-        tensorsManager.regions = False
         tensorsManager.reset_stats()
         found, before = [], (0, 0, 0)
         for _ in program():
@@ -90,7 +89,6 @@ def run_for_real(program: Any, budget: int, strategy: str) -> list[tuple[int, ..
             device.reset_peak()
         return found
     finally:
-        tensorsManager.regions = True
         host.machines = others
 
 
@@ -322,7 +320,7 @@ WARM = """
         torchTensorRef.forecast(model, torch.ones(2, 64), device="rtx4060", budget=budget,
                                 steps=2).save(sys.argv[2])
         raise SystemExit
-    tensorsManager.device, tensorsManager.strategy, tensorsManager.regions = "sim", "flow", False
+    tensorsManager.device, tensorsManager.strategy = "sim", "flow"
     tensorsManager.budget = budget
     if what == "warm":
         tensorsManager.history = sys.argv[2]

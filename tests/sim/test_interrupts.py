@@ -8,8 +8,8 @@ nothing is held or lost.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -27,14 +27,11 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import LostError, tensorsManager
 from torchTensorRef.memory.states import DIRTY
-from torchTensorRef.regions import regions
-from torchTensorRef.regions.region import tensors_of
-from torchTensorRef.regions.regions import CALLS_TO_LEARN
 
 from ..stress.interrupts import Training, blocks, trouble_of
 from ..support import interrupting
 from ..support.interrupting import PACKAGE, Place, Sent, Tracer, interrupt, lines_of
-from ..support.programs import RandomEviction, with_regions
+from ..support.programs import RandomEviction, called_natively
 
 #: Where every line is noted that a program has passed, and that was interrupted, by all processes.
 NOTES = os.environ.get("INTERRUPT_EVERY_LINE", "")
@@ -114,7 +111,18 @@ class Mixed:
             return [a, b, c, d, torch.from_numpy(array), c.tolist()[0][0]]
 
 
-PROGRAMS = {"forward": Forward, "step": Steps, "mixed": Mixed}
+class Compiled(Forward):
+    """The same, as if it were compiled: what is interrupted is not run natively again."""
+
+    nbytes = 40 << 10
+
+    def run(self) -> Any:
+        called_natively(self.model)
+        super().run()
+        return super().run()
+
+
+PROGRAMS = {"forward": Forward, "step": Steps, "mixed": Mixed, "compiled": Compiled}
 
 
 def prepared(manage: Any, make: Any, strategy: Any) -> tuple[Any, Any]:
@@ -143,37 +151,27 @@ def handler():
     signal.signal(signal.SIGINT, before)
 
 
-def cases() -> list[tuple[str, str, str, bool]]:
+def cases() -> list[tuple[str, str, str]]:
     """Return what is tried: all of it, or each program under each strategy with one error."""
-    kinds = [(program, False) for program in PROGRAMS] + [("forward", True)]
-    all_of_them = [
-        (program, strategy, error, regions)
-        for program, regions in kinds
-        for strategy in STRATEGIES
-        for error in ERRORS
-    ]
+    all_of_them = list(itertools.product(PROGRAMS, STRATEGIES, ERRORS))
     return all_of_them if EVERY_LINE else all_of_them[:: len(ERRORS) + 1]
 
 
 @pytest.mark.timeout(3600 if EVERY_LINE else 300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("program", "strategy", "error", "regions"), cases())
-def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, error, regions):
-    make, name = PROGRAMS[program], f"{program} {strategy} {error} {regions}"
-    if regions:
-        make = type("Roomy", (make,), {"nbytes": 40 << 10})
+@pytest.mark.parametrize(("program", "strategy", "error"), cases())
+def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, error):
+    make, name = PROGRAMS[program], f"{program} {strategy} {error}"
 
     def begin() -> tuple[Any, Any]:
-        pair = prepared(manage, make, STRATEGIES[strategy]())
-        tensorsManager.regions = regions
-        return pair
+        return prepared(manage, make, STRATEGIES[strategy]())
 
     plain, ours = begin()
     places = sorted({place for _ in range(RUNS) for place in lines_of(ours.run)})
     wanted = sample_of(places, name)
     missed = []
     for place in wanted:
-        has_come = _interrupt_at(place, ours.run, ERRORS[error], regions)
+        has_come = _interrupt_at(place, ours.run, ERRORS[error])
         if not has_come and place not in _interrupted:
             # It is passed while something is learned: as it was when the places were found.
             plain, ours = begin()
@@ -183,20 +181,12 @@ def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, 
         trouble = [f"{kind}: {text}" for kind, text in trouble_of(plain, ours)]
         assert trouble == [], f"{error} at {place[0].removeprefix(PACKAGE)}:{place[1]} {place[2]}"
     assert len(missed) < len(wanted) // 2
-    tensorsManager.regions = True
     _note(wanted, missed)
 
 
-def _interrupt_at(place: Place, run: Any, act: Any, regions: bool) -> bool:
+def _interrupt_at(place: Place, run: Any, act: Any) -> bool:
     """Run until a place is passed, but not for ever; whether it was."""
-    for _ in range(TRIES):
-        if interrupt(run, act, place):
-            return True
-        if regions:  # what was interrupted is not run natively again
-            tensorsManager.native.start_again()
-            for _ in range(CALLS_TO_LEARN + 1):
-                run()
-    return False
+    return any(interrupt(run, act, place) for _ in range(TRIES))
 
 
 #: The places that this process has interrupted.
@@ -225,29 +215,6 @@ def test_every_line_of_the_slow_path_was_interrupted():
     assert len(slow) > 400
     left = sorted(f"{file.removeprefix(PACKAGE)}:{line}" for file, line in slow - interrupted)
     assert left == [], " ".join(left)
-
-
-@with_regions
-def test_a_region_that_is_entered_halfway_is_entered_anew(manage, monkeypatch):
-    """It knew its parameters, and not yet their blocks: so it would run without fetching them."""
-    roomy = type("Roomy", (Forward,), {"nbytes": 40 << 10})
-    plain, ours = prepared(manage, roomy, RandomEviction(1))
-    seen = []
-
-    def sent_halfway(module: nn.Module) -> Any:
-        yield from tensors_of(module)
-        if not seen and sys._getframe(1).f_code.co_name == "_enter":
-            seen.append(module)
-            raise Sent
-
-    monkeypatch.setattr(regions, "tensors_of", sent_halfway)
-    tensorsManager.native.start_again()
-    for _ in range(CALLS_TO_LEARN + 2):
-        with contextlib.suppress(Sent):
-            ours.run()
-    assert seen
-    for _ in range(8):
-        assert not list(trouble_of(plain, ours))
 
 
 # -- what cannot be undone is said ----------------------------------------------------------------

@@ -39,7 +39,6 @@ class World:
     def __init__(self, manage: Callable[..., Any], count: int = 4, **spec: Any) -> None:
         self.strategy = Teller()
         self.manager = manage(self.strategy, ROOM, **{"decision_nbytes": ROOM, **spec})
-        self.manager.regions = False
         filler = [self.manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
         assert self.manager.residency.books.is_pressed
         del filler
@@ -69,15 +68,11 @@ class World:
         assert all(use.was_resident and use.is_persistent for use in uses)
         return [(index_of[use.block_id], use.struct) for use in uses]
 
-    def end(self) -> None:
-        self.manager.regions = True
-
 
 @pytest.fixture
 def world(manage: Callable[..., Any]) -> Any:
     world = World(manage)
-    yield world
-    world.end()
+    return world
 
 
 def test_what_is_expected_is_told_together_in_the_order_of_the_program(world):
@@ -173,7 +168,6 @@ def test_no_lease_where_the_hosts_time_is_not_counted(manage):
     world.expect(1, 2)
     world.use(0)
     assert all(weight._ttr_block.ready is None for weight in world.weights)
-    world.end()
 
 
 def test_one_that_another_strategy_was_given_is_forgotten(world):
@@ -226,7 +220,6 @@ def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, mon
         manager = manage(
             "flow", int(nbytes * share), decision_nbytes=decision_nbytes, copy_latency_ns=0
         )
-        manager.regions = False
         model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
         with torch.no_grad():
             for _ in range(6):
@@ -236,7 +229,6 @@ def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, mon
             for _ in range(4):
                 assert not list(differences(plain(x), model(x_there)))
             after = manager.stats()
-        manager.regions = True
         found[decision_nbytes] = len(asked), after["miss_count"] - before["miss_count"]
         assert manager.residency.feed.strategy.history.confidence > 0.9
     (often, missed), (seldom, missed_now) = found.values()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import ConfigError, options, tensorsManager
+from torchTensorRef import ConfigError, options
 from torchTensorRef.strategy import OpSnapshot, Strategy
 
 WIDTH, LAYERS = 64, 12
@@ -26,10 +26,8 @@ MACHINE = {
 
 @pytest.fixture(autouse=True)
 def as_by_default():
-    regions = tensorsManager.regions
     with options(placement="auto"):
         yield
-    tensorsManager.regions = regions
 
 
 def stack() -> nn.ModuleList:
@@ -50,7 +48,6 @@ def run(manage: Any, count: int = 8, rows: int = 1, **machine: Any) -> tuple[Any
     """Return the stats and the manager, once the result is what plain torch gives."""
     expected = sweep(stack(), count, rows)
     manager = manage("flow", LAYERS * LAYER_NBYTES // 2, **{**MACHINE, **machine})
-    manager.regions = False
     found = manager.release(sweep(manager.adopt(stack()), count, rows))
     assert torch.equal(expected, found)
     return manager.stats(), manager
@@ -89,7 +86,7 @@ def test_large_caches_are_attended_where_they_lie(manage, placement):
     expected = attend(caches(), 8)
     host = {"host_memory_bytes_per_s": 200e6, "host_kernel_bytes_per_s": 150e6}
     manager = manage("flow", 4 * 256 * WIDTH * 4, **{**MACHINE, **host})
-    manager.regions, manager.placement = False, placement
+    manager.placement = placement
     ours = [manager.adopt(cache) * 1 for cache in caches()]  # operators have made them
     assert torch.equal(expected, manager.release(attend(ours, 8)))
     stories = " ".join(line for cache in ours for line in manager.story(cache))
@@ -102,7 +99,6 @@ def test_large_caches_are_attended_where_they_lie(manage, placement):
 def test_the_story_of_a_weight_tells_it(manage):
     model = stack()
     manager = manage("flow", LAYERS * LAYER_NBYTES // 2, **MACHINE)
-    manager.regions = False
     manager.adopt(model)
     sweep(model, 4)
     told = [line for layer in model for line in manager.story(layer.weight)]

@@ -25,11 +25,9 @@ AMPLE_NBYTES = 1 << 24
 
 @pytest.fixture
 def ample(manage: Callable[..., Any]) -> Any:
-    """A manager with room for everything, regions off: each operator is seen."""
+    """A manager with room for everything."""
     manager = manage("lru", AMPLE_NBYTES)
-    manager.regions = False
-    yield manager
-    manager.regions = True
+    return manager
 
 
 @contextmanager
@@ -135,7 +133,6 @@ def test_what_passes_counts_against_the_budget(manage: Callable[..., Any]) -> No
     scarce_nbytes, peaks_nbytes = 3 * operands[0].nbytes + 8_000, []
     for nbytes in (AMPLE_NBYTES, scarce_nbytes):
         manager = manage("lru", nbytes)
-        manager.regions = False
         ours = ready(manager, *operands)
         with torch.no_grad():
             assert_equal(
@@ -143,7 +140,6 @@ def test_what_passes_counts_against_the_budget(manage: Callable[..., Any]) -> No
             )
         peaks_nbytes.append(manager.stats()["peak_resident_nbytes"])
     assert peaks_nbytes[0] > scarce_nbytes >= peaks_nbytes[1]
-    manager.regions = True
 
 
 @pytest.mark.parametrize("where", ["gradients", "autocast", "vmap", "jvp", "mode"])
@@ -406,7 +402,6 @@ def test_what_passes_and_the_result_fit_the_budget_together(
 ) -> None:
     """The device has more room than the budget, so only the budget keeps the peak down."""
     manager = manage("lru", AMPLE_NBYTES)
-    manager.regions = False
     values = [torch.rand(2, 4, 12, 16) for _ in range(3)]
     expected = F.scaled_dot_product_attention(*values)
     taken_nbytes = peaks.attention(*values)
@@ -419,4 +414,3 @@ def test_what_passes_and_the_result_fit_the_budget_together(
         assert_equal(expected, F.scaled_dot_product_attention(*ours))
     assert manager.stats()["peak_resident_nbytes"] <= limit_nbytes
     manager.check()
-    manager.regions = True

@@ -183,7 +183,7 @@ def test_wrong_budgets_by_device_in_text(text: str, words: str) -> None:
         parse_budget(text)
 
 
-# -- devices, strategies, regions -----------------------------------------------------------------
+# -- devices, strategies ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,25 +233,12 @@ def test_wrong_strategies(card: Any, setting: Any, error: Any, words: str) -> No
     assert card.strategy.name == "lru"
 
 
-@pytest.mark.parametrize("setting", ["off", "forced", None, [], 0.5])
-def test_wrong_regions(card: Any, setting: Any) -> None:
-    before = card.regions
-    with pytest.raises(ConfigError, match="True or False"):
-        card.regions = setting
-    assert card.regions == before
-
-
-def test_regions_that_the_environment_has_turned_off(card: Any) -> None:
-    with options(regions="off"), pytest.raises(ConfigError, match="TTR_REGIONS=off"):
-        card.regions = True
-
-
 # -- names that are not there ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("buget", "budget"), ("devcie", "device"), ("stategy", "strategy"), ("region", "regions")],
+    [("buget", "budget"), ("devcie", "device"), ("stategy", "strategy"), ("placment", "placement")],
 )
 def test_misspelt_settings_of_the_manager(manager: Any, name: str, nearest: str) -> None:
     with pytest.raises(AttributeError, match=f"no setting '{name}'. Did you mean '{nearest}'?"):
@@ -367,7 +354,7 @@ def test_an_option_as_the_environment_has_it(tmp_path: Any) -> None:
     """Every variable, with a value that it has not."""
     wrong = {
         "disable": "yes", "trace": "4", "trace_file": "/no/such/folder/f", "check": "-1",
-        "sync": "2", "poison": "true", "shadow": "on", "regions": "of", "device": "gpu",
+        "sync": "2", "poison": "true", "shadow": "on", "compiled": "of", "device": "gpu",
         "tracebacks": "long", "budget": "6", "page_lock": "0.5", "faults": "cpoy:1",
         "inject_to": "a b", "exclude": "a-b", "core": "rust",
         "placement": "hybird", "blocks": "eaxct", "op_times": "/no/such/folder/f",

@@ -180,13 +180,11 @@ def test_a_timeline_changes_no_decision(manage, tmp_path):
     outcomes = []
     for is_traced in (False, False, True):  # at first nobody knows what results take
         manager = manage("flow", nbytes=DEPTH * 40_400 // 2)
-        manager.regions = False
         if is_traced:
             with manager.trace(str(tmp_path / "run.json")):
                 program(manager)
         else:
             program(manager)
-        manager.regions = True
         stats = manager.stats()
         names = ("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes", "op_count",
                  "ready_op_count", "stall_ns", "time_ns")  # fmt: skip

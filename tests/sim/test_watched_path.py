@@ -44,16 +44,14 @@ class Listener(LeastRecentlyUsed):
 
 @pytest.fixture
 def listener(manage: Callable[..., Any]) -> Any:
-    """A manager under pressure, regions off, and the strategy that listens."""
+    """A manager under pressure, and the strategy that listens."""
     strategy = Listener()
     manager = manage(strategy, ROOM)
-    manager.regions = False
     # More than there is room for: from now on memory is short.
     filler = [manager.adopt(torch.zeros(ROOM // 16)).toGPU() for _ in range(6)]
     assert manager.residency.books.is_pressed
     yield manager, strategy
     del filler
-    manager.regions = True
 
 
 def weight_on(manager: Any, *shape: int) -> Any:

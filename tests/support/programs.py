@@ -10,13 +10,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import tensorsManager
-from torchTensorRef.memory import core
+from torchTensorRef.compiled.calls import CompiledCall
 from torchTensorRef.strategies.venice import Venice
 from torchTensorRef.strategy import (
     BlockSnapshot,
@@ -29,14 +28,19 @@ from torchTensorRef.strategy import (
 
 from .differential import differences, plain_leaves
 
-#: Modules that run natively are there for operators in Python only.
-with_regions = pytest.mark.skipif(core.library is not None, reason="in C++ there are no regions")
-
 #: Why an optimizer's state is not all TensorRefs.
 COUNTS_OF_STEPS = "torch makes an optimizer's counts of steps, which stay plain"
 
+
 Bring = Callable[[Any], Any]
 Program = Callable[[Bring], Any]
+
+
+def called_natively(module: Any) -> Any:
+    """Have a module called as if torch had compiled it, to what it is."""
+    run = module._call_impl
+    module._compiled_call_impl = CompiledCall(run, run, lambda function: function)
+    return module
 
 
 def unchanged(x: Any) -> Any:

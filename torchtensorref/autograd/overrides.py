@@ -150,16 +150,13 @@ _is_grad_enabled = torch.is_grad_enabled
 _function_modes = torch._C._len_torch_function_stack
 
 
-def ahead(op: OpOverload, tensors_of: Callable[[Any], Any]) -> Treatment:
-    """Make the kernel of an operator that runs here already where autograd has nothing to note.
-
-    A composite operator runs as one then, and nobody has to see its parts.
-    """
+def ahead(op: OpOverload) -> Treatment:
+    """Make the kernel of a composite operator: as one where autograd has nothing to note."""
     plan = plan_of(op)
     way = WAYS[plan.ready_way]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        is_noted = _is_grad_enabled() and _any_wants_gradients(tensors_of(args))
+        is_noted = _is_grad_enabled() and _any_wants_gradients(args)
         try:
             if not is_noted and may_bypass(function_modes=False):
                 result = way(plan, args, kwargs)
@@ -216,20 +213,6 @@ def _whole_batches(multiply: Treatment) -> Treatment:
 
 def _any_wants_gradients(values: Any) -> bool:
     return any(getattr(value, "requires_grad", False) for value in values)
-
-
-def _arguments(args: Any) -> Any:
-    return args
-
-
-def _in_first(args: Any) -> Any:
-    first = args[0]
-    return first if type(first) in (list, tuple) else (first,)
-
-
-#: What programs call most by name, with tensors in the first argument only: where no gradient is
-#: noted, to run here saves a third of the way.
-AHEAD = (aten.cat.default, aten.rsqrt.default, aten.silu.default, aten.gelu.default)
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -304,10 +287,8 @@ def install() -> Callable[[], None]:
     everything = torch.library.Library("_", "IMPL", KEY_NAME)
     everything.fallback(torch.library.fallthrough_kernel)
     for op in (row.op for row in ROWS if row.peak_nbytes is not None):
-        kernel = ahead(op, _arguments)
+        kernel = ahead(op)
         ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
-    for op in AHEAD:
-        ours.impl(op, ahead(op, _in_first))
 
     def undo() -> None:
         for library in (ours, everything):

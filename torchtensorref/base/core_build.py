@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +98,11 @@ def cache_folder() -> Path:
     return Path(home) / "torchtensorref"
 
 
+def knows_torch() -> bool:
+    """Whether the library can be there for the torch of this process."""
+    return torch_versions.ROWS[torch_versions.CPP_PATH].is_in(_torch_version())
+
+
 def _obstacle(torch: str, compiler: str | None) -> str:
     needed = torch_versions.ROWS[torch_versions.CPP_PATH]
     if not needed.is_in(torch):
@@ -105,7 +111,7 @@ def _obstacle(torch: str, compiler: str | None) -> str:
         return "it is built on Linux and macOS only"
     if compiler is None:
         return "no C++ compiler was found: install g++ or clang, or set CXX"
-    if shutil.which("ninja") is None:
+    if shutil.which("ninja", path=_path()) is None:
         return "no ninja was found: install it (`pip install ninja`)"
     return ""
 
@@ -172,4 +178,9 @@ def _command(work: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "TTR_DISABLE": "1", "MAX_JOBS": "1"}
+    return {**os.environ, "TTR_DISABLE": "1", "MAX_JOBS": "1", "PATH": _path()}
+
+
+def _path() -> str:
+    """Return where programs are looked for: also where pip has put those of this environment."""
+    return os.pathsep.join((os.environ.get("PATH", ""), sysconfig.get_path("scripts")))

@@ -88,11 +88,11 @@ class Settings:
         "run each operator also on plain CPU tensors and compare",
         "very slow",
     )
-    regions: str = row(
+    compiled: str = row(
         "on",
         texts.one_of("on", "off", "forced"),
         "on, off, forced",
-        "run modules natively where nothing speaks against it; never; as soon as that is legal, "
+        "run what torch.compile has made on plain tensors where nothing speaks against it; never; "
         "also where it takes longer",
         "forced: slow while memory is short",
     )
@@ -104,11 +104,11 @@ class Settings:
         "none",
     )
     core: str = row(
-        "python",
-        texts.one_of("python", "c++"),
-        "python, c++",
+        "c++",
+        texts.one_of("c++", "python"),
+        "c++, python",
         "run operators on ready operands without Python, by a library in C++ that is built once "
-        "where it is used (`torchtensorref build`)",
+        "where it is used (`torchtensorref build`); in Python",
         "none",
         instead="",
     )

@@ -18,7 +18,6 @@ MANAGER_SETTINGS = (
     "history",
     "middlewares",
     "placement",
-    "regions",
     "strategy",
 )
 

@@ -17,7 +17,7 @@ def main(*, quiet: bool = False) -> int:
             print("Building the library in C++; this takes about a minute ...", flush=True)
         start = time.monotonic()
         complaint = core_build.build(wanted)
-        text = complaint or f"Built in {time.monotonic() - start:.0f} s. TTR_CORE=c++ uses it."
+        text = complaint or f"Built in {time.monotonic() - start:.0f} s. The next start uses it."
     if not quiet:
         print(text)
     return 0 if wanted.library.exists() else 1

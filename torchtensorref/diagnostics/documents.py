@@ -44,12 +44,13 @@ ENVIRONMENT_FOOT = """\
 Each step halves the suspects:
 
 1. `TTR_DISABLE=1`: still wrong? Then it is not us.
-2. `TTR_REGIONS=off`: right now? Then it is a module that runs natively.
-3. `TTR_SYNC=1`: right now? Then somebody does not wait for a copy.
-4. `TTR_POISON=1`: different, or NaN? Then stale bytes are read.
-5. `TTR_SHADOW=1`: names the first operator whose result differs from plain torch.
-6. `TTR_CHECK=2`: names the first operator after which the books are wrong.
-7. `tensorsManager.story(tensor)`: tells what happened to one tensor.
+2. `TTR_CORE=python`: right now? Then it is an operator in C++.
+3. `TTR_COMPILED=off`: right now? Then it is what torch.compile has made.
+4. `TTR_SYNC=1`: right now? Then somebody does not wait for a copy.
+5. `TTR_POISON=1`: different, or NaN? Then stale bytes are read.
+6. `TTR_SHADOW=1`: names the first operator whose result differs from plain torch.
+7. `TTR_CHECK=2`: names the first operator after which the books are wrong.
+8. `tensorsManager.story(tensor)`: tells what happened to one tensor.
 
 When there is no accelerator, `TTR_FAULTS` makes the simulated one fail, to see what a program does
 then.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -17,12 +17,12 @@ from .built_before import unwatched
 
 
 def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
-    """Have compiled modules called as if nobody looked at module calls: only regions do."""
+    """Have compiled modules called as if nobody looked at module calls."""
     original = eval_frame.OptimizedModule.__call__
 
     @lets_program_run
     def unwatched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _unheard():
+        with unwatched():
             return original(self, *args, **kwargs)
 
     eval_frame.OptimizedModule.__call__ = functools.wraps(original)(unwatched_call)
@@ -54,15 +54,6 @@ def call_with_refs(eval_frame: Any) -> Callable[[], None]:
         context.__call__ = original
 
     return undo
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """Call no hook of ours when modules are called."""
-    core = sys.modules.get(f"{hooks.PACKAGE}.memory.manager")
-    native = None if core is None else core.tensorsManager.native
-    with nullcontext() if native is None else native.unwatched(), unwatched():
-        yield
 
 
 @contextmanager
@@ -98,7 +89,7 @@ def _around(compiled: Any, compile_alike: Callable[[Any], Any]) -> Any:
 
     @lets_program_run
     def plain(*args: Any, **kwargs: Any) -> Any:
-        with _unheard(), unregistered():
+        with unwatched(), unregistered():
             return compiled(*args, **kwargs)
 
     @functools.wraps(compiled)
@@ -107,7 +98,7 @@ def _around(compiled: Any, compile_alike: Callable[[Any], Any]) -> Any:
         if f"{hooks.PACKAGE}.memory.ref" not in sys.modules:
             return plain(*args, **kwargs)  # there has never been a TensorRef
         if not kept:
-            made = hooks.load(".regions.compiler.calls").CompiledCall
+            made = hooks.load(".compiled.calls").CompiledCall
             kept.append(made(plain, compiled._torchdynamo_orig_callable, compile_alike))
         return kept[0](*args, **kwargs)
 

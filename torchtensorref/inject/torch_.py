@@ -255,7 +255,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "torch._dynamo.eval_frame",
         "OptimizedModule",
         keep_hook_from_compile,
-        "torch.compile would warn of the hook by which native regions find their modules",
+        "torch.compile would warn of the hook by which modules made before us are found",
     ),
     LatePatch(
         "torch._dynamo.eval_frame",

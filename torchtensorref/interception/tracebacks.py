@@ -15,10 +15,7 @@ OF_PROGRAMS = (RuntimeError, IndexError, ValueError, TypeError)
 
 _OURS = str(Path(__file__).parents[1])
 #: Where kernels are called that have no Python frame of their own.
-_CALL_KERNELS = (
-    str(Path(__file__).with_name("ready_path.py")),
-    str(Path(__file__).parents[1] / "tensor" / "methods.py"),
-)
+_CALL_KERNELS = (str(Path(__file__).with_name("ready_path.py")),)
 
 
 def hides(_: object) -> bool:

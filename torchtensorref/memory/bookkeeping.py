@@ -28,10 +28,12 @@ CALM_COUNT = 4096
 class Counts:
     """What has happened since the counts were last reset."""
 
-    #: Operators that took the slow path, and those inside of regions that ran natively.
+    #: Operators that took the slow path.
     slow_op_count: int = 0
+    #: Calls of what torch.compile has made that ran on plain tensors, and the operators inside.
+    native_call_count: int = 0
     native_op_count: int = 0
-    #: Operands that were there already, of the slow path and of regions; operands that were not.
+    #: Operands that were there already, of the slow path; operands that were not.
     slow_hit_count: int = 0
     miss_count: int = 0
     evict_count: int = 0

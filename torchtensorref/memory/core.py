@@ -85,8 +85,11 @@ def _module(path: str) -> Any:
 
 library = _loaded()
 if library is None and settings.core != "python":
-    logging.getLogger("torchTensorRef").warning(
-        "Operators take the path in Python, not that in C++: %s.", why
+    # That torch is older is no fault of the machine's, and nothing to be done at each start.
+    logging.getLogger("torchTensorRef").log(
+        logging.WARNING if core_build.knows_torch() else logging.INFO,
+        "Operators take the path in Python, not that in C++: %s.",
+        why,
     )
 
 #: The dispatch keys that TensorRefs carry, which torch itself leaves alone: one above autograd,

@@ -1,7 +1,7 @@
 """Holds: who keeps which replicas where they are. Pins, announcements and exposures in one place.
 
 An operator on the slow path *pins* its operands' replicas. One on the ready path only *announces*
-its operands: an entry in a dictionary, by thread, which evictors look at. A native region announces
+its operands: an entry in a dictionary, by thread, which evictors look at. A compiled call announces
 all its blocks. Bytes that have left us (arrays, raw pointers) are *exposed* where they are.
 """
 
@@ -31,7 +31,7 @@ class Holds:
         self._books = books
         #: Operands of operators that run on the ready path, by thread.
         self.announced: dict[int, tuple[Any, ...]] = {}
-        #: Blocks of the native regions that run, by thread; and the runs themselves.
+        #: Blocks of the compiled calls that run natively, by thread; and the runs themselves.
         self.native_blocks: dict[int, Iterable[Block]] = {}
         self.native_entries: dict[int, Any] = {}
         #: Replicas whose copy a thread is just issuing, without the lock, and which thread.
@@ -67,7 +67,7 @@ class Holds:
             self.in_flight.pop(me, None)
 
     def threads_inside(self, idents: Iterable[int]) -> set[int]:
-        """Return which of these threads are inside an operator, or a native region."""
+        """Return which of these threads are inside an operator, or a compiled call."""
         alive = {thread.ident for thread in threading.enumerate()}
         inside = {*self.in_flight, *self.native_entries}
         return {ident for ident in idents if ident in alive and ident in inside}
@@ -136,7 +136,7 @@ class Holds:
         Returns
         -------
         list of Block
-            Those of native regions, which may have been written there.
+            Those of compiled calls, which may have been written there.
         """
         left: list[Block] = []
         for ident in idents:
@@ -161,7 +161,7 @@ class Holds:
     # -- announcements --------------------------------------------------------------------------
 
     def announced_blocks(self) -> set[Block]:
-        """Return the blocks that other threads' operators use unpinned, and native regions'."""
+        """Return the blocks that other threads' operators use unpinned, and compiled calls."""
         me = threading.get_ident()
         held = {
             operand._ttr_block

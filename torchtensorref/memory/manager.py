@@ -11,7 +11,7 @@ import torch
 
 from ..base import event_sinks as tracing
 from ..base.activation import when_open
-from ..base.errors import ConfigError, InvariantError, did_you_mean
+from ..base.errors import InvariantError, did_you_mean
 from ..base.event_log import EventLog
 from ..base.listeners import Callback, listeners
 from ..base.middlewares import Middlewares
@@ -66,8 +66,6 @@ class TensorsManager:
         #: (operator, dtype) pairs without a kernel on the accelerator.
         self.unsupported: set[tuple[int, torch.dtype]] = set()
         self._others, self._first_release_count = OthersWatch(), 0
-        #: The native regions (`regions/`); `tensor/install.py` gives them.
-        self.native: Any = None
         #: Who runs operators on promises (`promises/`), once there are some.
         self.promises: Any = None
         #: Tells the strategy of a forecast (`promises/`); `tensor/install.py` gives it, too.
@@ -152,8 +150,6 @@ class TensorsManager:
             if residency is not None:
                 with residency.holds.alone():
                     self._exchange(residency, devices, budgets)
-                # Not while operators wait: a module that one of them is in would be waited for.
-                self.native.start_again()
             self._device_setting = setting
 
     def _exchange(self, residency: Residency, devices: list[Device], budgets: list[Any]) -> None:
@@ -205,7 +201,6 @@ class TensorsManager:
             self._budget_setting = setting
             for device, budget in budgets:
                 self._open_ledger(self._residency, device, budget)
-            self.native.start_again()  # which modules fit is another question now
         for device, _ in budgets:
             self._residency.evictor.fit_budget(device)
         warn_of_doubts(setting, accelerators, stacklevel=4)
@@ -242,19 +237,6 @@ class TensorsManager:
     @placement.setter
     def placement(self, wanted: str) -> None:
         settings.placement = OPTIONS["placement"].parse(str(wanted), "placement")
-
-    @property
-    def regions(self) -> bool:
-        """Whether modules whose operators need no interception run natively."""
-        return self.native is not None and self.native.enabled
-
-    @regions.setter
-    def regions(self, wanted: bool) -> None:
-        if not isinstance(wanted, (bool, int)):
-            raise ConfigError(f"regions is True or False, not {wanted!r}.", name=str(wanted))
-        if wanted and settings.regions == "off":
-            raise ConfigError("TTR_REGIONS=off has turned regions off; take that back first.")
-        self.native.enabled = bool(wanted)
 
     # -- who looks on ---------------------------------------------------------------------------
 
@@ -329,7 +311,8 @@ class TensorsManager:
         Notes
         -----
         `op_count` operators ran: `ready_op_count` with nothing to be decided, `slow_op_count` with
-        a decision (`host_op_count` of these placed on the host), `native_op_count` in regions.
+        a decision (`host_op_count` of these placed on the host), `native_op_count` inside of what
+        torch.compile has made.
         Views are not counted; an operator that finds no memory on the ready path counts there too;
         threads that run operators at the same moment may lose a count.
 
@@ -345,7 +328,6 @@ class TensorsManager:
         with residency.books.lock:
             residency.books.counts = Counts()
             residency.copier.transfer.counts = TransferCounts()
-            self.native.native_count = 0
             self._first_tick = residency.books.tick
             self._start_clocks()
             for device in residency.books.ledgers:

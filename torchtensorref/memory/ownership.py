@@ -38,9 +38,6 @@ from .telling import tell_no_room
 class Manager(Guarded, Protocol):
     """What ownership needs of the manager."""
 
-    #: The native regions (`regions/`); they look at module calls once there is a parameter.
-    native: Any
-
     @property
     def residency(self) -> Residency:
         """Where the bytes are; opened by the first use."""
@@ -169,9 +166,8 @@ class Ownership:
         return True
 
     def note_registered(self, ref: Any) -> None:
-        """Note that a module has a TensorRef: it stays, and the module may run natively."""
+        """Note that a module has a TensorRef: it stays."""
         ref._ttr_block.is_persistent = True
-        self._manager.native.watch()
 
     def _adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
         names.note_module(module)

@@ -138,7 +138,7 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"peak {size['peak_resident_nbytes']}",
         f"  operators  {stats['op_count']} (views not counted): {stats['ready_op_count']} ready, "
         f"{stats['slow_op_count']} slow, {stats['native_op_count']} in "
-        f"{stats['native_op_region_count']} native calls",
+        f"{stats['native_call_count']} compiled calls",
         f"  on host    {on_host_count} of the slow ones",
         *_at_home(stats),
         f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "

@@ -46,7 +46,7 @@ class Residency:
     feed : StrategyFeed
         What the strategy is told and asked.
     recorder
-        Who writes down what a module's call does while it is learned (`regions/`), or None.
+        Who writes down what a module's call does while it is learned (`compiled/`), or None.
     """
 
     def __init__(

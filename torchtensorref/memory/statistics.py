@@ -43,7 +43,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "at_home_count": counts.at_home_count,
             "at_home_nbytes": counts.at_home_nbytes,
             "at_home_saved_ns": counts.at_home_saved_ns,
-            "native_op_region_count": manager.native.native_count,
+            "native_call_count": counts.native_call_count,
             "native_op_count": counts.native_op_count,
             "native_share": counts.native_op_count / max(op_count, 1),
             "host_fallback_count": sum(counts.host_fallbacks.values()),

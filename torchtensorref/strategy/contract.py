@@ -210,8 +210,8 @@ class Strategy:
     #: any of them, and asked for each what to fetch ahead and to write back.
     spreads: bool = False
 
-    #: False if it is there to hold as little as one operator needs: a native region holds more.
-    allows_regions: bool = True
+    #: False if it is there to hold as little as one operator needs: a compiled call holds more.
+    allows_compiled: bool = True
 
     def place(self, op: OpSnapshot) -> str:
         """Return the name of the device on which an operator shall run.

@@ -27,7 +27,6 @@ from ..interception.onlookers.timeline import Timeline
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import RefType, TensorRef, is_ref, wiring
-from ..regions.regions import Regions
 from . import tensor_ref as tensor_ref
 from .protocols import reduce_for_process
 
@@ -89,11 +88,6 @@ def _follow_backward() -> Undo:
     return undo
 
 
-def _offer_regions() -> Undo:
-    regions: Regions = tensorsManager.native
-    return regions.forget
-
-
 TABLE: tuple[Row, ...] = (
     Row("kernels", overrides.install, "autograd takes other formulas for a subclass"),
     Row(
@@ -106,7 +100,6 @@ TABLE: tuple[Row, ...] = (
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
     Row("backward", _follow_backward, "formulas in C++ fill for TensorRefs what factories make"),
-    Row("regions", _offer_regions, "a hook on module calls finds those that may run natively"),
 )
 
 _undo: list[Undo] = []
@@ -155,7 +148,6 @@ def _tell_history(setting: Any) -> Any:
     return history_of(setting)
 
 
-tensorsManager.native = Regions(tensorsManager)
 tensorsManager.tell_history = _tell_history
 tensorsManager.open_timeline, tensorsManager.open_panel = Timeline, Panel
 when_open.append(first_pass.begin)

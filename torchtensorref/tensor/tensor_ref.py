@@ -14,7 +14,6 @@ from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
-from . import methods
 from . import sparse as sparse
 from .attributes import attach_to_class, attach_to_tensors
 from .device_names import names_any_accelerator
@@ -170,7 +169,6 @@ def _is_ours(name: str) -> bool:
 if core.library is None:
     attach_to_class(Protocols, Surface)
     TensorRef.__torch_dispatch__ = staticmethod(dispatch)  # type: ignore[assignment]
-    methods.attach()
 else:
     cpp_path.set_up()
 

@@ -100,9 +100,9 @@ def test_faults_are_taken_apart():
 
 
 def test_a_scope_sets_and_sets_back():
-    with options(trace=2, poison=True, regions="off") as inside:
+    with options(trace=2, poison=True, compiled="off") as inside:
         assert inside is settings
-        assert (settings.trace, settings.poison, settings.regions) == (2, True, "off")
+        assert (settings.trace, settings.poison, settings.compiled) == (2, True, "off")
         with options(trace="3"):
             assert settings.trace == 3
         assert settings.trace == 2

@@ -243,7 +243,7 @@ def lambda_victims(self, device, candidates, need_nbytes):
         ("prefetches", "prefetch"),
         ("on_deaths", "on_death"),
         ("watch_accesses", "watches_accesses"),
-        ("allow_regions", "allows_regions"),
+        ("allow_compiled", "allows_compiled"),
     ],
 )
 def test_a_name_that_nearly_is_one_of_the_contract_is_warned_of(slip, meant):

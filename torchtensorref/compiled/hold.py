@@ -1,4 +1,4 @@
-"""Holding what a native region uses: all its blocks on the device, or none."""
+"""Holding what a compiled function uses: all its blocks on the device, or none."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Hold:
                 self.held = residency.acquire(self.device, self.fetched, given, passing)
             if self.device.is_witness:
                 residency.evictor.make_room_patiently(
-                    self.device, passing, "a native region", may_fail=True
+                    self.device, passing, "a compiled function", may_fail=True
                 )
                 if ledger.resident_nbytes + passing > ledger.budget.limit_nbytes:
                     self._withdraw()
@@ -90,7 +90,7 @@ class Hold:
         operators run; of those fetched as one bundle, the first operator would wait for the last.
         And room for all that passes at once would be taken from what was fetched ahead.
         """
-        if settings.regions == "forced":
+        if settings.compiled == "forced":
             return True
         if not self.residency.books.is_pressed:
             return True
@@ -142,7 +142,7 @@ class Hold:
         """Return the recorded uses; each block once where the blocks are others now."""
         if self.structure.block_count == len(self.blocks):
             return self.structure.uses
-        kinds = (hash(("region", block.nbytes)) for block in self.blocks)
+        kinds = (hash(("compiled", block.nbytes)) for block in self.blocks)
         return [Use(1, place, kind, False) for place, kind in enumerate(kinds)]
 
     def _release(self) -> None:

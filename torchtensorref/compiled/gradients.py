@@ -9,7 +9,6 @@ was saved is brought home, and it runs there.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -18,14 +17,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ...base.activation import disabled
-from ...base.interrupts import lets_program_run
-from ...memory.ledger import Ledger
-from ...memory.manager import TensorsManager, tensorsManager
-from ...memory.ref import TensorRef
-from ..entry import Entry
-from ..region import Region, Structure, state_of
-from ..tensor_tree import Exchange
+from ..base.activation import disabled
+from ..base.interrupts import lets_program_run
+from ..memory.ledger import Ledger
+from ..memory.manager import TensorsManager, tensorsManager
+from ..memory.ref import TensorRef
+from .entry import Entry
+from .region import Region, Structure, state_of
+from .tensor_tree import Exchange
 
 #: A backward pass has about twice the arithmetic of its forward pass.
 BACKWARD_SHARE = 2
@@ -263,10 +262,10 @@ class Backward:
         entry = self._entry(call, gradients)
         if entry.acquire():
             found = entry.run((gradients,), {})
-            manager.native.native_count += 1
+            manager.residency.books.counts.native_call_count += 1
         else:
             plain = [manager.ownership.plain_at_home(gradient) for gradient in gradients]
-            with disabled(), manager.native.unwatched():
+            with disabled():
                 found = call(plain)
             found = manager.adopt(found, sole=True)
         return found
@@ -274,13 +273,12 @@ class Backward:
     def _entry(self, call: Any, gradients: list[Any]) -> _BackwardEntry:
         refs = [saved.kept for saved in self._saved if isinstance(saved.kept, TensorRef)]
         nothing = nn.Module()
-        region = Region(weakref.ref(nothing), state=state_of(nothing))
+        region = Region(state=state_of(nothing))
         region.own = tuple(dict.fromkeys(ref._ttr_block for ref in refs))
         exchange = Exchange()
         inputs = exchange.find(gradients)
         entry = _BackwardEntry(
             self._manager,
-            self._manager.native.unwatched(),
             region,
             nothing,
             self._structure,

@@ -20,31 +20,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.activation import watch
-from ...base.interrupts import lets_program_run
-from ...base.options import settings
-from ...interception.fallback import Generators
-from ...interception.guards import may_bypass
-from ...memory.budget import SHORTAGES
-from ...memory.manager import TensorsManager, tensorsManager
-from ...memory.ref import TensorRef
-from ..learning import learn
-from ..region import (
+from ..base.activation import watch
+from ..base.interrupts import lets_program_run
+from ..base.options import settings
+from ..interception.fallback import Generators
+from ..interception.guards import may_bypass
+from ..memory.budget import SHORTAGES
+from ..memory.manager import TensorsManager, tensorsManager
+from ..memory.ref import TensorRef
+from .gradients import Bundle, CompiledEntry, are_ours
+from .layers import has_hooks, repeated_blocks
+from .learning import learn
+from .reachable import Cells, holds_refs, modules_of
+from .region import (
     Part,
     Region,
     Slot,
     Structure,
-    is_region,
+    forgetter,
     key_of,
     slots_hold,
     stand_in_of,
     state_of,
     tensors_of,
 )
-from ..tensor_tree import Exchange
-from .blocks import has_hooks, repeated_blocks
-from .gradients import Bundle, CompiledEntry, are_ours
-from .reachable import Cells, holds_refs, modules_of
+from .tensor_tree import Exchange
 
 #: Gives the compiled form of a function, as the program has asked for.
 Compile = Callable[[Any], Any]
@@ -88,8 +88,8 @@ class CompiledCall:
         self._region: Region | None = None
         self._whole: nn.Module | None = None
         self._lock = threading.RLock()
-        #: How often it has been looked at or run under the lock.
-        self._turn_count = 0
+        #: Threads that call it as it is now: its parameters must stay where they are.
+        self._elsewhere_count = 0
         #: The layers that were compiled by themselves, each with its call.
         self._blocks: weakref.WeakKeyDictionary[nn.Module, CompiledCall] | None = None
 
@@ -103,38 +103,47 @@ class CompiledCall:
         cells = Cells(args, kwargs, self._function)
         exchange = Exchange()
         inputs = exchange.find((args, kwargs, cells.contents))
-        modules = modules_of(self._function)
-        turn = self._turn_count
-        if not self._is_as_learned(modules):
-            turn = -1
+        with self._lock:  # while another thread runs it, its parameters are plain
+            modules = modules_of(self._function)
+            known = self._known(modules)
+            way = self._way(modules, inputs, is_known=known is not None)
+            if way is None:
+                try:
+                    region, whole = known or self._looked_at(modules)
+                    return self._call_alone(region, whole, exchange, inputs, cells, args, kwargs)
+                except BaseException:
+                    self._manager.doubt()
+                    raise
+            self._elsewhere_count += 1
+        try:
+            return way(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._elsewhere_count -= 1
+
+    def _way(self, modules: list[nn.Module], inputs: list[Any], *, is_known: bool) -> Any:
+        """Return what to call on what it is given; None to run it natively."""
+        if not is_known:
             owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
-                return self._compiled(*args, **kwargs)
+                return self._compiled
             if any(not isinstance(tensor, TensorRef) or tensor.is_inference() for tensor in owned):
-                return self._function(*args, **kwargs)
-        if not self._may_run_natively():
-            return self._function(*args, **kwargs)
+                return self._function
+        if self._elsewhere_count or not self._may_run_natively():
+            return self._function
         self._manager.residency.repair()
-        with self._lock:  # while another thread runs it, its parameters are plain
-            # Where nobody has had a turn since, what was found then is still so.
-            is_as_learned, self._turn_count = turn == self._turn_count, self._turn_count + 1
-            try:
-                region, whole = self._learned(modules, is_as_learned=is_as_learned)
-                return self._call_alone(region, whole, exchange, inputs, cells, args, kwargs)
-            except BaseException:
-                self._manager.doubt()
-                raise
+        return None
 
     def _may_run_natively(self) -> bool:
         residency = self._manager.residency
         return not (
-            settings.regions == "off"
+            settings.compiled == "off"
             or residency.books.main.is_host
             or residency.books.main.torch_device.type != "cpu"
             or watch.on
             or settings.trace
-            or not residency.feed.strategy.allows_regions
+            or not residency.feed.strategy.allows_compiled
             or not may_bypass(autocast=False, observers=False)
             or torch.compiler.is_compiling()
             or (torch.is_grad_enabled() and not are_ours())
@@ -168,7 +177,6 @@ class CompiledCall:
             return out
         entry = self._entry(
             self._manager,
-            self._manager.native.unwatched(),
             region,
             whole,
             structure,
@@ -187,7 +195,7 @@ class CompiledCall:
                 raise
             structure.doubt = "memory ran out inside"
         else:
-            self._manager.native.native_count += 1
+            self._manager.residency.books.counts.native_call_count += 1
             if _compiled_count() != compiled_before:
                 gc.collect()  # cycles of the compiler hold the tensors that it has looked at
             return out
@@ -216,42 +224,31 @@ class CompiledCall:
 
     # -- what it has ------------------------------------------------------------------------
 
-    def _is_as_learned(self, modules: list[nn.Module]) -> bool:
-        """Whether its modules, and the tensors they have, are those that were learned."""
+    def _known(self, modules: list[nn.Module]) -> tuple[Region, nn.Module] | None:
+        """Return its modules as one region, if these and their tensors are those known of."""
         region, whole = self._region, self._whole
-        return (
-            region is not None
-            and whole is not None
-            and bool(region.slots)
-            and [*whole.children()] == modules
-            and slots_hold(region)
-            and region.parts_are_as_before()
-        )
+        if region is None or whole is None or not region.slots or [*whole.children()] != modules:
+            return None
+        return (region, whole) if slots_hold(region) and region.parts_are_as_before() else None
 
-    def _learned(
-        self, modules: list[nn.Module], *, is_as_learned: bool
-    ) -> tuple[Region, nn.Module]:
+    def _looked_at(self, modules: list[nn.Module]) -> tuple[Region, nn.Module]:
         """Return its modules as they are now, as one region; what differs is learned anew."""
         whole, region = self._whole, self._region
-        if whole is not None and region is not None and is_as_learned:
-            return region, whole
         if whole is None or [*whole.children()] != modules:
             whole, region = _Reachable(modules), None
             self._whole = whole
         if region is None:
-            region = self._region = Region(weakref.ref(whole))
+            region = self._region = Region()
         if not region.state or not region.parts_are_as_before():
-            for part in whole.modules():
-                if is_region(part):
-                    del part.__dict__["_compiled_call_impl"]  # the compiler would stumble over it
             region.structures.clear()
             region.forget()
             region.parts = [Part(part) for part in whole.modules() if part is not whole]
             region.state = state_of(whole)
         if not region.slots or not slots_hold(region):
             region.slots, slots = [], []
+            gone = forgetter(region)
             for registry, name, ref in tensors_of(whole):
-                slots.append(Slot(registry, name, weakref.ref(ref), ref._ttr_block))
+                slots.append(Slot(registry, name, weakref.ref(ref, gone), ref._ttr_block))
             region.own = tuple(dict.fromkeys(slot.block for slot in slots))
             region.slots = slots  # last: with these the others are taken to be right
         return region, whole

@@ -1,8 +1,7 @@
-"""What is known of a module that may run natively: its parts, its tensors, its structures."""
+"""What is known of the modules of a compiled function: parts, tensors, kinds of calls."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,24 +50,19 @@ class Slot(NamedTuple):
 class Part:
     """A module under a region as it was when it was learned; holds no module above it."""
 
-    __slots__ = ("attributes", "children", "listeners", "module", "names")
+    __slots__ = ("attributes", "children", "module", "names")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.listeners = listeners_of(module)
-        self.attributes = dict(_own_attributes(module))
+        self.attributes = dict(module.__dict__)
         self.children = dict(module._modules)
         self.names = _names_of(module)
-
-    def is_heard(self) -> bool:
-        """Whether somebody listens to its calls, or to its gradients."""
-        return any(self.listeners)
 
     def is_as_before(self) -> bool:
         """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
         module = self.module
         return (
-            same_state(_own_attributes(module), self.attributes)
+            same_state(module.__dict__, self.attributes)
             and [*module._modules.items()] == [*self.children.items()]
             and _names_of(module) == self.names
         )
@@ -107,20 +101,13 @@ class Outline:
 
 @dataclass
 class Region:
-    """One module that may run natively.
+    """The modules that one compiled function can reach, as one.
 
     It holds neither the module, which owns it, nor the TensorRefs: a module that is let go of is
     gone at once, and so is a parameter that is exchanged for another.
     """
 
-    module: weakref.ref[nn.Module]
     structures: dict[Any, Structure] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.RLock)
-    #: The thread that runs it, natively or inside its own call; others wait.
-    runner: int = 0
-    #: It is being forgotten: who comes now waits until it is gone, and calls the module again.
-    is_over: bool = False
-    gone: threading.Event = field(default_factory=threading.Event)
     slots: list[Slot] = field(default_factory=list)
     #: The modules under it, looked at before each run, and the distinct blocks.
     parts: list[Part] = field(default_factory=list)
@@ -128,8 +115,6 @@ class Region:
     state: tuple[Any, ...] = ()
     #: The parts, to be compared at once; None where that has to be done one by one.
     outline: Outline | None = None
-    #: Storages of plain tensors that the modules have in their attributes: the program's own.
-    foreign: frozenset[int] = frozenset()
     own: tuple[Block, ...] = ()
     #: Its own blocks by their storages on the device; empty where that is to be asked again.
     storages: dict[int, Block] = field(default_factory=dict)
@@ -145,9 +130,7 @@ class Region:
             return True
         if not all(part.is_as_before() for part in self.parts):
             return False
-        # What makes a module a region stands in its attributes, and would hold itself.
-        is_simple = not any(is_region(part.module) for part in self.parts)
-        self.outline = Outline(self.parts) if is_simple else None
+        self.outline = Outline(self.parts)
         return True
 
 
@@ -170,42 +153,14 @@ def slots_hold(region: Region) -> bool:
     return True
 
 
-def listeners_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """Return the hooks of a module, which come and go in these dictionaries."""
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
-
-
 def stand_in_of(module: nn.Module) -> Any:
-    """Return what torch calls in place of a module: what it was compiled to, or our region."""
+    """Return what torch calls in place of a module: what it was compiled to."""
     return module.__dict__.get("_compiled_call_impl")
-
-
-def is_region(module: nn.Module) -> bool:
-    """Whether calls of a module come to us."""
-    standing_in = stand_in_of(module)
-    return (
-        standing_in is not None
-        and getattr(standing_in, "args", None) is not None
-        and (type(standing_in.args[0]) is Region)
-    )
 
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's attributes and children, and which parameters and buffers it has."""
-    return *_own_attributes(module).values(), *module._modules.values(), *_names_of(module)
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's dictionary, without what makes it a region: that must not hold itself."""
-    attributes = module.__dict__
-    if "_compiled_call_impl" in attributes and is_region(module):
-        return {name: x for name, x in attributes.items() if name != "_compiled_call_impl"}
-    return attributes
+    return *module.__dict__.values(), *module._modules.values(), *_names_of(module)
 
 
 def _names_of(module: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ class Use(NamedTuple):
 
 
 class Recorder:
-    """Written to by every operator while a module is being learned (`regions/`)."""
+    """Written to by every operator while a compiled function is being learned."""
 
     def __init__(
         self, own: Sequence[Block], given: Sequence[Block], gradients: bool = False

@@ -1,10 +1,9 @@
-"""Entering and leaving a native region: everything that one native run of a module holds."""
+"""Entering and leaving a compiled function: everything that one native run of it holds."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ class Entry(Hold):
     def __init__(
         self,
         manager: TensorsManager,
-        unwatched: AbstractContextManager[None],
         region: Region,
         module: nn.Module,
         structure: Structure,
@@ -41,7 +39,6 @@ class Entry(Hold):
         call: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(manager, region, structure, inputs)
-        self.unwatched = unwatched
         self.module = module
         #: What runs on plain tensors: the module itself, or what it was compiled to.
         self.call = call or module._call_impl
@@ -90,7 +87,7 @@ class Entry(Hold):
         try:
             args, kwargs = self.exchange.unwrap((args, kwargs), self._plain_input)
             self._exchange_parameters()
-            with disabled(), self.unwatched:
+            with disabled():
                 return self.call(*args, **kwargs), args, kwargs
         except BaseException:
             self.exchange.restore()
@@ -196,8 +193,6 @@ class Entry(Hold):
     def _left_behind(self, plain: torch.Tensor) -> Any:
         self._doubt("it leaves tensors behind in its attributes")
         key = plain.untyped_storage()._cdata
-        if key in self.region.foreign:
-            return plain
         # Over the memory of a result it is an alias. Else nobody knows who holds it besides.
         return self.ref_for(plain if self._block_over(key) is not None else plain.clone())
 
@@ -238,8 +233,6 @@ class Entry(Hold):
 
     def _ref_over(self, plain: torch.Tensor) -> Any:
         storage = plain.untyped_storage()
-        if storage._cdata in self.region.foreign:
-            return plain
         block, device = self._block_over(storage._cdata), self.device
         if block is None:
             plain, block, device = self._settled(plain)

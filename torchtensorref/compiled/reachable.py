@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.ref import TensorRef
+from ..memory.ref import TensorRef
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
