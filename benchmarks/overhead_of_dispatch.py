@@ -20,6 +20,9 @@ sides; `--system-allocator` leaves it as it is.
 
 `--device sim` takes the simulated device instead, whose clock and allocator are instruments: they
 cost about as much again per operator, and are no part of interception.
+
+Operators run in C++ where the library is built, and one program is measured in Python beside it;
+`TTR_CORE=python` measures all of them there.
 """
 
 from __future__ import annotations
@@ -46,15 +49,20 @@ from rich.progress import Progress
 from torch import nn
 
 from torchTensorRef import disabled, tensorsManager
+from torchTensorRef.base.options import settings
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.memory import core
 
 from .baseline import Figure, Keeper, Tolerance
 
+#: What is measured beside the rest where there is no C++: the path in Python (`TTR_CORE=python`).
+IN_PYTHON = "tiny_llama_decode"
+IN_PYTHON_FIGURE = f"{IN_PYTHON} in Python"
 #: Upper bounds that were set as targets, on the path in Python.
-BOUNDS = {"add": 7.5, "mm_64": 3.0, "view": 7.0, "tiny_llama_decode": 3.6}
+BOUNDS = {"add": 7.5, "mm_64": 3.0, "view": 7.0, IN_PYTHON: 3.6}
 #: And where operators run in C++.
 BOUNDS_IN_CPP = {
+    IN_PYTHON_FIGURE: BOUNDS[IN_PYTHON],
     "add": 1.7,
     "view": 1.7,
     "mm_64": 1.15,
@@ -360,8 +368,10 @@ def measure(chosen: argparse.Namespace) -> None:
         print(RATIO + json.dumps([name, round(found, 3)]), flush=True)
 
 
-def ratios_elsewhere(chosen: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Measure in a process of its own: (program, ratio), as soon as it is there.
+def ratios_elsewhere(
+    chosen: argparse.Namespace, only: str, path: str
+) -> Iterator[tuple[str, float]]:
+    """Measure in a process of its own, on a path: (program, ratio), as soon as it is there.
 
     Raises
     ------
@@ -369,9 +379,10 @@ def ratios_elsewhere(chosen: argparse.Namespace) -> Iterator[tuple[str, float]]:
         The process failed.
     """
     command = [sys.executable, "-m", "benchmarks.overhead_of_dispatch", "--measure"]
-    command += ["--device", chosen.device, "--rounds", str(chosen.rounds), "--only", chosen.only]
+    command += ["--device", chosen.device, "--rounds", str(chosen.rounds), "--only", only]
     command += ["--why"] * chosen.why + ["--system-allocator"] * chosen.system_allocator
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, "TTR_CORE": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(RATIO):
@@ -386,14 +397,18 @@ def medians(chosen: argparse.Namespace) -> dict[str, float]:
     """Measure in processes one after another; the middle ratio of each program."""
     found: dict[str, list[float]] = {}
     wanted = set(chosen.only.split(",")).intersection(name for name, *_ in PROGRAMS)
+    runs = [(chosen.only, settings.core, "")]
+    if core.library is not None and IN_PYTHON in wanted:
+        runs.append((IN_PYTHON, "python", " in Python"))
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=chosen.processes * len(wanted))
+        task = progress.add_task("", total=chosen.processes * (len(wanted) + len(runs) - 1))
         for number in range(chosen.processes):
             progress.update(task, description=f"process {number + 1}")
-            for name, one in ratios_elsewhere(chosen):
-                found.setdefault(name, []).append(one)
-                print(f"  {name:32} {one:7.3f}", flush=True)
-                progress.advance(task)
+            for only, path, suffix in runs:
+                for name, one in ratios_elsewhere(chosen, only, path):
+                    found.setdefault(name + suffix, []).append(one)
+                    print(f"  {name + suffix:32} {one:7.3f}", flush=True)
+                    progress.advance(task)
     return {name: round(statistics.median(each), 3) for name, each in found.items()}
 
 
@@ -417,9 +432,8 @@ def main() -> int:
         return 0
     result = medians(chosen)
     path = core.path_in_words().partition(" ")[0]  # Python, or C++ (TTR_CORE=c++)
-    settings = {"device": chosen.device, "system_allocator": chosen.system_allocator}
-    if path != "Python":
-        settings["path"] = path  # figures of another path are no baseline
+    # Figures of another path are no baseline.
+    shared = {"device": chosen.device, "system_allocator": chosen.system_allocator, "path": path}
     # The bounds are of interception alone, and so of what runs without options.
     is_usual = chosen.device == "adapter" and not chosen.system_allocator
     bounds = {} if not is_usual else BOUNDS if path == "Python" else BOUNDS_IN_CPP
@@ -427,7 +441,7 @@ def main() -> int:
         name: Figure(value, "x plain torch", bounds.get(name)) for name, value in result.items()
     }
     return KEEPER.conclude(
-        figures, {**result, "path": path}, settings=settings, writes=chosen.write_baseline
+        figures, {**result, "path": path}, settings=shared, writes=chosen.write_baseline
     )
 
 
