@@ -46,7 +46,6 @@ SELECTION = (
     "tests/sim/test_compiler.py",
     "tests/sim/test_core.py",
     "tests/sim/test_injection.py",
-    "tests/sim/test_methods.py",
     "tests/sim/test_training.py",
 )
 LIMIT_S = 240
