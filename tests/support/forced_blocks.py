@@ -12,7 +12,7 @@ import torch
 
 from torchTensorRef.base.options import options
 from torchTensorRef.interception.blocks import Blocks
-from torchTensorRef.operators.blocked import table
+from torchTensorRef.operators.blocked import along, table
 from torchTensorRef.operators.blocked.cut import Axis, Cut
 
 from . import differential
@@ -45,12 +45,16 @@ def forced_blocks(seed: int, *, keep_bits: bool) -> Iterator[dict[str, int]]:
             axis.step * generator.randint(1, axis.most_tiles) if axis.extent else 0
             for axis in cut.axes
         ]
-        order = [axis for axis in range(len(lengths)) if axis != cut.inner]
+        inner = None if cut.inner is None else cut.inner.axis
+        order = [axis for axis in range(len(lengths)) if axis != inner]
         generator.shuffle(order)
-        order += [] if cut.inner is None else [cut.inner]  # sums are finished one by one
+        order += [] if inner is None else [inner]  # sums are finished one by one
         return replace(chosen, lengths=tuple(lengths), order=tuple(order))
 
     def anywhere(rule: Any, call: Any) -> Cut | None:
+        # Of two rules, that for what the first one does not find to fit has its turns, too.
+        if call.op in along.RULES and rule is table.rule_of(call.op) and generator.random() < 0.5:
+            return None
         cut = cut_of(lambda call: _with_steps_of_one(rule(call)), call)
         if cut is not None and cut.can_be_cut:
             counts[str(call.op)] = counts.get(str(call.op), 0) + 1

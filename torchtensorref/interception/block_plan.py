@@ -10,14 +10,13 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..operators.blocked.cut import Along, Call, Cut, Place, is_dense
 from ..operators.blocked.sizes import Part, Tiling, choose
+from ..operators.blocked.sums import HALF
 from ..operators.costs import touched_nbytes
 from ..operators.plan import OpPlan
 from .operands import Operands
 
 #: An operand of which a call takes less than this share of its block is packed, and not fetched.
 MOST_OF = 0.8
-#: Sums of these are added up in single precision.
-HALF = (torch.float16, torch.bfloat16)
 
 
 def arguments_of(plan: OpPlan, operands: Operands) -> dict[str, Any]:
@@ -78,6 +77,7 @@ class Plan:
             elif ref._ttr_block not in whole:
                 whole.add(ref._ttr_block)
                 self.parts.append(Part(ref._ttr_block.nbytes, frozenset()))
+        self.parts += [Part(n, axes & is_cut, is_scratch=True) for n, axes in cut.scratch]
         if cut.gather is not None:
             self.parts.append(Part(cut.gathered_nbytes, frozenset()))
             return all(place in self.cut_refs for place in cut.operands)

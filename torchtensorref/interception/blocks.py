@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 from ..base.options import settings
@@ -13,6 +14,7 @@ from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.manager import TensorsManager
+from ..operators.blocked.along import RULES as ALONG
 from ..operators.blocked.cut import WHOLE, Call, Cut
 from ..operators.blocked.sizes import MUCH_LESS, TileTooLargeError, Tiling
 from ..operators.blocked.table import cut_of, rule_of
@@ -118,14 +120,13 @@ class Blocks:
 
     def _found(self, device: Device) -> tuple[Plan, Tiling] | None:
         """Find tiles that fit: of the cuts that keep the bits, else of any, where that may be."""
-        whole = self._cut()
-        if whole is None:
-            return None
-        cuts = [whole.keeping_bits()]
+        wholes = self._cuts()
+        cuts = [cut.keeping_bits() for cut in wholes]
         if not device.has_host_kernels or settings.blocks == "any":
-            cuts.append(whole)
+            cuts += wholes
         room_nbytes = self._room_nbytes(device)
         found: tuple[Plan, Tiling] | None = None
+        least: TileTooLargeError | None = None
         for cut in cuts:
             plan = Plan.of(self._operands, cut if cut.can_be_cut else WHOLE, device)
             if plan is None or not plan.cut_refs:
@@ -143,24 +144,28 @@ class Blocks:
                 if not cut.can_be_cut:
                     self.why_not = "blocks would add in another order"
                     continue
-                self.why_not = (
-                    f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of "
-                    f"the {format_nbytes(room_nbytes)} there are"
-                )
+                if least is None or error.need_nbytes < least.need_nbytes:
+                    least = error
+        if found is None and least is not None:
+            self.why_not = self._told(least, room_nbytes, device)
         return found
 
-    def _cut(self) -> Cut | None:
-        """Ask the operator's rule."""
+    def _cuts(self) -> list[Cut]:
+        """Ask the operator's rules: the first one, and that for what it does not find to fit."""
         operands, plan = self._operands, self._operands.plan
         if settings.blocks == "off" or operands.unmanaged or operands.on_accelerator is not None:
-            return None
+            return []
         if plan.has_device and operands.argument("device") is not None:
-            return None
-        rule = rule_of(plan.op.op if isinstance(plan.op, ByDevice) else plan.op)
-        if rule is None or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
-            return None
-        cut = cut_of(rule, Call(plan.op, arguments_of(plan, operands)))
-        return WHOLE if cut is None and not plan.writes else cut
+            return []
+        op = plan.op.op if isinstance(plan.op, ByDevice) else plan.op
+        rules = [rule_of(op), ALONG.get(op)]
+        if not any(rules) or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
+            return []
+        call = Call(op, arguments_of(plan, operands))
+        first, along = (None if rule is None else cut_of(rule, call) for rule in rules)
+        if first is None and rules[0] is not None and not plan.writes:
+            first = WHOLE
+        return [cut for cut in (first, along) if cut is not None]
 
     def _room_nbytes(self, device: Device) -> int:
         books, holds = self._residency.books, self._residency.holds
@@ -169,6 +174,21 @@ class Blocks:
             budget = books.ledgers[device].budget
             room = min(budget.limit_nbytes, budget.high_nbytes) - holds.held_nbytes(device)
         return room - room // SCRATCH_SHARE if device.kernels_allocate else room
+
+    def _told(self, error: TileTooLargeError, room_nbytes: int, device: Device) -> str:
+        """Say how large the smallest tile is, and under which budget it would fit."""
+        need_nbytes = error.need_nbytes
+        if device.kernels_allocate:
+            need_nbytes += need_nbytes // (SCRATCH_SHARE - 1) + 1
+        with self._residency.books.lock:
+            share = min(self._residency.books.ledgers[device].budget.high_watermark, 1.0)
+            need_nbytes += self._residency.holds.held_nbytes(device)
+        return (
+            f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of the "
+            f"{format_nbytes(room_nbytes)} there are; its lengths are "
+            f"{' x '.join(map(str, error.lengths))}; a budget of {ceil(need_nbytes / share):,} "
+            "bytes would do"
+        )
 
     def _note(self, count: int, need_nbytes: int, keeps_bits: bool) -> None:
         plan, counts = self._operands.plan, self._residency.books.counts

@@ -22,10 +22,10 @@ from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_with
 from ..operators.blocked.cut import Gather, Place, Tile
 from ..operators.blocked.sizes import Tiling
+from ..operators.blocked.sums import Sums
 from ..operators.plan import OpPlan
 from .block_plan import Plan
 from .operands import Operands, analyse
-from .partial_sums import PartialSums
 from .pieces import Piece, flattened, gathered_piece, part_of, piece_of, result_piece
 from .staging import note_result
 
@@ -60,10 +60,16 @@ class Run:
         self._has_landed = False
         inner = plan.cut.inner
         #: Where a result is the sum of what several tiles make.
-        self._sums: PartialSums | None = None
-        if inner is not None and tiling.counts()[inner] > 1:
-            extent = tiling.axes[inner].extent
-            self._sums = PartialSums(self._run_operator, inner, extent)
+        self._sums: Sums | None = None
+        if inner is not None and (inner.is_always or tiling.counts()[inner.axis] > 1):
+            self._sums = inner.sums(
+                self._run_operator,
+                inner,
+                tiling.axes[inner.axis].extent,
+                self._operands.plan.op,
+                plan.arguments,
+                [like.dtype for like in plan.fresh],
+            )
         #: The fresh results at home.
         self._results: list[torch.Tensor] = []
         self.tile_count = 0
@@ -175,10 +181,10 @@ class Run:
         return pieces
 
     def _run_tile(self, tile: Tile, pieces: dict[Place, Piece]) -> Any:
-        args, kwargs = self._arguments(tile, pieces)
         if self._sums is not None:
-            a, b = args
-            return self._sums.add(a, b, tile)
+            given = {name: piece.ref for (name, _), piece in pieces.items()}
+            return self._sums.add({**self._plan.arguments, **given}, tile)
+        args, kwargs = self._arguments(tile, pieces)
         return self._run_operator(self._operands.plan, args, kwargs)
 
     def _run_operator(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,8 +6,9 @@ from math import prod
 
 import pytest
 
-from torchTensorRef.operators.blocked.cut import Axis
+from torchTensorRef.operators.blocked.cut import Axis, Inner
 from torchTensorRef.operators.blocked.sizes import Part, TileTooLargeError, choose
+from torchTensorRef.operators.blocked.sums import Products, Sums
 
 MIB = 1 << 20
 
@@ -84,7 +85,7 @@ def test_tiles_are_gone_through_like_a_snake():
 def test_sums_are_cut_where_much_less_moves():
     axes, parts = product(2048, 131072, 4096, cuts_sums=True)
     whole = choose([*axes[:2], Axis(131072, 131072)], parts, 320 * MIB)
-    sums = choose(axes, parts, 320 * MIB, inner=2)
+    sums = choose(axes, parts, 320 * MIB, inner=Inner(2, Products))
     assert sums.counts()[2] > 1
     assert sums.order[-1] == 2
     assert sums.moved_nbytes < 0.5 * whole.moved_nbytes
@@ -118,3 +119,19 @@ def test_what_not_even_the_smallest_tile_takes_is_told():
         choose(axes, parts, 100_000)
     need_nbytes = raised.value.need_nbytes
     assert choose(axes, parts, need_nbytes).need_nbytes == need_nbytes
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_what_is_gone_along_is_gone_through_in_passes_for_each_row(passes, is_in_order):
+    inner = Inner(1, Sums, passes, is_in_order, after=(0,))
+    row = [Part(4 * 3 * 8000, frozenset({0, 1}))]
+    tiling = choose([Axis(3), Axis(8000, 500)], row, 10_000, inner=inner)
+    assert tiling.counts() == (3, 8)
+    tiles = list(tiling.tiles())
+    starts = [start for _, (start, _) in tiles]
+    assert [rows for rows, _ in tiles] == [(i, i + 1) for i in range(3) for _ in range(8 * passes)]
+    for number in range(3 * passes):
+        way = list(range(0, 8000, 1000)) if is_in_order or number % 2 == 0 else None
+        assert starts[8 * number : 8 * (number + 1)] == (way or list(range(7000, -1, -1000)))
+    assert tiling.moved_nbytes == passes * row[0].nbytes

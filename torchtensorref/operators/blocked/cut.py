@@ -57,6 +57,27 @@ class Axis(NamedTuple):
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+class Inner(NamedTuple):
+    """The axis that an operator goes along itself, and what puts its tiles together.
+
+    It is gone through for each tile of the other axes, and cut only where nothing else fits or
+    that is so much better.
+    """
+
+    axis: int
+    #: Makes what puts the results of the tiles together (`sums.py`).
+    sums: Callable[..., Any]
+    #: How often it is gone through: a softmax looks at the numbers twice.
+    passes: int = 1
+    #: Whether that has to be from its beginning to its end each time.
+    is_in_order: bool = False
+    #: Whether its tiles are put together so even where it is whole: another axis may be cut then,
+    #: and the operator itself knows nothing of what lies before its operands.
+    is_always: bool = False
+    #: Axes that are cut as short as may be before it is, so that its pieces lie in one run.
+    after: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """How one call may be cut."""
@@ -69,9 +90,9 @@ class Cut:
     localise: Localise | None = field(default=None)
     #: Operands and results are taken as the runs of elements that they are in memory.
     is_flat: bool = False
-    #: The axis that is summed over, if the operator is `mm`: its tiles are added up in single
-    #: precision or more, and it is cut only where that is so much better or nothing else fits.
-    inner: int | None = field(default=None)
+    inner: Inner | None = field(default=None)
+    #: What is made on the way to a result along `inner`: bytes, and the axes that they lie along.
+    scratch: tuple[tuple[int, frozenset[int]], ...] = ()
     #: Where only a part of the operands is read, told by their values: what is fetched instead of
     #: those that `operands` names, and how many bytes that takes. There is one tile then.
     gather: Gather | None = field(default=None)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from .cut import Along, Axis, Call, Cut, Place, broadcast_along
+from .cut import Along, Axis, Call, Cut, Inner, Place, broadcast_along
 from .probe import tiles_are_alike
+from .sums import HALF, Products
 
 #: Rows and columns of tiles, by the size of an element: multiples of it.
 STEPS = {torch.float32: 128, torch.float64: 512, torch.complex64: 128, torch.complex128: 512}
@@ -24,7 +25,6 @@ STEP_OF_SUMS = 128
 #: Rows from which on a product is cut in columns without changing a bit, in spite of the order of
 #: its second operand.
 SAFE_ROWS = {torch.float32: 16}
-HALF = (torch.float16, torch.bfloat16)
 
 
 def mm(call: Call) -> Cut | None:
@@ -38,7 +38,7 @@ def mm(call: Call) -> Cut | None:
         axes=(*axes, Axis(a.size(1), STEP_OF_SUMS if is_float else a.size(1), keeps_bits=False)),
         operands={("self", None): (0, 2), ("mat2", None): (2, 1)},
         results=((0, 1),),
-        inner=2,
+        inner=Inner(2, Products),
     )
 
 

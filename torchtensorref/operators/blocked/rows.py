@@ -16,7 +16,7 @@ import torch
 from .cut import Along, Axis, Call, Cut, Rule, is_dense
 
 
-def _positive(dims: Any, rank: int) -> list[int] | None:
+def positive(dims: Any, rank: int) -> list[int] | None:
     """Dimensions as non-negative numbers; all of them where none is named."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return None
@@ -57,7 +57,7 @@ def reduction(result_count: int = 1, *, is_choice: bool = False) -> Rule:
 
     def rule(call: Call) -> Cut | None:
         x = call["self"]
-        dims = _positive(call["dim"], x.dim())
+        dims = positive(call["dim"], x.dim())
         if dims is None:
             return None
         axes, number = _numbered(_axes(x, dims, is_choice=is_choice))
@@ -88,7 +88,7 @@ def along_one(
     def rule(call: Call) -> Cut | None:
         tensors = [call[name] for name in names]
         first = tensors[0]
-        dims = _positive(call["dim"], first.dim())
+        dims = positive(call["dim"], first.dim())
         if dims is None or any(
             tensor.size() != first.size() or tensor.stride() != first.stride() for tensor in tensors
         ):
@@ -175,7 +175,7 @@ def _together(call: Call, more: int) -> Cut | None:
     tensors = call["tensors"]
     first = tensors[0]
     rank = first.dim() + more
-    dims = _positive(call["dim"], rank)
+    dims = positive(call["dim"], rank)
     if dims is None or any(t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
         return None
     (dim,) = dims

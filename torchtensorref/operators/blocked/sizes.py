@@ -13,10 +13,10 @@ would halve what moves, it is given to the first one, and turns are waited at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
-from .cut import Axis, Tile
+from .cut import Axis, Inner, Tile
 
 #: A tile moves so many bytes if it can: less, and the latency of the copies shows; more, and there
 #: is nothing to overlap the first and the last one with.
@@ -41,6 +41,8 @@ class Part:
     is_result: bool = False
     #: What stands beside a piece where sums are cut: it in single precision, as a share of it.
     sums_share: float = 0.0
+    #: It is made and used up within a tile, where sums are cut.
+    is_scratch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Tiling:
     moved_nbytes: int
     #: Whether the pieces of the next tile fit as well.
     has_room_ahead: bool
+    #: What is last in the order, where sums may be cut.
+    inner: Inner | None = None
 
     def counts(self) -> tuple[int, ...]:
         """How many tiles there are along each axis."""
@@ -62,32 +66,39 @@ class Tiling:
         return tuple(len(axis.ranges(length)) for axis, length in pairs)
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles like a snake."""
+        """Yield the tiles like a snake; those of a sum in several passes as often."""
         ranges = [axis.ranges(length) for axis, length in zip(self.axes, self.lengths, strict=True)]
-        counts = [len(ranges[a]) for a in self.order]
+        order, inner = list(self.order), self.inner
+        in_order = inner.axis if inner is not None and inner.is_in_order else None
+        if inner is not None and len(ranges[inner.axis]) > 1:
+            order.insert(order.index(inner.axis), len(ranges))
+            ranges.append([(0, 0)] * inner.passes)
+        counts = [len(ranges[a]) for a in order]
         for number in range(prod(counts)):
             tile = [(0, 0)] * len(ranges)
             rest, outer = number, prod(counts)
             turns = 0
-            for a, count in zip(self.order, counts, strict=True):
+            for a, count in zip(order, counts, strict=True):
                 outer //= count
                 i, rest = divmod(rest, outer)
                 # The number of turns so far decides which way this axis is gone.
-                tile[a] = ranges[a][i if turns % 2 == 0 else count - 1 - i]
+                is_back = turns % 2 and a != in_order
+                tile[a] = ranges[a][count - 1 - i if is_back else i]
                 turns = turns * count + i
-            yield tuple(tile)
+            yield tuple(tile[: len(self.axes)])
 
 
 class TileTooLargeError(Exception):
     """Internal: not even the smallest tile fits."""
 
-    def __init__(self, need_nbytes: int) -> None:
+    def __init__(self, need_nbytes: int, lengths: tuple[int, ...]) -> None:
         super().__init__(f"the smallest tile takes {need_nbytes:,} bytes")
         self.need_nbytes = need_nbytes
+        self.lengths = lengths
 
 
 def choose(
-    axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, inner: int | None = None
+    axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, inner: Inner | None = None
 ) -> Tiling:
     """Choose tiles that fit, if possible with room for the pieces of the next one.
 
@@ -99,7 +110,7 @@ def choose(
         Operands and results, each of which has its piece in a tile.
     room_nbytes : int
         What the pieces may take.
-    inner : int, optional
+    inner : Inner, optional
         The axis that is summed over. It is cut if nothing fits otherwise, or much less moves.
 
     Raises
@@ -107,58 +118,68 @@ def choose(
     TileTooLargeError
         The smallest tile does not fit.
     """
-    if inner is None or axes[inner].most_tiles == 1:
+    if inner is None or axes[inner.axis].most_tiles == 1:
         return _choose_patiently(axes, parts, room_nbytes)
-    whole = [Axis(a.extent, a.extent) if i == inner else a for i, a in enumerate(axes)]
+    whole = [Axis(a.extent, a.extent) if i == inner.axis else a for i, a in enumerate(axes)]
     try:
-        outer = _choose_patiently(whole, parts, room_nbytes)
+        if inner.is_always:
+            raise TileTooLargeError(0, ())
+        outer = _choose_patiently(whole, [p for p in parts if not p.is_scratch], room_nbytes)
+        outer = replace(outer, inner=inner)
     except TileTooLargeError:
         outer = None
-    sums = _choose_sums(tuple(axes), parts, room_nbytes, inner)
-    if outer is None and sums is None:
-        raise TileTooLargeError(_smallest_nbytes(tuple(axes), parts, inner))
-    if outer is None or (sums is not None and sums.moved_nbytes < MUCH_LESS * outer.moved_nbytes):
-        assert sums is not None
-        return sums
+    if outer is None:
+        sums = _choose_patiently(axes, parts, room_nbytes, inner)
+        joint = _choose_sums(tuple(axes), parts, room_nbytes, inner)
+        return joint if joint is not None and joint.moved_nbytes < sums.moved_nbytes else sums
+    joint = _choose_sums(tuple(axes), parts, room_nbytes, inner)
+    if joint is not None and joint.moved_nbytes < MUCH_LESS * outer.moved_nbytes:
+        return joint
     return outer
 
 
 def _choose_sums(
-    axes: tuple[Axis, ...], parts: Sequence[Part], room_nbytes: int, inner: int
+    axes: tuple[Axis, ...], parts: Sequence[Part], room_nbytes: int, inner: Inner
 ) -> Tiling | None:
-    """Choose tiles whose sums are added up, the inner axis gone through for each of the others."""
+    """Choose tiles of two axes and a third one that is gone through for each of the others."""
+    others = [a for a, axis in enumerate(axes) if a != inner.axis and axis.most_tiles > 1]
+    if len(others) != 2:
+        return None
     for copies in (2, 1):
         chooser = _Chooser(axes, parts, room_nbytes, copies, inner)
         found: list[Tiling] = []
-        most = axes[inner].most_tiles
+        most = axes[inner.axis].most_tiles
         for count in [*(1 << power for power in range(1, most.bit_length())), most]:
             lengths = [axis.extent for axis in axes]
-            lengths[inner] = _length(axes[inner], count)
-            rows, columns = [a for a in range(len(axes)) if a != inner]
-            found += chooser.two(lengths, rows, columns)
+            lengths[inner.axis] = _length(axes[inner.axis], count)
+            found += chooser.two(lengths, *others)
         if found:
             return min(found, key=lambda tiling: tiling.moved_nbytes)
     return None
 
 
-def _smallest_nbytes(axes: tuple[Axis, ...], parts: Sequence[Part], inner: int) -> int:
-    chooser = _Chooser(axes, parts, 0, 1, inner)
-    lengths = [min(axis.step, axis.extent) for axis in axes]
-    return chooser.tiling(lengths, tuple(range(len(axes)))).need_nbytes
-
-
-def _choose_patiently(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int) -> Tiling:
+def _choose_patiently(
+    axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, inner: Inner | None = None
+) -> Tiling:
     try:
-        return _choose(axes, parts, room_nbytes, 2)
+        return _choose(axes, parts, room_nbytes, 2, inner)
     except TileTooLargeError:
-        return _choose(axes, parts, room_nbytes, 1)
+        return _choose(axes, parts, room_nbytes, 1, inner)
 
 
-def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copies: int) -> Tiling:
+def _choose(
+    axes: Sequence[Axis],
+    parts: Sequence[Part],
+    room_nbytes: int,
+    copies: int,
+    inner: Inner | None = None,
+) -> Tiling:
     """Choose tiles of which so many fit at a time."""
-    chooser = _Chooser(tuple(axes), parts, room_nbytes, copies)
+    chooser = _Chooser(tuple(axes), parts, room_nbytes, copies, inner)
     lengths = [axis.extent for axis in axes]
-    left = [a for a, axis in enumerate(axes) if axis.most_tiles > 1]
+    for a in () if inner is None else inner.after:
+        lengths[a] = min(axes[a].step, lengths[a])
+    left = [a for a, axis in enumerate(axes) if axis.most_tiles > 1 and lengths[a] > axis.step]
     while left:
         found = [tiling for a in left if (tiling := chooser.one(lengths, a)) is not None]
         if found:
@@ -166,7 +187,7 @@ def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copie
         pairs = [(a, b) for a in left for b in left if a != b] if len(left) <= 2 else []
         for a, b in pairs:
             found += chooser.two(lengths, a, b)
-        if copies > 1:
+        if copies > 1 and inner is None:
             turns = _Chooser(tuple(axes), parts, room_nbytes, copies, waits_at_turns=True)
             waiting = [tiling for a, b in pairs for tiling in turns.two(lengths, a, b)]
             if waiting and _least(waiting) < HALF_AS_MUCH * _least(found):
@@ -182,7 +203,7 @@ def _choose(axes: Sequence[Axis], parts: Sequence[Part], room_nbytes: int, copie
                 return tiling
     whole = chooser.tiling(lengths, tuple(range(len(axes))))
     if whole.need_nbytes > room_nbytes:
-        raise TileTooLargeError(whole.need_nbytes)
+        raise TileTooLargeError(whole.need_nbytes, whole.lengths)
     return whole
 
 
@@ -203,7 +224,7 @@ class _Chooser:
         parts: Sequence[Part],
         room_nbytes: int,
         copies: int,
-        inner: int | None = None,
+        inner: Inner | None = None,
         *,
         waits_at_turns: bool = False,
     ) -> None:
@@ -241,20 +262,22 @@ class _Chooser:
 
     def two(self, lengths: list[int], a: int, b: int) -> Iterator[Tiling]:
         """Cut an outer and an inner axis in all ways that may be worth it."""
-        rest = [c for c in range(len(self._axes)) if c not in (a, b, self._inner)]
-        last = () if self._inner is None else (self._inner,)
+        rest = [c for c in range(len(self._axes)) if c not in (a, b)]
         for count in _counts(self._axes[a]):
             cut = list(lengths)
             cut[a] = _length(self._axes[a], count)
             for inner in _counts(self._axes[b]):
                 cut[b] = _length(self._axes[b], inner)
-                tiling = self.tiling(cut, (*rest, a, b, *last))
+                tiling = self.tiling(cut, (*rest, a, b))
                 if tiling.need_nbytes <= self._room:
                     yield tiling
                     break
 
     def tiling(self, lengths: Sequence[int], order: tuple[int, ...]) -> Tiling:
-        """Say what tiles of such lengths take and move."""
+        """Say what tiles of such lengths take and move; what is summed over is gone last."""
+        inner = self._inner
+        if inner is not None:
+            order = (*(a for a in order if a != inner.axis), inner.axis)
         counts = [
             len(axis.ranges(length)) for axis, length in zip(self._axes, lengths, strict=True)
         ]
@@ -264,11 +287,17 @@ class _Chooser:
             is_cut = any(counts[a] > 1 for a in part.axes)
             piece = self._piece_nbytes(part, lengths)
             waits = self._waits_at_turns and is_cut and last not in part.axes
-            need += piece * (self._copies if is_cut and not waits else 1)
-            if self._inner is not None:
+            has_copies = is_cut and not (waits or part.is_scratch)
+            need += piece * (self._copies if has_copies else 1)
+            if part.is_scratch:
+                continue
+            passes = 1
+            if inner is not None:
                 need += int(piece * part.sums_share)
-            moved += part.nbytes if part.is_result else piece * _changes(part, counts, order)
-        return Tiling(self._axes, tuple(lengths), order, need, moved, self._copies > 1)
+                passes = inner.passes if inner.axis in part.axes else 1
+            moves = passes * _changes(part, counts, order)
+            moved += part.nbytes if part.is_result else piece * moves
+        return Tiling(self._axes, tuple(lengths), order, need, moved, self._copies > 1, inner)
 
     def _piece_nbytes(self, part: Part, lengths: Sequence[int]) -> int:
         """The bytes of its largest piece: the last one may be longer than the others."""
