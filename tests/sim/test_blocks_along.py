@@ -255,20 +255,40 @@ def test_attention_whose_keys_do_not_fit(manage, case, dtype):
         assert_close(manager, attention(mask, **how), tensors, ours)
 
 
+def gradients(mask=None, **how):
+    def run(q, k, v):
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = attention(mask, **how)(*leaves)
+        return torch.autograd.grad(out.sin().sum(), leaves)
+
+    return run
+
+
 def test_the_gradient_of_attention_whose_keys_did_not_fit(manage):
     """What is left for it (a log-sum-exp) is as from torch's kernel."""
     manager = manage(nbytes=200_000)
-    tensors = qkv(torch.float32, 1, 1, 100, 1_000)
-
-    def run(q, k, v):
-        leaves = [t.requires_grad_() for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves)
-        return torch.autograd.grad(out.sin().sum(), leaves)
-
     with options(blocks="any"):
-        plain, ours = whole(manager, run, tensors)
+        plain, ours = whole(manager, gradients(), qkv(torch.float32, 1, 1, 100, 1_000))
+    assert manager.stats()["reordered_op_count"] == 1
     for want, got in zip(plain, ours, strict=True):
         torch.testing.assert_close(manager.release(got), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", ["plain", "causal", "mask"])
+def test_the_gradient_of_attention_is_cut_by_samples_and_heads(manage, case, dtype):
+    tensors = [torch.cat([t, t.flip(2)]) for t in qkv(dtype, 4, 4, 300, 300)]
+    mask = torch.randn(2, 1, 300, 300).to(dtype) if case == "mask" else None
+    manager = manage(nbytes=5 * tensors[0].nbytes // 2)
+    plain = gradients(mask, is_causal=case == "causal")(*[t.clone() for t in tensors])
+    ours_mask = None if mask is None else manager.adopt(mask)
+    run = gradients(ours_mask, is_causal=case == "causal")
+    ours = run(*[manager.adopt(t.clone()) for t in tensors])
+    name = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    stats = manager.stats()
+    assert stats["blocked_operators"][name] == 1
+    assert stats["reordered_op_count"] == stats["host_fallback_count"] == 0
+    assert not differences(plain, ours)
 
 
 # -- what does not fit --------------------------------------------------------------------------

@@ -82,6 +82,9 @@ RULES: dict[Any, Rule] = {
     aten.convolution.default: windows.convolution,
     aten.convolution_backward.default: windows.convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: windows.attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        windows.attention_for_cpu_backward
+    ),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .cut import Along, Axis, Call, Cut
+from .cut import Along, Axis, Call, Cut, broadcast_along
 
 #: Output channels of a tile: kernels take them by the vector.
 CHANNELS = 64
@@ -87,10 +87,28 @@ def attention_for_cpu(call: Call) -> Cut | None:
     }
     if mask is not None:
         sizes = (*query.size()[:3], call["key"].size(2))
-        lead = 4 - mask.dim()
         operands["attn_mask", None] = tuple(
-            None if lead + i >= len(axes) or size != sizes[lead + i] else lead + i
-            for i, size in enumerate(mask.size())
+            axis if axis is not None and axis < len(axes) else None
+            for axis in broadcast_along(mask, sizes)
         )
     results = ((0, 1, of_queries, None), (0, 1, of_queries))
     return Cut(axes=tuple(axes), operands=operands, results=results)
+
+
+def attention_for_cpu_backward(call: Call) -> Cut | None:
+    """Samples and heads."""
+    query, key, mask = call["query"], call["key"], call["attn_mask"]
+    if query.dim() != 4 or key.size(1) != query.size(1) or call["dropout_p"]:
+        return None
+    along: Along = (0, 1, None, None)
+    names = ("grad_out", "query", "key", "value", "out")
+    operands: dict[tuple[str, int | None], Along] = {(name, None): along for name in names}
+    operands["logsumexp", None] = along[:3]
+    if mask is not None:
+        sizes = (*query.size()[:3], key.size(2))
+        operands["attn_mask", None] = tuple(
+            axis if axis in (0, 1) else None for axis in broadcast_along(mask, sizes)
+        )
+    return Cut(
+        axes=(Axis(query.size(0)), Axis(query.size(1))), operands=operands, results=(along,) * 3
+    )
