@@ -14,6 +14,10 @@ the simulated machine's processor.
 The gradients of ``vocabulary`` have a product over 128,256 numbers. Cut within its sums it moves
 less, and adds in another order: ``vocabulary-any`` does, with ``options(blocks="any")``, and is
 compared within 2 % of the largest number.
+
+``keys-any`` (attention of which not one head's keys fit) and ``row-any`` (a softmax of one row) are
+cut along what they go along; they are run where they are asked for. Their bound knows nothing of a
+second pass, nor of what weights take that no kernel keeps to itself.
 """
 
 from __future__ import annotations
@@ -116,11 +120,18 @@ CASES = {
         torch.bfloat16,
     ),
     "softmax": Case(softmax, ((64, 1 << 22),), ((64, 1 << 14),), torch.float32),
+    "keys": Case(
+        attend,
+        ((1, 1, 8192, 128), (1, 1, 1 << 20, 128), (1, 1, 1 << 20, 128)),
+        ((1, 1, 256, 32), (1, 1, 16384, 32), (1, 1, 16384, 32)),
+        torch.float32,
+    ),
+    "row": Case(softmax, ((1, 1 << 28),), ((1, 1 << 20),), torch.float32),
 }
 
 
 #: With the setting of `TTR_BLOCKS` behind the name, where it is not the default.
-ROWS = (*CASES, "vocabulary-any")
+ROWS = ("matmul", "attention", "vocabulary", "convolution", "softmax", "vocabulary-any")
 
 
 class Bound(TorchDispatchMode):

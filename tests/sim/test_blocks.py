@@ -347,6 +347,8 @@ def test_a_program_s_own_mistake_is_raised(manage):
         ours[0] + ours[1]
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         ours[0] @ ours[1]
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        manager.adopt(rand(5_000, 1)).expand(5_000, 2).copy_(ours[0][:1, :1])
     index = manager.adopt(torch.full((3000,), 400))
     with pytest.raises(IndexError, match="index out of range"):
         ours[0].index_select(0, index)

@@ -168,6 +168,21 @@ def test_other_sums_run_at_home_unless_they_are_asked_for(manage):
     assert not differences(plain, ours)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.logsumexp(-1),
+        lambda x: x.sum(-1, dtype=torch.float32),
+        lambda x: x.cumsum(-1, dtype=torch.bfloat16),
+    ],
+)
+def test_what_makes_others_of_whole_numbers_is_no_sum_of_these(manage, function):
+    manager, x = manage(nbytes=BUDGET), torch.randint(9_999_999, (2, 40_000))
+    plain, ours = whole(manager, function, [x])
+    assert manager.stats()["reordered_op_count"] == manager.stats()["blocked_op_count"] == 0
+    assert not differences(plain, ours)
+
+
 def test_rows_that_fit_are_not_cut(manage):
     """Exact rules first: two rows of the four fit."""
     manager, x = manage(nbytes=BUDGET), torch.randn(40, 4_000)

@@ -93,9 +93,15 @@ class Plan:
         return nbytes < MOST_OF * block.nbytes and block.readable_on(self.device) is None
 
     def _is_written_apart(self, call: Call) -> bool:
-        """Whether what is written is cut, and read by nothing else in the call."""
+        """Whether what is written is cut, and read by nothing else in the call.
+
+        What is written twice (expanded) is refused by torch, which would not see that in a piece.
+        """
         for place in self.written():
             if place not in self.cut_refs:
+                return False
+            ref = self.cut_refs[place][0]
+            if any(n > 1 and not step for n, step in zip(ref.size(), ref.stride(), strict=True)):
                 return False
             block = self.cut_refs[place][0]._ttr_block
             readers = [t for at, t in call.tensors() if at != place]

@@ -23,12 +23,18 @@ STEP = 256
 STEP_OF_SCORES = 32
 #: What is made on the way from scores to weights is there so many times at once.
 SCORES_AT_ONCE = 3
+#: Of whole numbers these make whole numbers.
+OF_WHOLE_NUMBERS = frozenset(
+    getattr(aten, name)
+    for name in ("sum", "nansum", "prod", "amax", "amin", "max", "min", "cumsum", "cumprod")
+)
 
 
-def _is_exact(call: Call, dtype: torch.dtype) -> bool:
-    """Whether sums of a dtype are the same in any order."""
-    return not (dtype.is_floating_point or dtype.is_complex) and (
-        call.op.overloadpacket is not aten.mean
+def _is_exact(call: Call) -> bool:
+    """Whether it gives the same in any order: whole numbers, made of whole numbers."""
+    dtypes = [call["self"].dtype, call.arguments.get("dtype") or torch.int64]
+    return call.op.overloadpacket in OF_WHOLE_NUMBERS and not any(
+        dtype.is_floating_point or dtype.is_complex for dtype in dtypes
     )
 
 
@@ -68,7 +74,7 @@ def reduction(kind: type[sums.Sums], *, is_choice: bool = False, result_count: i
             return None
         if call.op.overloadpacket is aten.linalg_vector_norm and not _is_known_norm(call["ord"]):
             return None
-        cut, axes = _axes(x, dims, keeps_bits=is_choice or _is_exact(call, x.dtype))
+        cut, axes = _axes(x, dims, keeps_bits=is_choice or _is_exact(call))
         number = {d: n for n, d in enumerate(cut)}
         kept = [
             None if d in dims else number[d]
@@ -103,7 +109,7 @@ def along_one(
         dims = positive(call["dim"], first.dim())
         if not dims or first.is_complex() or any(call[n].size() != first.size() for n in names):
             return None
-        is_exact = kind is sums.Scan and _is_exact(call, first.dtype)
+        is_exact = kind is sums.Scan and _is_exact(call)
         cut, axes = _axes(first, dims, keeps_bits=is_exact)
         number = {d: n for n, d in enumerate(cut)}
         along: Along = tuple(number[d] for d in range(first.dim()))

@@ -91,19 +91,29 @@ class Attention(Sums):
             hidden = self.call(aten.full_like.default, scores, -inf)
             self.call(aten.triu_.default, hidden, first - start + 1)
             self.call(aten.add_.Tensor, scores, hidden)
-        most = self.call(aten.amax.default, scores, [-1], True)
-        most = self.call(aten.clamp_min.default, most, torch.finfo(most.dtype).min)
-        if self.state is not None:
-            most = self.call(aten.maximum.default, most, self.state[0])
-        weights = self.call(aten.exp_.default, self.call(aten.sub_.Tensor, scores, most))
-        total = self.call(aten.sum.dim_IntList, weights, [-1], True)
-        found = self.call(aten.matmul.default, weights, self._of_heads(given, "value"))
-        if self.state is not None:
-            share = self.call(aten.sub.Tensor, self.state[0], most)
-            self.call(aten.exp_.default, share)
-            self.call(aten.addcmul_.default, total, self.state[1], share)
-            self.call(aten.addcmul_.default, found, self.state[2], share)
-        self.state = most, total, found
+        largest = self.call(aten.amax.default, scores, [-1], True)
+        shares = self.call(aten._softmax.default, scores, -1, False)
+        # The largest weight is 1 before all are divided by their sum.
+        total = self.call(aten.reciprocal.default, self.call(aten.amax.default, shares, [-1], True))
+        found = self.call(aten.matmul.default, shares, self._of_heads(given, "value"))
+        sees_none = self.call(aten.eq.Scalar, largest, -inf)
+        self.call(aten.masked_fill_.Scalar, total, sees_none, 0)
+        self.call(aten.masked_fill_.Scalar, found, sees_none, 0)
+        self.call(aten.mul_.Tensor, found, total)
+        most = self.call(aten.clamp_min.default, largest, torch.finfo(largest.dtype).min)
+        self.state = self._joined(self.state, (most, total, found))
+
+    def _joined(self, before: Any, piece: Any) -> Any:
+        """Add two parts' weights, and values times weights, by the larger maximum of both."""
+        if before is None:
+            return piece
+        most = self.call(aten.maximum.default, before[0], piece[0])
+        sums = []
+        for part in (before, piece):
+            share = self.call(aten.exp_.default, self.call(aten.sub.Tensor, part[0], most))
+            sums.append([self.call(aten.mul_.Tensor, one, share) for one in part[1:]])
+        pairs = zip(*sums, strict=True)
+        return most, *(self.call(aten.add_.Tensor, one, other) for one, other in pairs)
 
     def _of_heads(self, given: dict[str, Any], name: str) -> Any:
         """Return keys or values of each head of the queries, which may share them."""
@@ -114,9 +124,10 @@ class Attention(Sums):
 
     def _scores(self, given: dict[str, Any]) -> Any:
         query, mask, scale = self.widened(given["query"]), given["attn_mask"], given["scale"]
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        query = self.call(aten.mul.Tensor, query, scale)
         keys = self.call(aten.transpose.int, self._of_heads(given, "key"), -2, -1)
         scores = self.call(aten.matmul.default, query, keys)
-        self.call(aten.mul_.Tensor, scores, query.size(-1) ** -0.5 if scale is None else scale)
         if mask is not None:
             self.call(aten.add_.Tensor, scores, mask)
         return scores

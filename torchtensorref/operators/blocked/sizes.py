@@ -308,7 +308,7 @@ class _Chooser:
         return int(nbytes + 0.999)
 
     def _moved_by_one(self, lengths: Sequence[int]) -> int:
-        return sum(self._piece_nbytes(part, lengths) for part in self._parts)
+        return sum(self._piece_nbytes(part, lengths) for part in self._parts if not part.is_scratch)
 
 
 def _counts(axis: Axis) -> Iterator[int]:
