@@ -1,11 +1,14 @@
 """Operators that are larger than the budget: in blocks, with the bits of plain torch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from torchTensorRef.base.options import options
+from torchTensorRef.interception.blocks import Blocks
 from torchTensorRef.operators.blocked import probe
 
 from ..support.differential import differences
@@ -347,11 +350,20 @@ def test_a_program_s_own_mistake_is_raised(manage):
         ours[0] + ours[1]
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         ours[0] @ ours[1]
-    with pytest.raises(RuntimeError, match="refers to a single memory location"):
-        manager.adopt(rand(5_000, 1)).expand(5_000, 2).copy_(ours[0][:1, :1])
     index = manager.adopt(torch.full((3000,), 400))
     with pytest.raises(IndexError, match="index out of range"):
         ours[0].index_select(0, index)
+
+
+def test_what_is_written_twice_is_refused_in_pieces_too(manage, monkeypatch):
+    def by_rows(cut, tiling):
+        return replace(tiling, lengths=(1, *tiling.lengths[1:]))
+
+    monkeypatch.setattr(Blocks, "forced", staticmethod(by_rows))
+    manager = manage(nbytes=100_000)
+    ours, other = manager.adopt(rand(1, 40)), manager.adopt(rand(2, 40))
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        ours.expand(2, 40).copy_(other)
 
 
 def test_the_report_says_what_ran_in_blocks(manage):
