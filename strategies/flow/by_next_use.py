@@ -52,6 +52,11 @@ class ByKey:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def key(self, number: int) -> float | None:
+        """Return the key of a number; None without."""
+        entry = self._entries.get(number)
+        return None if entry is None else entry[0]
+
     def numbers(self) -> list[int]:
         """Return all numbers, in no order."""
         return list(self._entries)

@@ -25,11 +25,12 @@ SIZE_COUNT = 4096
 class _Kind(ByKey):
     """Blocks whose bytes cost the same, the farthest next use first: keys are positions negated."""
 
-    def __init__(self, cost: float, *, is_dirty: bool, is_small: bool) -> None:
+    def __init__(self, cost: float, *, is_dirty: bool, is_small: bool, is_named: bool) -> None:
         super().__init__()
         self.cost = cost
         self.is_dirty = is_dirty
         self.is_small = is_small
+        self.is_named = is_named
 
 
 class EvictionOrder:
@@ -40,8 +41,8 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._limit_nbytes = 1
-        self._kinds: dict[tuple[int, bool, bool], _Kind] = {}  # by rank of the cost
-        self._by_size: dict[tuple[int, bool, bool], _Kind] = {}  # the same, by bytes
+        self._kinds: dict[tuple[int, bool, bool, bool], _Kind] = {}  # by rank of the cost
+        self._by_size: dict[tuple[int, bool, bool, bool], _Kind] = {}  # the same, by bytes
         self._kind_of: dict[int, _Kind] = {}
         #: Temporaries by their last use, as far as known.
         self.fresh = ByKey()
@@ -54,12 +55,19 @@ class EvictionOrder:
         self._kind_of.clear()
 
     def note(
-        self, block_id: int, nbytes: int, position: float, *, is_dirty: bool, is_small: bool
+        self,
+        block_id: int,
+        nbytes: int,
+        position: float,
+        *,
+        is_dirty: bool,
+        is_small: bool,
+        is_named: bool = False,
     ) -> None:
-        """Say when a block is used next."""
-        kind = self._by_size.get((nbytes, is_dirty, is_small))
+        """Say when a block is used next; one that is named as a victim already goes by itself."""
+        kind = self._by_size.get((nbytes, is_dirty, is_small, is_named))
         if kind is None:
-            kind = self._kind(nbytes, is_dirty, is_small)
+            kind = self._kind(nbytes, is_dirty, is_small, is_named)
         known = self._kind_of.get(block_id)
         if known is not kind:
             if known is not None:
@@ -79,26 +87,51 @@ class EvictionOrder:
             kind.forget(block_id)
         self.fresh.forget(block_id)
 
-    def _kind(self, nbytes: int, is_dirty: bool, is_small: bool) -> _Kind:
+    def name(self, block_id: int, nbytes: int) -> None:
+        """Note that a block is named as a victim: a walk can leave those out."""
+        kind = self._kind_of.get(block_id)
+        key = None if kind is None else kind.key(block_id)
+        if kind is not None and key is not None:
+            self.note(
+                block_id,
+                nbytes,
+                -key,
+                is_dirty=kind.is_dirty,
+                is_small=kind.is_small,
+                is_named=True,
+            )
+
+    def is_named(self, block_id: int) -> bool:
+        """Whether a block is named as a victim, and has not been used since."""
+        kind = self._kind_of.get(block_id)
+        return kind is not None and kind.is_named
+
+    def _kind(self, nbytes: int, is_dirty: bool, is_small: bool, is_named: bool) -> _Kind:
         cost = cost_per_byte(nbytes, is_dirty, self._limit_nbytes)
         rank = int(math.log(cost) / COST_STEP)
-        kind = self._kinds.get((rank, is_dirty, is_small))
+        kind = self._kinds.get((rank, is_dirty, is_small, is_named))
         if kind is None:
-            kind = _Kind(cost, is_dirty=is_dirty, is_small=is_small)
-            self._kinds[rank, is_dirty, is_small] = kind
+            kind = _Kind(cost, is_dirty=is_dirty, is_small=is_small, is_named=is_named)
+            self._kinds[rank, is_dirty, is_small, is_named] = kind
         if len(self._by_size) >= SIZE_COUNT:
             self._by_size.clear()
-        self._by_size[nbytes, is_dirty, is_small] = kind
+        self._by_size[nbytes, is_dirty, is_small, is_named] = kind
         return kind
 
     def cost(self, block: BlockSnapshot) -> float:
         """Return how much dearer a byte of a block is."""
         return cost_per_byte(block.nbytes, block.is_dirty, self._limit_nbytes)
 
-    def moved(self, block: BlockSnapshot, position: float, is_small: bool) -> _Kind:
+    def moved(self, block: BlockSnapshot, position: float, kind: _Kind) -> _Kind:
         """Put a block, which turns out to be dirty or not to be, where it belongs."""
-        is_dirty = block.is_dirty
-        self.note(block.block_id, block.nbytes, position, is_dirty=is_dirty, is_small=is_small)
+        self.note(
+            block.block_id,
+            block.nbytes,
+            position,
+            is_dirty=block.is_dirty,
+            is_small=kind.is_small,
+            is_named=kind.is_named,
+        )
         return self._kind_of[block.block_id]
 
     def farthest_first(self) -> list[Entry]:
@@ -107,7 +140,14 @@ class EvictionOrder:
         return [(-key, block_id) for key, block_id in sorted(entries)]
 
     def best_first(
-        self, cursor: int, newest: int, look: Look, *, with_small: bool, with_fresh: bool
+        self,
+        cursor: int,
+        newest: int,
+        look: Look,
+        *,
+        with_small: bool,
+        with_fresh: bool,
+        with_named: bool = True,
     ) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block), best first. Close it before anything else is noted.
 
@@ -123,11 +163,13 @@ class EvictionOrder:
             Small ones take part; else only the others do.
         with_fresh : bool
             Temporaries of which no next use is known take part.
+        with_named : bool, optional
+            Those take part that are named as victims already.
         """
         walk = _Walk(self, cursor, newest, look)
         try:
             for kind in list(self._kinds.values()):
-                if with_small or not kind.is_small:
+                if (with_small or not kind.is_small) and (with_named or not kind.is_named):
                     walk.push_first_of(kind)
             if with_fresh:
                 walk.push_first_fresh()
@@ -165,7 +207,7 @@ class _Walk:
                     yield distance, block
                 else:
                     position = distance + self._cursor
-                    self.push_first_of(self._order.moved(block, position, kind.is_small))
+                    self.push_first_of(self._order.moved(block, position, kind))
             self.push_first_of(kind)
 
     def put_back(self) -> None:

@@ -9,7 +9,7 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, starmap, takewhile
+from itertools import chain, islice, starmap, takewhile
 from typing import NamedTuple
 
 from ...strategy import (
@@ -335,8 +335,10 @@ class Flow(Strategy):
             return False
         if device.compute_ns < self._wait_until_ns:
             return True
+        history = self.history
         queue = ((wanted.distance, wanted.nbytes) for wanted in self._to_fetch(device))
-        slack_ns = self._gate.slack_ns(device, self.history.cursor, queue)
+        bounds = history.living_nbytes, history.largest_nbytes
+        slack_ns = self._gate.slack_ns(device, history.cursor, queue, bounds)
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0
 
@@ -344,8 +346,7 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, look: Look, wanted: list[_Wanted], newest: int
     ) -> list[Prefetch]:
         """Choose copies and their victims until the queue is full or the next would do harm."""
-        history = self.history
-        room_nbytes = device.free_nbytes
+        history, room_nbytes = self.history, device.free_nbytes
         queue_nbytes = self._queue_nbytes(device) - device.in_flight_nbytes
         queue_count = self._queue_count - device.in_flight_count
         is_open = self._at_home.is_open
@@ -375,9 +376,8 @@ class Flow(Strategy):
 
     def _named(self, issued: list[Prefetch]) -> list[Prefetch]:
         """Name no victim twice: what is still on its way cannot go, and would stop all others."""
-        for wish in issued:
-            for victim in wish.victims:
-                self._stock.name(victim)
+        for victim in chain.from_iterable(wish.victims for wish in issued):
+            self._stock.name(victim)
         return issued
 
     def _at_rest(

@@ -19,6 +19,7 @@ class Forecaster(Protocol):
     cursor: int
     leap_count: int
     living_nbytes: int
+    largest_nbytes: int
 
     def access(
         self, block_id: int, nbytes: int, struct: int, *, is_persistent: bool = True

@@ -73,6 +73,8 @@ class History:
         self.leap_count = 0
         #: Bytes of the blocks that the record has seen and that are not gone.
         self.living_nbytes = 0
+        #: Of the largest that there has been.
+        self.largest_nbytes = 0
         self._symbols: list[int] = []
         self._structs = array("q")
         self._uses: dict[int, array[int]] = {}
@@ -204,6 +206,7 @@ class History:
         if nbytes != known_nbytes:
             self._nbytes[block_id] = nbytes
             self.living_nbytes += nbytes - known_nbytes
+            self.largest_nbytes = max(self.largest_nbytes, nbytes)
 
     def _append(self, symbol: int, struct: int) -> None:
         self._symbols.append(symbol)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 
@@ -43,7 +44,11 @@ class LatestStart:
         return spent_ns[min(first + distance, len(spent_ns) - 1)] - spent_ns[first]
 
     def slack_ns(
-        self, device: DeviceSnapshot, cursor: int, missing: Iterable[tuple[int, int]]
+        self,
+        device: DeviceSnapshot,
+        cursor: int,
+        missing: Iterable[tuple[int, int]],
+        bounds_nbytes: tuple[float, float] = (math.inf, math.inf),
     ) -> float:
         """Return how long the first missing block can wait without a stall; 0 if not at all.
 
@@ -51,6 +56,9 @@ class LatestStart:
         ----------
         missing : iterable of (distance, nbytes)
             What has to be copied, in the order of use.
+        bounds_nbytes : (float, float), optional
+            All of it, and the largest of it, come to no more. Where even all of it would be copied
+            in time from some point on, what follows is not looked at: the answer is the same.
         """
         first = cursor - self._start
         if not device.compute_ns or first < 0 or first >= len(self._spent_ns):
@@ -58,8 +66,9 @@ class LatestStart:
         # A copy takes the room of what was used last: it starts no earlier than compute, which the
         # host has run ahead of, is through with it.
         queued_ns = max(0, device.link_free_ns - max(device.now_ns, device.compute_free_ns))
-        slack_ns = float("inf")
+        slack_ns = math.inf
         link_ns = largest_ns = 0.0
+        all_ns, one_ns = (nbytes / device.h2d_bytes_per_s * 1e9 for nbytes in bounds_nbytes)
         for distance, nbytes in missing:
             index = min(first + distance, len(self._spent_ns) - 1)
             copy_ns = nbytes / device.h2d_bytes_per_s * 1e9
@@ -70,4 +79,6 @@ class LatestStart:
             slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
             if slack_ns <= 2 * largest_ns:
                 return 0.0  # what is missing later can only make it less
+            if sure_ns - queued_ns - all_ns > slack_ns and largest_ns >= one_ns:
+                break  # what is missing later is due later, and can not
         return slack_ns - 2 * largest_ns if link_ns else 0.0

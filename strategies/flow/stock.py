@@ -51,7 +51,6 @@ class Stock:
         self._missing = ByKey()  # what is not, likewise
         #: What lasts or is foreseen -> position of its last access, bytes.
         self._there: dict[int, tuple[int, int]] = {}
-        self._named: set[int] = set()  # as victims, whether they went or not
         self._temporaries: set[int] = set()  # those of it that need not last
         self._made: set[int] = set()  # by operators, and not accessed as what lasts
         self._small: dict[int, int] = {}  # what recurs and is small -> bytes, wherever it is
@@ -111,13 +110,13 @@ class Stock:
         """Note that a block which lasts is there, or about to be."""
         self._there[block_id] = (self._forecaster.end, nbytes)
         self._missing.forget(block_id)
-        self._named.discard(block_id)
         if self.is_void:
             return
         self._put(block_id, nbytes)
         # What was not used where it was foreseen is foreseen elsewhere, or not at all.
         for passed in self._due.take_below(self._forecaster.cursor):
-            self._put_again(passed, self._there[passed][1])
+            is_named = self._order.is_named(passed)
+            self._put_again(passed, self._there[passed][1], is_named=is_named)
 
     def _note_missing(self, block_id: int) -> None:
         """Put a block that is not there where it is used next, if it is."""
@@ -129,13 +128,13 @@ class Stock:
 
     def name(self, block_id: int) -> None:
         """Leave a block out of what may be given back ahead of need, until it is used."""
-        self._named.add(block_id)
+        if block_id in self._there:
+            self._order.name(block_id, self._there[block_id][1])
 
     def evict(self, block_id: int) -> None:
         """Note that a block is not there any more."""
         self._order.forget(block_id)
         self._due.forget(block_id)
-        self._named.discard(block_id)
         self.note_clean(block_id)
         is_temporary = block_id in self._temporaries
         self._temporaries.discard(block_id)
@@ -147,7 +146,6 @@ class Stock:
         """Forget a block."""
         self._order.forget(block_id)
         self._due.forget(block_id)
-        self._named.discard(block_id)
         self.note_clean(block_id)
         self._there.pop(block_id, None)
         self._missing.forget(block_id)
@@ -220,7 +218,6 @@ class Stock:
         self._order.clear(self._limit_nbytes)
         self._dirty.clear()
         self._due.clear()
-        self._named.clear()
         self._small.clear()
         self._small_nbytes = 0
         for block_id in self._order.fresh.numbers():
@@ -237,7 +234,7 @@ class Stock:
                 self._missing.note(block_id, forecaster.cursor + distance)
                 self._note_small(block_id, forecaster.nbytes(block_id))
 
-    def _put_again(self, block_id: int, nbytes: int) -> None:
+    def _put_again(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use is by now; a temporary may be foreseen no more."""
         if block_id in self._temporaries and self._forecaster.next_use(block_id) == NEVER:
             del self._there[block_id]
@@ -245,9 +242,9 @@ class Stock:
             self._order.forget(block_id)
             self._order.note_fresh(block_id)
         else:
-            self._put(block_id, nbytes)
+            self._put(block_id, nbytes, is_named=is_named)
 
-    def _put(self, block_id: int, nbytes: int) -> None:
+    def _put(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use says."""
         forecaster = self._forecaster
         distance = forecaster.next_use(block_id)
@@ -258,7 +255,9 @@ class Stock:
             self._due.note(block_id, position)
             self._note_small(block_id, nbytes)
         is_dirty, is_small = block_id in self.may_be_dirty, block_id in self._small
-        self._order.note(block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small)
+        self._order.note(
+            block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small, is_named=is_named
+        )
         if is_dirty:
             self._dirty.note(block_id, -position)
 
@@ -306,10 +305,10 @@ class Stock:
 
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
-        with_small, named = not self._keeps_small, self._named
-        for found in self._best_first(look, newest, with_small=with_small, with_fresh=False):
-            if found[1].block_id not in named:
-                yield found
+        cursor, with_small = self._forecaster.cursor, not self._keeps_small
+        return self._order.best_first(
+            cursor, newest, look, with_small=with_small, with_fresh=False, with_named=False
+        )
 
     def all_victims(self, look: Look, newest: int) -> Iterator[BlockSnapshot]:
         """Yield what may be given back, best first, and at last what is small and recurs."""
@@ -322,12 +321,10 @@ class Stock:
                 yield block
 
     def _best_first(
-        self, look: Look, newest: int, *, with_small: bool, with_fresh: bool = True
+        self, look: Look, newest: int, *, with_small: bool
     ) -> Iterator[tuple[float, BlockSnapshot]]:
         cursor = self._forecaster.cursor
-        return self._order.best_first(
-            cursor, newest, look, with_small=with_small, with_fresh=with_fresh
-        )
+        return self._order.best_first(cursor, newest, look, with_small=with_small, with_fresh=True)
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yield (distance, block) of what is foreseen and not there, in the order of use."""

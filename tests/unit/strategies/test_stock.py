@@ -161,6 +161,21 @@ def test_no_victim_is_named_twice_until_it_is_used():
     assert first in {block.block_id for _, block in stock.victims(look, 0)}
 
 
+def test_who_looks_for_a_victim_does_not_look_at_those_named():
+    _, stock = flow_of(list(range(100)), 6)
+    there = {n: snapshot(n, 512) for n in range(100)}
+    assert stock.is_in_order(list(there.values()), is_all=True)
+    looked_at = []
+
+    def look(number: int) -> BlockSnapshot | None:
+        looked_at.append(number)
+        return there.get(number)
+
+    for _ in range(50):
+        stock.name(next(stock.victims(look, 0))[1].block_id)
+    assert len(looked_at) == len(set(looked_at)) == 50
+
+
 def test_the_horizon_meets_each_block_that_recurs():
     history, _ = flow_of(list(range(10)), 6)
     assert {n for _, n in history.upcoming(horizon_of(history))} == set(range(10))
