@@ -32,6 +32,15 @@ __all__ = [
 ]
 
 
+class Graveyard(deque[Any]):
+    """What dying replicas leave, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: `append`, the same object for all replicas: each keeps it.
+        self.note = self.append
+
+
 class Device(PeerLinks, ABC):
     """A place that can hold replicas.
 
@@ -62,7 +71,7 @@ class Device(PeerLinks, ABC):
     #: What counts it for us. Kept here: it lives as long as somebody may ask for it.
     ledger: Any = None
     #: What dying replicas leave, to be taken off the books: of all devices that are used together.
-    graveyard: deque[Any] = deque()  # noqa: RUF012 - one for all, unless a device is given another
+    graveyard: Graveyard = Graveyard()  # one for all, unless a device is given another
     #: Its time is virtual: it must be told what operators cost (`after_operator`, `charge`), and
     #: that the host waits for a number which the program reads.
     has_virtual_clock: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -33,10 +34,12 @@ class Death(weakref.ref["Replica"]):
     A weak reference whose callback is C: what is raised in a finalizer of Python's would be lost.
     """
 
-    # Nobody's, until all is known of it.
-    device: Device | None = None
-    number = 0
-    block_id = 0
+    # There is one for each replica.
+    __slots__ = ("block_id", "device", "number")
+
+    device: Device | None
+    number: int
+    block_id: int
 
 
 #: What the living ones will leave, by their numbers.
@@ -50,6 +53,8 @@ def next_death(device: Device) -> Death:
     to the graveyard of the device; who counts drains it before.
     """
     death: Death = device.graveyard.popleft()
+    if not hasattr(death, "block_id"):  # an interrupt came before all was known of it
+        death.device, death.number, death.block_id = None, 0, 0
     _mortals.pop(death.number, None)
     return death
 
@@ -87,12 +92,15 @@ class Replica:
         self.nbytes = block.nbytes
         self.block_id = block.block_id
         #: The blocks it belongs to, oldest first: one, or all that share it.
-        self.holders = block.sharers if block.sharers is not None else [weakref.ref(block)]
+        sharers = block.sharers
+        self.holders: Sequence[weakref.ref[Block]] = (
+            sharers if sharers is not None else (weakref.ref(block),)
+        )
         #: Operators that hold the replica where it is.
         self.pins = 0
         #: The event of the copy that fills it, until an operator has waited for it.
         self.arrival: Event | None = None
-        death = Death(self, device.graveyard.append)
+        death = Death(self, device.graveyard.note)
         death.device, death.number, death.block_id = device, self.number, block.block_id
         _mortals[self.number] = death
 
@@ -257,7 +265,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
             return True
         self.sharers = None
         for replica in self.replicas.values():
-            replica.holders = [weakref.ref(self)]
+            replica.holders = (weakref.ref(self),)
             replica.block_id = _mortals[replica.number].block_id = self.block_id
         return False
 

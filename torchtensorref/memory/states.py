@@ -13,6 +13,10 @@ class ReplicaState(Enum):
     CLEAN = "clean"  # readable, and home holds the same bytes (home itself is clean when readable)
     DIRTY = "dirty"  # readable, and newer than home: the only copy there is
 
+    # There is one object of each, and every step of an operator that fetches looks states up:
+    # Python's own hash of a member is that of its name, worked out in Python.
+    __hash__ = object.__hash__
+
 
 INVALID, FILLING, CLEAN, DIRTY = ReplicaState
 

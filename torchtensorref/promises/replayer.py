@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..base.event_log import EventLog
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device, Graveyard, empty_bytes
 from ..devices.host.device import HostDevice
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
@@ -79,7 +78,7 @@ class Replayer:
         self.host = HostDevice()
         self.host.machines.append(self.device.machine)
         # Their own: what dies here is not for the books of the program that goes on meanwhile.
-        self.host.graveyard = self.device.graveyard = deque()
+        self.host.graveyard = self.device.graveyard = Graveyard()
         self.residency = Residency(self.host, [self.device], make_strategy(strategy), EventLog())
         self.residency.books.open_ledger(self.device, resolve_budget(budget, self.device))
         self.blocks: dict[int, Block] = {}

@@ -27,6 +27,8 @@ class Engine(Enum):
     H2D = "h2d"  # copies from the host to the device
     D2H = "d2h"  # copies from the device to the host
 
+    __hash__ = object.__hash__  # there is one object of each; Python's own takes the name
+
 
 class Observer(Protocol):
     """What an event needs of the device's engines."""
