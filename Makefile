@@ -16,6 +16,8 @@ RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worke
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in.
 WORKERS ?= 2
+# Of each of them in torch's kernels: with more than there are cores, they wait for each other.
+THREADS ?= 1
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
 MODELS ?=
 MATRIX_ARGS ?=
@@ -50,7 +52,7 @@ demo: $(VENV)/demo.stamp core
 
 test: $(VENV)/test.stamp core
 	@echo "==> pytest $(PYTEST_ARGS) (operators: $(or $(CORE),c++))"
-	@TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(PYTEST_ARGS)
 ifeq ($(CORE)$(PYTEST_ARGS),)
 	@echo "==> pytest, what touches operators (operators: python)"
 	@TTR_CORE=python $(RUN_TESTS) $(IN_PYTHON)
