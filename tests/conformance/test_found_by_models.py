@@ -30,6 +30,21 @@ def test_packed_sequences_through_recurrent_layers(manager, kind):
     assert_same_injected(program, manager, plain_because="C++ makes what is padded")
 
 
+def test_operators_that_read_lengths_by_their_address(manager):
+    def program() -> Any:
+        scores = torch.randn(10, 2, 5, requires_grad=True)
+        targets = torch.randint(1, 5, (2, 3))
+        lengths, target_lengths = torch.tensor([10, 9]), torch.tensor([3, 2])
+        loss = nn.functional.ctc_loss(scores.log_softmax(-1), targets, lengths, target_lengths)
+        loss.backward()
+        with torch.no_grad():
+            pooled = nn.functional.max_pool1d(scores, 2)
+        parts = torch.tensor_split(scores.detach(), torch.tensor([3, 4]))
+        return [loss.detach(), scores.grad, pooled, *parts]
+
+    assert_same_injected(program, manager, on_host_because="the lengths are read there")
+
+
 def test_new_tensors_are_made_of_numbers_lists_and_tensors(manager):
     def program() -> Any:
         x = torch.rand(3, dtype=torch.float64)

@@ -50,16 +50,22 @@ __tracebackhide__ = hides
 # -- operators that C++ takes apart -------------------------------------------------------------
 
 
-def plain_argument(op: OpOverload, position: int) -> Treatment:
-    """Treat an operator so that one argument, which C++ reads by its address, is a plain tensor."""
-    name = op._schema.arguments[position].name
+def plain_arguments(op: OpOverload, *positions: int) -> Treatment:
+    """Treat an operator so that arguments, which C++ reads by their address, are plain tensors."""
+    names = {op._schema.arguments[position].name for position in positions}
 
     def treat(*args: Any, **kwargs: Any) -> Any:
-        if position < len(args):
-            return op(*args[:position], _readable(args[position]), *args[position + 1 :], **kwargs)
-        return op(*args, **{**kwargs, name: _readable(kwargs[name])})
+        return op(
+            *(_readable(arg) if at in positions else arg for at, arg in enumerate(args)),
+            **{key: _readable(arg) if key in names else arg for key, arg in kwargs.items()},
+        )
 
     return treat
+
+
+def _max_pool1d(*args: Any, **kwargs: Any) -> Any:
+    """Have it pick as with gradients, where it reads nothing itself: the same numbers."""
+    return aten.max_pool1d_with_indices.default(*args, **kwargs)[0]
 
 
 def _readable(value: Any) -> Any:
@@ -252,12 +258,14 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     (aten.masked_fill_.Tensor, masked_fill_in_place, _SUBCLASS),
     (
         aten.tensor_split.tensor_indices_or_sections,
-        plain_argument(aten.tensor_split.tensor_indices_or_sections, 1),
+        plain_arguments(aten.tensor_split.tensor_indices_or_sections, 1),
         _POINTER,
     ),
+    (aten.max_pool1d.default, _max_pool1d, _POINTER),
+    (aten.ctc_loss.Tensor, plain_arguments(aten.ctc_loss.Tensor, 2, 3), _POINTER),
     # Packed sequences: how many rows are left at each step.
     *(
-        (op, plain_argument(op, place), _POINTER)
+        (op, plain_arguments(op, place), _POINTER)
         for op, place in (
             (aten.lstm.data, 1),
             (aten.gru.data, 1),

@@ -200,6 +200,20 @@ def attention_for_cpu_backward_at_home(grad_out: Tensor, *args: Any, **kwargs: A
     )
 
 
+# -- products of sparse matrices ----------------------------------------------------------------
+
+
+def reducing_product(matrix: Tensor, other: Tensor, reduce: str) -> Any:
+    """The product that reduces otherwise than by a sum.
+
+    Its kernel notes where each extreme was only if an operand requires gradients, and the formula
+    for the gradient reads what it noted without a look: the process ends.
+    """
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        matrix = matrix.detach().requires_grad_()
+    return aten._sparse_mm_reduce_impl.default(matrix, other, reduce)
+
+
 # -- LSTM ---------------------------------------------------------------------------------------
 
 _LSTM_MODE = 2

@@ -322,6 +322,15 @@ SEQUENCES = (
     ),
 )
 
+SPARSE = (
+    Row(
+        aten._sparse_mm_reduce_impl.default,
+        reason="asks whether an operand requires gradients, which plain tensors of ours do not",
+        elsewhere=substitutes.reducing_product,
+        at_home=substitutes.reducing_product,
+    ),
+)
+
 STORAGES = (
     *(
         Row(op, reason=_STORAGE, special=Special.RESIZE)
@@ -368,6 +377,7 @@ ROWS: tuple[Row, ...] = (
     *COPIES,
     *RANDOM,
     *SEQUENCES,
+    *SPARSE,
     *STORAGES,
     *COLLECTIVES,
 )
