@@ -41,11 +41,6 @@ class Cell:
         #: Nodes that use them, in their order; weak, so that nobody runs what nobody wants.
         self.users: list[weakref.ref[Node]] = []
 
-    @property
-    def is_fulfilled(self) -> bool:
-        """Whether nothing has to run before the bytes are what they are to be."""
-        return self.real is not None and (self.writer is None or self.writer.is_done)
-
     def users_before(self, number: int) -> list[Node]:
         """Return the nodes that use the bytes before node `number`, and have not run."""
         waiting = []
@@ -195,11 +190,6 @@ class Node:
             cell.writer = self
         for _, cell in births:
             cell.writer = self
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether what it uses has, or can get, bytes."""
-        return all(cell.real is not None or cell.writer is not None for cell in self.uses)
 
     def fulfil(self) -> None:
         """Run it for real; what it uses has its bytes."""
