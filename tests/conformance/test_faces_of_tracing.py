@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -151,5 +152,37 @@ def test_counted_work(right):
         with FlopCounterMode(display=False) as counter:
             model(bring(torch.rand(2, 2, 8, 8))).sum().backward()
         return counter.get_total_flops()
+
+    right(program)
+
+
+def _convolutions(bring: Bring) -> nn.Module:
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3))
+    return bring(nn.Sequential(*layers))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("compile_graph", [torch.jit.trace, torch.jit.script])
+def test_graphs_of_convolutions_are_trained_and_written(right, compile_graph):
+    """`torch.jit.trace` could not follow a convolution; what was written ended the process."""
+
+    def program(bring: Bring) -> Any:
+        model, x = _convolutions(bring), bring(torch.rand(2, 3, 8, 8))
+        if compile_graph is torch.jit.trace:
+            graph = torch.jit.trace(model, x)
+        else:
+            graph = torch.jit.script(model)
+        graph(x).square().mean().backward()
+        with io.BytesIO() as file:
+            torch.jit.save(graph, file)
+            is_the_same = all(
+                a is b for a, b in zip(graph.parameters(), model.parameters(), strict=True)
+            )
+            file.seek(0)
+            loaded = torch.jit.load(file)
+        wanted = [parameter.requires_grad for parameter in loaded.parameters()]
+        kinds = [node.kind() for node in graph.inlined_graph.nodes()]
+        results = [loaded.eval()(x).detach(), graph.eval()(x).detach()]
+        return [*results, *(p.grad for p in model.parameters()), kinds, wanted, is_the_same]
 
     right(program)

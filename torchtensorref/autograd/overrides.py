@@ -13,6 +13,7 @@ what an operator does, and each treatment acts through autograd.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -281,8 +282,31 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
 FIRST: dict[OpOverload, Callable[[Treatment], Treatment]] = {aten.matmul.default: _whole_batches}
 
 
+def _traced_convolution(*args: Any) -> Any:
+    """Have `torch.jit.trace` write down what a convolution is for it.
+
+    It writes down nothing itself: its kernel for plain tensors calls this operator, below autograd,
+    where a TensorRef has left torch already.
+    """
+    is_deterministic = (
+        torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    )
+    return aten._convolution.default(
+        *args,
+        torch._C._get_cudnn_benchmark(),
+        is_repeatable,
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_allow_tf32(),
+    )
+
+
 def install() -> Callable[[], None]:
     """Register the table with torch, for tensors that carry our key; return what undoes it."""
+    traced = torch.library.Library("aten", "IMPL", "Tracer")
+    with warnings.catch_warnings():
+        # That its own kernel, which does nothing there but go on, is replaced.
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        traced.impl("convolution", _traced_convolution)
     ours = torch.library.Library("aten", "IMPL", KEY_NAME)
     for op, treatment, reason in TABLE:
         # In C++ a TensorRef is no subclass to torch: what is left is what reads addresses.
@@ -290,19 +314,20 @@ def install() -> Callable[[], None]:
             ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))
+    libraries = [traced, ours]
     if core.library is not None:
-        return ours._destroy
+        return functools.partial(_destroy, libraries)
     everything = torch.library.Library("_", "IMPL", KEY_NAME)
     everything.fallback(torch.library.fallthrough_kernel)
     for op in (row.op for row in ROWS if row.peak_nbytes is not None):
         kernel = ahead(op)
         ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
+    return functools.partial(_destroy, [*libraries, everything])
 
-    def undo() -> None:
-        for library in (ours, everything):
-            library._destroy()
 
-    return undo
+def _destroy(libraries: list[torch.library.Library]) -> None:
+    for library in libraries:
+        library._destroy()
 
 
 def _below_our_key(treatment: Treatment, *args: Any, **kwargs: Any) -> Any:

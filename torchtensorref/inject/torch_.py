@@ -36,7 +36,7 @@ from .factories import (
 )
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
-from .readers import legacy_instance, on_plain
+from .readers import legacy_instance, on_plain, written_plain
 from .registration import on_registration
 from .signals import HandlersPatch, get_handler, set_handler
 
@@ -156,6 +156,11 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
+    *(
+        Patch("torch.jit._script", f"{kind}.{name}", written_plain, "reads memory in C++")
+        for kind in ("ScriptModule", "RecursiveScriptModule")
+        for name in ("save", "save_to_buffer")
+    ),
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
