@@ -288,7 +288,7 @@ def _traced_convolution(*args: Any) -> Any:
     It writes down nothing itself: its kernel for plain tensors calls this operator, below autograd,
     where a TensorRef has left torch already.
     """
-    is_deterministic = (
+    is_repeatable = (
         torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     )
     return aten._convolution.default(
