@@ -117,6 +117,30 @@ def test_nested_of_rows_with_gradients(right):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization_aware_training(right):
+    """A kernel gives the statistics of each channel their size: in memory that is ours."""
+
+    def program(bring: Bring) -> Any:
+        parts = torch.ao.quantization
+        layers = (parts.QuantStub(), nn.Conv2d(3, 4, 3), nn.ReLU(), parts.DeQuantStub())
+        model = nn.Sequential(*layers)
+        model.qconfig = parts.get_default_qat_qconfig("x86")
+        trained = bring(parts.prepare_qat(model.train()))
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = trained(bring(torch.rand(2, 3, 8, 8))).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        converted = parts.convert(trained.eval())
+        return [*losses, *trained.state_dict().values(), converted(bring(torch.rand(1, 3, 8, 8)))]
+
+    right(program, plain_because="so is what is made of quantized tensors")
+
+
 def test_quantized(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(3, 4))

@@ -186,3 +186,18 @@ def test_graphs_of_convolutions_are_trained_and_written(right, compile_graph):
         return [*results, *(p.grad for p in model.parameters()), kinds, wanted, is_the_same]
 
     right(program)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_parameters_are_handed_to_the_exporter_of_traced_graphs(right):
+    exporter = pytest.importorskip("torch.onnx._internal.torchscript_exporter.utils")
+    options = pytest.importorskip("torch.onnx._internal.torchscript_exporter._globals").GLOBALS
+
+    def program(bring: Bring) -> Any:
+        model, x = _convolutions(bring).eval(), bring(torch.rand(2, 3, 8, 8))
+        options.export_onnx_opset_version = 17
+        graph, parameters, _ = exporter._model_to_graph(model, (x,))
+        kept = torch._C._jit_pass_onnx_deduplicate_initializers(graph, parameters, False)
+        return [[*kept], *kept.values(), [node.kind() for node in graph.nodes()]]
+
+    right(program, plain_because="the exporter gets plain parameters")

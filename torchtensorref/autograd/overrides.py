@@ -13,6 +13,7 @@ what an operator does, and each treatment acts through autograd.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,33 @@ def _max_pool1d(*args: Any, **kwargs: Any) -> Any:
 
 def _readable(value: Any) -> Any:
     return tensorsManager.ownership.peek(value) if isinstance(value, TensorRef) else value
+
+
+def _observe(
+    tensor: Any,
+    observer_on: Any,
+    fake_quant_on: Any,
+    running_min: Any,
+    running_max: Any,
+    scale: Any,
+    zero_point: Any,
+    *how: Any,
+    **named: Any,
+) -> Any:
+    """Give the statistics of quantization-aware training their size: the kernel would do it.
+
+    What it resizes is memory of ours.
+    """
+    channels, is_by_channel = how[3], how[4] if len(how) > 4 else named.get("per_row_fake_quant")
+    if is_by_channel and not running_min.numel():
+        count = tensor.size(channels)
+        for statistic, start in ((running_min, math.inf), (running_max, -math.inf)):
+            statistic.resize_(count).fill_(start)
+        scale.resize_(count)
+        zero_point.resize_(count)
+    found = (running_min, running_max, scale, zero_point)
+    op = aten.fused_moving_avg_obs_fake_quant.default
+    return op(tensor, observer_on, fake_quant_on, *found, *how, **named)
 
 
 def whole(name: str) -> Treatment:
@@ -226,6 +254,7 @@ def _any_wants_gradients(values: Any) -> bool:
 
 _SUBCLASS = "takes another formula for the gradient of a subclass"
 _POINTER = "reads the numbers from memory in C++"
+_RESIZES = "resizes what it writes in its kernel"
 _cumprod = gradient_of_plain(aten.cumprod.default, "CumprodBackward0")
 
 
@@ -263,6 +292,7 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
         _POINTER,
     ),
     (aten.max_pool1d.default, _max_pool1d, _POINTER),
+    (aten.fused_moving_avg_obs_fake_quant.default, _observe, _RESIZES),
     (aten.ctc_loss.Tensor, plain_arguments(aten.ctc_loss.Tensor, 2, 3), _POINTER),
     # Packed sequences: how many rows are left at each step.
     *(
@@ -288,9 +318,7 @@ def _traced_convolution(*args: Any) -> Any:
     It writes down nothing itself: its kernel for plain tensors calls this operator, below autograd,
     where a TensorRef has left torch already.
     """
-    is_repeatable = (
-        torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
-    )
+    is_repeatable = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     return aten._convolution.default(
         *args,
         torch._C._get_cudnn_benchmark(),
@@ -309,8 +337,8 @@ def install() -> Callable[[], None]:
         traced.impl("convolution", _traced_convolution)
     ours = torch.library.Library("aten", "IMPL", KEY_NAME)
     for op, treatment, reason in TABLE:
-        # In C++ a TensorRef is no subclass to torch: what is left is what reads addresses.
-        if core.library is None or reason is _POINTER:
+        # In C++ a TensorRef is no subclass to torch: what is left is what kernels do to memory.
+        if core.library is None or reason in (_POINTER, _RESIZES):
             ours.impl(op, functools.partial(_below_our_key, treatment))
     for name in composites_with_out():
         ours.impl(name, functools.partial(_below_our_key, whole(name)))

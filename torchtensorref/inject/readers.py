@@ -5,6 +5,7 @@ A TensorRef has no memory there, so they get a plain tensor over the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .hooks import is_ref, load
@@ -49,3 +50,18 @@ def written_plain(
     finally:
         for module, name, value in exchanged:
             module._c.setattr(name, value)
+
+
+def export_plain(exporter: Any) -> Callable[[], None]:
+    """Give the exporter of traced graphs to ONNX plain parameters; return what undoes it."""
+    by_name = exporter._get_named_param_dict
+
+    def of_plain(graph: Any, parameters: Any) -> Any:
+        ownership = load(".memory.manager").tensorsManager.ownership
+        return by_name(graph, [ownership.peek(p) if is_ref(p) else p for p in parameters])
+
+    def undo() -> None:
+        exporter._get_named_param_dict = by_name
+
+    exporter._get_named_param_dict = of_plain
+    return undo

@@ -36,7 +36,7 @@ from .factories import (
 )
 from .inject_to import injectTo
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
-from .readers import legacy_instance, on_plain, written_plain
+from .readers import export_plain, legacy_instance, on_plain, written_plain
 from .registration import on_registration
 from .signals import HandlersPatch, get_handler, set_handler
 
@@ -237,6 +237,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "register_module_forward_pre_hook",
         watch_modules,
         "a model that was built before has plain parameters, which each operator would fetch anew",
+    ),
+    LatePatch(
+        "torch.onnx._internal.torchscript_exporter.utils",
+        "_get_named_param_dict",
+        export_plain,
+        "reads memory in C++",
     ),
     LatePatch(
         "torch._dynamo.trace_rules",
