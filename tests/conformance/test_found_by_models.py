@@ -45,6 +45,36 @@ def test_operators_that_read_lengths_by_their_address(manager):
     assert_same_injected(program, manager, on_host_because="the lengths are read there")
 
 
+def test_kernels_in_python_that_call_factories(manager):
+    """What bitsandbytes registers for the host: its results are TensorRefs before we wrap them."""
+    library = torch.library.Library("ttr_factories", "FRAGMENT")
+    library.define("pair(Tensor x) -> (Tensor, Tensor)")
+    library.define("one(Tensor x) -> Tensor")
+
+    def pair(x: Any) -> Any:
+        packed = torch.empty(x.shape, dtype=torch.uint8)
+        assert packed.data_ptr()  # as C would fill it
+        packed.copy_(x > 0.5)
+        return packed, torch.full((2,), 3.0)
+
+    library.impl("pair", pair, "CPU")
+    library.impl("one", lambda x: torch.zeros(x.shape).add_(x.sum()), "CPU")
+
+    def program() -> Any:
+        x = torch.rand(8, 8)
+        one = torch.ops.ttr_factories.one(x + 1)
+        return [*torch.ops.ttr_factories.pair(x), one, one * 2, torch.ops.ttr_factories.one(x)]
+
+    assert_same_injected(program, manager, on_host_because="its kernels are the host's")
+    with injected():
+        made = (
+            torch.ops.ttr_factories.one(torch.rand(2)),
+            *torch.ops.ttr_factories.pair(torch.rand(2)),
+        )
+        assert not any(isinstance(one._ttr_plain, TensorRef) for one in made)
+    library._destroy()
+
+
 def test_new_tensors_are_made_of_numbers_lists_and_tensors(manager):
     def program() -> Any:
         x = torch.rand(3, dtype=torch.float64)

@@ -74,6 +74,13 @@ def _readable(value: Any) -> Any:
     return tensorsManager.ownership.peek(value) if isinstance(value, TensorRef) else value
 
 
+def _can_replace(tensor: Any, other: Any) -> bool:
+    """Refuse `tensor.data = other` where what stays plain would have the memory of a TensorRef."""
+    if isinstance(other, TensorRef) and not isinstance(tensor, TensorRef):
+        return False
+    return bool(aten._has_compatible_shallow_copy_type.default(tensor, other))
+
+
 def _observe(
     tensor: Any,
     observer_on: Any,
@@ -290,6 +297,11 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
         aten.tensor_split.tensor_indices_or_sections,
         plain_arguments(aten.tensor_split.tensor_indices_or_sections, 1),
         _POINTER,
+    ),
+    (
+        aten._has_compatible_shallow_copy_type.default,
+        _can_replace,
+        "takes memory that is not there",
     ),
     (aten.max_pool1d.default, _max_pool1d, _POINTER),
     (aten.fused_moving_avg_obs_fake_quant.default, _observe, _RESIZES),

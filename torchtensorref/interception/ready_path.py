@@ -17,7 +17,7 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEYS, labelled, make_ref, plain_on
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, is_plain
 from ..memory.sparse import sparse_over
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan, ReadyWay
@@ -198,7 +198,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             if device.has_virtual_clock:
                 device.record().synchronize()  # a real one's kernel has waited by itself
             return out
-        if type(out) is not _Tensor:
+        if not isinstance(out, _Tensor):
             return type(out)(_wrap_several(out, flat, residency, device, first))
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
@@ -277,8 +277,11 @@ def _has_no_bytes_of_its_own(out: torch.Tensor) -> bool:
 def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like: Any) -> Any:
     """Make the TensorRef of a fresh result, and its block: in one step where only counting is."""
     is_dense, books = plan.makes_dense, residency.books
-    if not is_dense and _has_no_bytes_of_its_own(out):
-        return sparse_over(out, like.device, lambda x: fresh(plan, x, residency, device, like))
+    if not is_dense:
+        if not is_plain(out):
+            return out  # of a library's class, or a kernel in Python has it from a factory
+        if _has_no_bytes_of_its_own(out):
+            return sparse_over(out, like.device, lambda x: fresh(plan, x, residency, device, like))
     block: Block | None = None
     ledger = None if device.is_witness else books.ledgers.get(device)  # a witness may refuse
     if ledger is not None:
@@ -308,7 +311,7 @@ def _wrap_several(out: Any, operands: Any, residency: Any, device: Device, like:
     }
     wrapped = []
     for part in out:
-        if type(part) is not _Tensor or _has_no_bytes_of_its_own(part):
+        if not is_plain(part) or _has_no_bytes_of_its_own(part):
             wrapped.append(part)  # None where it was not asked for
             continue
         key = part.untyped_storage()._cdata

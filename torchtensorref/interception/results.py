@@ -15,14 +15,13 @@ from ..devices.base import Device
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.plain_views import make_ref, replace_metadata, view_with
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, is_plain
 from ..memory.sparse import SparseRef, become, sparse_over
 from ..operators.layouts import parts_of
 from .fallback import note_fallback, reason_of
 from .staging import Staged, note_result
 
 _CPU = torch.device("cpu")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def wrap(out: Any, staged: Staged, born: list[Block]) -> Any:
@@ -75,8 +74,8 @@ class _Results:
             return self._unmanaged(plain) if wrapped is plain else wrapped
         if plain.is_quantized or plain.is_mkldnn:
             return self._unmanaged(plain)
-        if type(plain) not in _PLAIN:
-            return plain
+        if not is_plain(plain):
+            return plain  # of a library's class, or a kernel in Python has it from a factory
         device = self._device_of(plain)
         if device is None:
             return plain
