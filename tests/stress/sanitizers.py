@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from torchTensorRef.base import core_build
 from torchTensorRef.base.event_sinks import say
@@ -24,7 +25,8 @@ KINDS = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {
     # Python keeps much to its end.
     "ASAN_OPTIONS": "detect_leaks=0",
-    "TSAN_OPTIONS": "exitcode=66 report_signal_unsafe=0",
+    "TSAN_OPTIONS": "exitcode=66 report_signal_unsafe=0 suppressions="
+    + str(Path(__file__).with_name("not_ours.tsan")),
 }
 THREAD_COUNT = 8
 
