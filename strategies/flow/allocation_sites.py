@@ -70,8 +70,7 @@ class AllocationSites:
         for other, other_nbytes, symbol in self._births.get(before, ()):
             if other == place:
                 if rank == 0:
-                    is_alike = abs(nbytes - other_nbytes) <= GROWTH * other_nbytes
-                    return symbol if is_alike else otherwise
+                    return symbol if _is_alike(nbytes, other_nbytes) else otherwise
                 rank -= 1
         return otherwise
 
@@ -88,6 +87,11 @@ class AllocationSites:
             return False
         self.born_at[symbol] = array("q", [self.made[block_id]])
         return True
+
+    def is_alike(self, symbol: int, nbytes: int) -> bool:
+        """Whether what was made last under a symbol had about this size."""
+        born = self._births.get(self.born_at[symbol][-1], ())
+        return any(other == symbol and _is_alike(nbytes, size) for _, size, other in born)
 
     def rename(self, block_id: int, symbol: int, other: int) -> int:
         """Give a block that is new as a persistent one the symbol of one that is gone."""
@@ -142,3 +146,7 @@ class AllocationSites:
             for symbol, slots in self.born_at.items()
             if symbol in symbols and (kept := slots[bisect_left(slots, start) :])
         }
+
+
+def _is_alike(nbytes: int, before_nbytes: int) -> bool:
+    return abs(nbytes - before_nbytes) <= GROWTH * before_nbytes

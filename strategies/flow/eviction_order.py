@@ -40,16 +40,16 @@ class EvictionOrder:
     """
 
     def __init__(self) -> None:
-        self._limit_nbytes = 1
+        self._limit_nbytes, self.decision_nbytes = 1, 0
         self._kinds: dict[tuple[int, bool, bool, bool], _Kind] = {}  # by rank of the cost
         self._by_size: dict[tuple[int, bool, bool, bool], _Kind] = {}  # the same, by bytes
         self._kind_of: dict[int, _Kind] = {}
         #: Temporaries by their last use, as far as known.
         self.fresh = ByKey()
 
-    def clear(self, limit_nbytes: int) -> None:
+    def clear(self, limit_nbytes: int, decision_nbytes: int = 0) -> None:
         """Forget every position; costs are worked out for this budget from now on."""
-        self._limit_nbytes = max(1, limit_nbytes)
+        self._limit_nbytes, self.decision_nbytes = max(1, limit_nbytes), decision_nbytes
         self._kinds.clear()
         self._by_size.clear()
         self._kind_of.clear()
@@ -107,7 +107,7 @@ class EvictionOrder:
         return kind is not None and kind.is_named
 
     def _kind(self, nbytes: int, is_dirty: bool, is_small: bool, is_named: bool) -> _Kind:
-        cost = cost_per_byte(nbytes, is_dirty, self._limit_nbytes)
+        cost = cost_per_byte(nbytes, is_dirty, self._limit_nbytes, self.decision_nbytes)
         rank = int(math.log(cost) / COST_STEP)
         kind = self._kinds.get((rank, is_dirty, is_small, is_named))
         if kind is None:
@@ -120,7 +120,7 @@ class EvictionOrder:
 
     def cost(self, block: BlockSnapshot) -> float:
         """Return how much dearer a byte of a block is."""
-        return cost_per_byte(block.nbytes, block.is_dirty, self._limit_nbytes)
+        return cost_per_byte(block.nbytes, block.is_dirty, self._limit_nbytes, self.decision_nbytes)
 
     def moved(self, block: BlockSnapshot, position: float, kind: _Kind) -> _Kind:
         """Put a block, which turns out to be dirty or not to be, where it belongs."""
@@ -236,7 +236,7 @@ class _Walk:
             if block.last_use > last_use:
                 fresh.note(block_id, block.last_use)
                 continue
-            if block.is_persistent:
+            if block.is_persistent and block.nbytes > self._order.decision_nbytes:
                 score = distance = UNFORESEEN - block.last_use
             else:
                 distance = float(2 * (self._newest - block.last_use))

@@ -18,7 +18,6 @@ from ...strategy import (
     BlockSnapshot,
     Death,
     DeviceSnapshot,
-    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -40,14 +39,12 @@ QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
 #: While the host computes, or uses are heard of together, nothing is queued: then so many.
 LONG_QUEUE_COUNT = 16
-LONG_QUEUE_SHARE = 1 / 16
+LONG_QUEUE_SHARE = 1 / 8
 #: ... once less than this share is free.
 FREE_SHARE = 1 / 2
 #: They are queued up to so many, and up to this share of the budget.
 WRITE_BACK_COUNT = 4
 WRITE_BACK_QUEUE_SHARE = 1 / 4
-#: Blocks looked at, in the order of their writing, where the forecast is not followed.
-LOOKED_AT_COUNT = 16
 #: What is used within so many accesses, or a quarter of the period, may be written again.
 SOON = 24
 #: Forecasts are followed above the first, and fetched ahead of above the second.
@@ -61,7 +58,7 @@ LOOK_AGAIN_SHARE = 3 / 4
 #: added to, an activation that backward needs.
 STAYS_AFTER = 100
 #: Uses that are expected at once.
-EXPECTED_COUNT = 8
+EXPECTED_COUNT = 32
 
 
 class _Wanted(NamedTuple):
@@ -182,7 +179,7 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
     ) -> Iterable[int]:
         """Return the blocks whose next use is farthest, dirty ones later than clean ones."""
-        self._set_limit(device.limit_nbytes)
+        self._set_limit(device)
         self._look_again()
         is_lost = self.history.cursor < 0 or not self._follows(VICTIM_CONFIDENCE)
         if is_lost or not self._stock.is_in_order(candidates):
@@ -194,13 +191,15 @@ class Flow(Strategy):
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[Prefetch]:
         """Return the next blocks missing, each with victims that are used later than it is."""
-        self._set_limit(device.limit_nbytes)
+        self._set_limit(device)
         history = self.history
         self._gate.advance(device, history.start, history.end)
         if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
             return ()
         horizon = horizon_of(history)
         if self._present_until > history.end + LOOK_AGAIN_SHARE * horizon:
+            return ()
+        if device.compute_ns < self._wait_until_ns:
             return ()
         if not self._stock.is_in_order(resident, is_all=True):
             return ()
@@ -224,7 +223,7 @@ class Flow(Strategy):
         What waits on the link home does not delay what is queued behind it, as long as the other
         engines are not idle meanwhile.
         """
-        self._set_limit(device.limit_nbytes)
+        self._set_limit(device)
         busy_until_ns = max(device.now_ns, device.compute_free_ns, device.link_free_ns)
         if not self._stock.may_be_dirty or device.d2h_free_ns > busy_until_ns:
             return ()
@@ -232,54 +231,41 @@ class Flow(Strategy):
             return ()
         if self._follows(VICTIM_CONFIDENCE) and self._stock.is_in_order(resident, is_all=True):
             return self._farthest_dirty(device, look_into(resident))
-        return self._oldest_dirty(look_into(resident))
+        oldest = islice(self._stock.oldest_dirty(look_into(resident)), WRITE_BACK_COUNT)
+        return [block.block_id for block in oldest]
 
     def _farthest_dirty(self, device: DeviceSnapshot, look: Look) -> list[int]:
         """Return the dirty blocks used last, of those that are among the next victims."""
         queue_nbytes = min(QUEUE_NBYTES, int(device.limit_nbytes * WRITE_BACK_QUEUE_SHARE))
         leaving: list[int] = []
-        for block in self._stock.dirty_ones(look, min(SOON, self.history.period // 4) + 1):
+        soon = min(SOON, self.history.period // 4) + 1
+        for block in islice(self._stock.dirty_ones(look, soon), WRITE_BACK_COUNT):
             queue_nbytes -= block.nbytes
             if leaving and queue_nbytes < 0:
                 break
             leaving.append(block.block_id)
-            if len(leaving) >= WRITE_BACK_COUNT:
-                break
         return leaving
 
-    def _oldest_dirty(self, look: Look) -> list[int]:
-        """Return the dirty blocks written first, for victims are chosen by age."""
-        leaving: list[int] = []
-        for block_id in list(islice(self._stock.may_be_dirty, LOOKED_AT_COUNT)):
-            block = look(block_id)
-            if block is not None and block.is_dirty:
-                leaving.append(block_id)
-                if len(leaving) >= WRITE_BACK_COUNT:
-                    break
-            else:
-                self._stock.note_clean(block_id)
-        return leaving
-
-    def expects(self, device: DeviceSnapshot) -> list[Expected]:
-        """Return the next uses of blocks that are there, while all of them are small.
+    def expects(self, device: DeviceSnapshot) -> list[int]:
+        """Return the blocks that are there and used next, while all of them are small.
 
         To decide about such a block takes longer than to copy it.
         """
-        small: dict[int, Expected] = {}
+        small: dict[int, None] = {}
         if self._follows(PREFETCH_CONFIDENCE):
-            for block_id, struct in self.history.next_ones(EXPECTED_COUNT):
-                if self.history.nbytes(block_id) > device.decision_nbytes or block_id in small:
+            for block_id in self.history.next_ones(EXPECTED_COUNT):
+                if self.history.nbytes(block_id) > device.decision_nbytes:
                     break
-                small[block_id] = Expected(block_id, struct)
+                small[block_id] = None
         self._is_brief = len(small) > 1
-        return list(takewhile(lambda use: self._stock.has(use.block_id), small.values()))
+        return list(takewhile(self._stock.has, small))
 
     # -- how it is decided -------------------------------------------------------------------
 
-    def _set_limit(self, limit_nbytes: int) -> None:
-        if limit_nbytes != self._limit_nbytes:
-            self._limit_nbytes = limit_nbytes
-            self._stock.set_limit(limit_nbytes)
+    def _set_limit(self, device: DeviceSnapshot) -> None:
+        if device.limit_nbytes != self._limit_nbytes:
+            self._limit_nbytes = device.limit_nbytes
+            self._stock.set_limit(device.limit_nbytes, device.decision_nbytes)
 
     def _follows(self, least_confidence: float) -> bool:
         return self.referee.is_followed and self.history.confidence >= least_confidence
@@ -333,12 +319,15 @@ class Flow(Strategy):
         """Say whether compute is so far behind the link that no copy has to start yet."""
         if not device.compute_ns:
             return False
-        if device.compute_ns < self._wait_until_ns:
-            return True
         history = self.history
         queue = ((wanted.distance, wanted.nbytes) for wanted in self._to_fetch(device))
         bounds = history.living_nbytes, history.largest_nbytes
         slack_ns = self._gate.slack_ns(device, history.cursor, queue, bounds)
+        if not device.compute_free_ns:
+            # By the host's clock: the host may wait for the program's own reasons, and nothing is
+            # started meanwhile.
+            ahead = EXPECTED_COUNT if self._is_brief else 1
+            slack_ns = max(0.0, slack_ns - self._gate.compute_ns(history.cursor, ahead))
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0
 

@@ -41,7 +41,7 @@ class Forecaster(Protocol):
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (distance, block) of the accesses to come, from `first` to before `limit`."""
 
-    def next_ones(self, limit: int) -> Iterator[tuple[int, int]]:
+    def next_ones(self, limit: int) -> Iterator[int]:
         """Yield the next accesses, as (block, struct), while they are of living blocks."""
 
     def nbytes(self, block_id: int) -> int:

@@ -153,36 +153,44 @@ class History:
         Which results stay long enough to be followed can change from one period to the next, and
         one may not have been recognised at its birth. So such accesses may be missing from the
         record, or be there without being made again; and one that is made where the record has the
-        use of another, gone by now, in an equal operator, is that one.
+        use of another, gone by now, in an equal operator, is that one. So is one of another size
+        than before, as caches are that grow, if no other is.
         """
         if self.cursor < 0:
             return False
-        first = self.cursor - self.start
-        names, is_made = self._names, block_id in self._names.made
-        for index in range(first, min(first + MADE_RUN, len(self._symbols))):
+        is_made = block_id in self._names.made
+        index = self._made_before(symbol, nbytes, struct, is_made=is_made)
+        if index >= 0:
             other = self._symbols[index]
-            if other != symbol:
-                if other not in names.born_at:
-                    break
-                is_vacant = self._bearer_of.get(other, other) not in self._nbytes
-                if not (is_made and is_vacant and self._structs[index] == struct):
-                    continue
-                if is_new:
-                    symbol = names.rename(block_id, symbol, other)
-            self._append(symbol, struct)
-            self.cursor += index - first + 1
+            if other != symbol and is_new:
+                symbol = self._names.rename(block_id, symbol, other)
+            self.cursor = self.start + index + 1
             self._is_exact = True
             self._judge(nbytes, nbytes)
-            self._index_until = self.end + INDEXED_RUN
-            self._index()
-            return True
-        if not is_made or self._substitutions.bit_count() >= SUBSTITUTION_LIMIT:
+        elif is_made and self._substitutions.bit_count() < SUBSTITUTION_LIMIT:
+            self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+        else:
             return False
-        self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         self._append(symbol, struct)
         self._index_until = self.end + INDEXED_RUN
         self._index()
         return True
+
+    def _made_before(self, symbol: int, nbytes: int, struct: int, *, is_made: bool) -> int:
+        """Return where the record soon has this access to what an operator made; -1 if nowhere."""
+        first, names, grown = self.cursor - self.start, self._names, -1
+        for index in range(first, min(first + MADE_RUN, len(self._symbols))):
+            other = self._symbols[index]
+            if other == symbol:
+                return index
+            if other not in names.born_at:
+                break
+            if is_made and self._bearer_of.get(other, other) not in self._nbytes:
+                if self._structs[index] == struct:
+                    return index
+                if grown < 0 and names.is_alike(other, nbytes):
+                    grown = index
+        return grown
 
     def _access_unforeseen(self, symbol: int, nbytes: int, struct: int, index: int) -> None:
         """Record an access that the cursor did not expect, and find it a new place."""
@@ -332,13 +340,13 @@ class History:
                     yield distance, block_id
                 distance += 1
 
-    def next_ones(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield the next accesses forecast, as (block, struct), while they are of living blocks."""
+    def next_ones(self, limit: int) -> Iterator[int]:
+        """Yield the blocks whose accesses are forecast next, while they are alive."""
         coming = self.upcoming(min(limit, self.period))
         for expected, (distance, block_id) in enumerate(coming):
             if distance != expected:
                 return
-            yield block_id, self._structs[self.cursor - self.start + distance]
+            yield block_id
 
     # -- bounds ------------------------------------------------------------------------------
 

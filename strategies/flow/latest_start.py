@@ -69,9 +69,11 @@ class LatestStart:
         slack_ns = math.inf
         link_ns = largest_ns = 0.0
         all_ns, one_ns = (nbytes / device.h2d_bytes_per_s * 1e9 for nbytes in bounds_nbytes)
+        if device.decision_nbytes:
+            all_ns = one_ns = math.inf
         for distance, nbytes in missing:
             index = min(first + distance, len(self._spent_ns) - 1)
-            copy_ns = nbytes / device.h2d_bytes_per_s * 1e9
+            copy_ns = (nbytes + device.decision_nbytes) / device.h2d_bytes_per_s * 1e9
             link_ns += copy_ns
             largest_ns = max(largest_ns, copy_ns)
             due_ns = self._spent_ns[index] - self._spent_ns[first]

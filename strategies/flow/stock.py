@@ -7,6 +7,7 @@ O(log n) in the long run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from ...strategy import Access, BlockSnapshot
 from .by_next_use import ByKey
@@ -21,6 +22,10 @@ WRITE_BACK_SHARE = 3 / 4
 #: the long run; so often in a row.
 RENEWAL_SHARE = 1 / 64
 RENEWALS_IN_A_ROW = 8
+#: Dirty blocks looked at, in the order of their writing.
+LOOKED_AT_COUNT = 16
+#: How far ahead the next use of a small block counts as being where none is foreseen.
+UNFORESEEN_PERIODS = 4
 #: How often the reach of early copies home is worked out, likewise.
 NEAR_SHARE = 1 / 16
 
@@ -55,16 +60,16 @@ class Stock:
         self._made: set[int] = set()  # by operators, and not accessed as what lasts
         self._small: dict[int, int] = {}  # what recurs and is small -> bytes, wherever it is
         self._small_nbytes = 0
-        self._limit_nbytes = self._small_limit = 0
+        self._limit_nbytes = self._small_limit = self._decision_nbytes = 0
         self._near = 0.0  # what is used after so many accesses or more may go before long
         self._near_at = 0  # the position at which that is worked out anew
         self._has_counted = False
         self._count_at = 0
         self._renewals_until = 0.0  # the position that pays for what was worked out so far
 
-    def set_limit(self, limit_nbytes: int) -> None:
-        """Work with another budget from now on."""
-        self._limit_nbytes = limit_nbytes
+    def set_limit(self, limit_nbytes: int, decision_nbytes: int = 0) -> None:
+        """Work with another budget from now on, on a device where decisions cost so much."""
+        self._limit_nbytes, self._decision_nbytes = limit_nbytes, decision_nbytes
         self._small_limit = small_limit_nbytes(limit_nbytes)
         self.is_void = True
 
@@ -215,7 +220,7 @@ class Stock:
         """Work out every position anew."""
         forecaster = self._forecaster
         self.is_void = False
-        self._order.clear(self._limit_nbytes)
+        self._order.clear(self._limit_nbytes, self._decision_nbytes)
         self._dirty.clear()
         self._due.clear()
         self._small.clear()
@@ -248,7 +253,10 @@ class Stock:
         """Put a block where its next use says."""
         forecaster = self._forecaster
         distance = forecaster.next_use(block_id)
-        if distance == NEVER:
+        if distance == NEVER and nbytes <= self._decision_nbytes:
+            # To give it back frees little: rather a larger one that is used again.
+            position: float = forecaster.cursor + UNFORESEEN_PERIODS * forecaster.period
+        elif distance == NEVER:
             position = UNFORESEEN - self._there[block_id][0]
         else:
             position = forecaster.cursor + distance
@@ -258,7 +266,7 @@ class Stock:
         self._order.note(
             block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small, is_named=is_named
         )
-        if is_dirty:
+        if is_dirty and nbytes > self._decision_nbytes:
             self._dirty.note(block_id, -position)
 
     def _note_small(self, block_id: int, nbytes: int) -> None:
@@ -336,14 +344,28 @@ class Stock:
                 continue
             self._note_missing(block_id)  # it was not used where it was foreseen
 
+    def oldest_dirty(self, look: Look) -> Iterator[BlockSnapshot]:
+        """Yield dirty blocks, those written first first, of which `dirty_ones` says as much."""
+        for block_id in list(islice(self.may_be_dirty, LOOKED_AT_COUNT)):
+            block = look(block_id)
+            if block is None or not block.is_dirty:
+                self.note_clean(block_id)
+            elif block.nbytes > self._decision_nbytes:
+                yield block
+
     def dirty_ones(self, look: Look, soon: int) -> Iterator[BlockSnapshot]:
         """Yield the dirty blocks among the next victims, the farthest first.
+
+        Without those that are copied home in less time than it takes to decide about them: there
+        is nothing to be gained by doing that early, and they may be written again.
 
         Parameters
         ----------
         soon : int
             What is used after fewer accesses is left out: it may be written again.
         """
+        if not self._dirty:
+            return
         near = self._distance_of_the_next(WRITE_BACK_SHARE * self._limit_nbytes)
         cursor, least = self._forecaster.cursor, max(near, soon)
         for key, block_id in self._dirty.ascending():

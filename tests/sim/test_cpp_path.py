@@ -49,6 +49,33 @@ def test_the_path_in_cpp_passes_what_is_here():
     assert " passed" in done.stdout
 
 
+A_LIBRARY_THAT_IS_WRONG = """
+from importlib.machinery import ExtensionFileLoader
+load = ExtensionFileLoader.exec_module
+
+def load_and_break(loader, module):
+    load(loader, module)
+    if module.__name__ == "torchTensorRef_core":
+        module.is_ref = lambda x: False
+
+ExtensionFileLoader.exec_module = load_and_break
+import torchTensorRef, torch
+from torchTensorRef.memory import core
+x = torchTensorRef.tensorsManager.adopt(torch.ones(3)).requires_grad_()
+(x * 2).sum().backward()
+print(core.path_in_words(), x.grad.tolist())
+"""
+
+
+@needs_cpp
+def test_a_library_that_fails_its_test_leaves_the_path_in_python() -> None:
+    program = [sys.executable, "-c", A_LIBRARY_THAT_IS_WRONG]
+    env = {**os.environ, "TTR_DEVICE": "sim"}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == "Python (its self-test gave a wrong result) [2.0, 2.0, 2.0]\n"
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.fixture
 def adapter() -> Iterator[Any]:
     """Give `adapter(nbytes)`: the manager on a device that is told of no operator."""

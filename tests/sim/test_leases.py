@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from torchTensorRef.memory.strategy_feed import StrategyFeed
-from torchTensorRef.strategy import Expected
 
 from ..support.differential import differences
 from .test_watched_path import ROOM, Listener, ran, weight_on
@@ -24,12 +23,12 @@ class Teller(Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected: list[Expected] = []
+        self.expected: list[int] = []
 
     def prefetch(self, device: Any, resident: Any) -> Any:
         return ()
 
-    def expects(self, device: Any) -> list[Expected]:
+    def expects(self, device: Any) -> list[int]:
         return self.expected
 
 
@@ -54,19 +53,20 @@ class World:
 
     def expect(self, *indices: int) -> None:
         """Have these weights expected, from the next watched operator on."""
-        self.strategy.expected = [Expected(self.number(index), 100 + index) for index in indices]
+        self.strategy.expected = [self.number(index) for index in indices]
 
     def use(self, index: int) -> tuple[int, int]:
         """Use a weight in an operator with a tiny result; return how many were ready and slow."""
         return ran(self.manager, lambda: self.weights[index] + self.x)[1:]
 
-    def told(self) -> list[tuple[int, int]]:
-        """Return (weight, struct) of the uses of weights that were told, and forget them."""
+    def told(self) -> list[tuple[int, bool]]:
+        """Return (weight, is written) of the uses of weights that were told, and forget them."""
         index_of = {self.number(i): i for i in range(len(self.weights))}
         uses = [u for u in self.strategy.uses() if u.block_id in index_of]
         self.strategy.heard.clear()
         assert all(use.was_resident and use.is_persistent for use in uses)
-        return [(index_of[use.block_id], use.struct) for use in uses]
+        assert len({use.struct for use in uses if not use.is_write}) <= 1  # told late or at once
+        return [(index_of[use.block_id], use.is_write) for use in uses]
 
 
 @pytest.fixture
@@ -84,9 +84,32 @@ def test_what_is_expected_is_told_together_in_the_order_of_the_program(world):
     world.use(2), world.use(1)  # in another order than expected
     assert world.told() == []
     world.use(3)
+    assert [index for index, _ in world.told()] == [2, 1, 3]
+
+
+def test_each_use_of_one_that_is_used_several_times_is_told(world):
+    world.expect(1, 2)
+    world.use(0)
+    world.told()
+    world.use(1), world.use(2), world.use(1), world.use(1)
+    with torch.no_grad():
+        world.weights[2].mul_(1)
+    torch.add(world.weights[1], world.weights[1])
+    world.use(3)
     told = world.told()
-    assert told[:2] == [(2, 102), (1, 101)]
-    assert [index for index, _ in told[2:]] == [3]
+    assert told[:5] == [(1, False), (2, False), (1, False), (1, False), (2, True)]
+    assert told[5:] == [(1, False), (3, False)]
+
+
+def test_the_last_use_of_one_that_is_gone_since_is_told(world):
+    number = world.number(1)
+    world.expect(1, 2)
+    world.use(0)
+    world.told()
+    world.use(1)
+    world.weights[1] = world.weights[0]
+    world.use(3)
+    assert number in [use.block_id for use in world.strategy.uses()]
 
 
 def test_what_is_not_used_is_not_told(world):

@@ -20,7 +20,6 @@ from torchTensorRef.strategies.venice import Venice
 from torchTensorRef.strategy import (
     BlockSnapshot,
     DeviceSnapshot,
-    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -151,9 +150,9 @@ class RandomEviction(Strategy):
             return []
         return [Prefetch(self._random.choice(self._seen), victims)]
 
-    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
+    def expects(self, device: DeviceSnapshot) -> Iterable[int]:
         count = self._random.randrange(6)
-        return [Expected(self._random.choice(self._seen or [0]), 7) for _ in range(count)]
+        return [self._random.choice(self._seen or [0]) for _ in range(count)]
 
 
 class Scatter(RandomEviction):
@@ -221,8 +220,8 @@ class Adversary(Strategy):
         numbers = self._nonsense(resident)
         return [Prefetch(number, tuple(self._nonsense(resident))) for number in numbers]
 
-    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
-        return [Expected(number, -number) for number in [*self._gone, -1, 10**18]]
+    def expects(self, device: DeviceSnapshot) -> Iterable[int]:
+        return [*self._gone, -1, 10**18]
 
 
 # -- programs --------------------------------------------------------------------------------------

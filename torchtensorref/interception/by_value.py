@@ -23,7 +23,8 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
-from .ready_path import SLOW, WAYS, flattened, folded
+from .operands import flattened, folded
+from .ready_path import SLOW, WAYS
 
 #: So many operators are given a number by value; for the next one it is fetched.
 BY_VALUE_AT_MOST = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -208,3 +209,39 @@ def _is_other_subclass(kind: type) -> bool:
         and hasattr(kind, "__torch_dispatch__")
         and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     )
+
+
+def flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments, those of lists of tensors one by one."""
+    if not plan.list_positions:
+        return args
+    flat: list[Any] = []
+    for position, arg in enumerate(args):
+        if position in plan.list_positions and arg is not None:
+            flat.extend(arg)
+        else:
+            flat.append(arg)
+    return tuple(flat)
+
+
+def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
+    """Return flat arguments in lists again, as they were in `args`."""
+    if not plan.list_positions:
+        return flat
+    folded: list[Any] = []
+    start = 0
+    for position, arg in enumerate(args):
+        if position in plan.list_positions and arg is not None:
+            folded.append(flat[start : start + len(arg)])
+            start += len(arg)
+        else:
+            folded.append(flat[start])
+            start += 1
+    return folded
+
+
+def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what an operator writes, lists one by one."""
+    for position in plan.writes:
+        value: Any = args[position] if position < len(args) else ()
+        yield from value if type(value) in (list, tuple) else (value,)

@@ -6,7 +6,6 @@ slow path. `WAYS[plan.ready_way]` is the one that fits the operator, None where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..memory.sparse import sparse_over
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan, ReadyWay
 from . import handlers
+from .operands import flattened, folded, targets
 
 #: Returned where the operator has to take the slow path. Nothing has happened then.
 SLOW = object()
@@ -57,7 +57,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
     hazards[ident] = args if outer is None else outer + args
     try:
         plain_args = []
-        tick = residency.books.tick + 1
+        tick, is_logged = residency.books.tick + 1, False
         for arg in args:
             kind = type(arg)
             if kind in _NO_TENSORS:
@@ -69,6 +69,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
                 ):
                     return SLOW
                 block.last_use = tick
+                is_logged |= block.is_logged
                 plain_args.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or kind is not _Tensor):
                 return SLOW
@@ -80,6 +81,8 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         if writes and not first._ttr_block.owned:
             return SLOW
         residency.books.tick = tick
+        if is_logged:
+            residency.books.uses.note_all(tick, plan.kind, args, (first,) if writes else ())
         run = plan.op if _function_modes() else plan.binding
         if listed_count:
             out = run(
@@ -167,14 +170,16 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
     try:
         plain = []
-        tick = residency.books.tick + 1
+        tick, is_logged = residency.books.tick + 1, False
         for arg in flat:
             if isinstance(arg, TensorRef):
                 if arg._ttr_block.ready is not device or (
                     arg._ttr_device is not device and not can_look(arg, device)
                 ):
                     return SLOW
-                arg._ttr_block.last_use = tick
+                block = arg._ttr_block
+                block.last_use = tick
+                is_logged |= block.is_logged
                 plain.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
                 return SLOW
@@ -183,6 +188,8 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.writes and not all_owned(plan, args):
             return SLOW
         residency.books.tick = tick
+        if is_logged:
+            residency.books.uses.note_all(tick, plan.kind, flat, targets(plan, args))
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:
@@ -216,45 +223,9 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             hazards[ident] = outer
 
 
-def flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments, those of lists of tensors one by one."""
-    if not plan.list_positions:
-        return args
-    flat: list[Any] = []
-    for position, arg in enumerate(args):
-        if position in plan.list_positions and arg is not None:
-            flat.extend(arg)
-        else:
-            flat.append(arg)
-    return tuple(flat)
-
-
-def folded(plan: OpPlan, args: tuple[Any, ...], flat: list[Any]) -> list[Any]:
-    """Return flat arguments in lists again, as they were in `args`."""
-    if not plan.list_positions:
-        return flat
-    folded: list[Any] = []
-    start = 0
-    for position, arg in enumerate(args):
-        if position in plan.list_positions and arg is not None:
-            folded.append(flat[start : start + len(arg)])
-            start += len(arg)
-        else:
-            folded.append(flat[start])
-            start += 1
-    return folded
-
-
 def all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
     """Whether nothing has to be decided about what an operator writes; all of it is ready."""
     return all(isinstance(x, TensorRef) and x._ttr_block.owned for x in targets(plan, args))
-
-
-def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield what an operator writes, lists one by one."""
-    for position in plan.writes:
-        value: Any = args[position] if position < len(args) else ()
-        yield from value if type(value) in (list, tuple) else (value,)
 
 
 def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:

@@ -6,7 +6,7 @@ blocks are on the accelerator all the same, or on their way there, nothing has t
 are opened to the ready path for this one operator. An evictor may close them again at any moment;
 then the ready path finds them closed.
 
-Or blocks are at home, and nobody asks where the operator runs. Then they are brought and held, as
+Or blocks are at home too, and nobody asks where the operator runs. They are brought and held, as
 the slow path does, and the ready path runs the operator, a composite one as a whole. Where there is
 no room, or a copy fails, the slow path tries all that it can.
 
@@ -32,7 +32,8 @@ from ..memory.residency import Residency
 from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
-from .ready_path import SLOW, WAYS, all_owned, flattened, targets
+from .operands import flattened, targets
+from .ready_path import SLOW, WAYS, all_owned
 
 _Tensor = torch.Tensor
 
@@ -73,7 +74,11 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     closed = [block for block in used if block.ready is not device]
     if not closed or any(b.ready is not None or b.births is not None for b in closed):
         return SLOW  # it is not only they that keep it from the ready path
-    if may_be_watched(residency) and all(_is_there(block, device) for block in closed):
+    if (
+        may_be_watched(residency)
+        and all(_is_there(block, device) for block in closed)
+        and all(_may_be_written(target._ttr_block, device) for target in targets(plan, args))
+    ):
         return _run_opened(plan, args, kwargs, residency, device, list(used), closed)
     if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
         return _run_fetched(plan, args, kwargs, residency, device, list(used))
@@ -89,6 +94,13 @@ def may_be_fetched(residency: Residency) -> bool:
 def _is_there(block: Block, device: Device) -> bool:
     replica = block.replicas.get(device)
     return replica is not None and replica.state is not INVALID
+
+
+def _may_be_written(block: Block, device: Device) -> bool:
+    """Whether nobody else has the bytes of a block that is there: what they have would be stale."""
+    return all(
+        replica.state is INVALID or other is device for other, replica in block.replicas.items()
+    )
 
 
 def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:

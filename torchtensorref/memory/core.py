@@ -22,6 +22,7 @@ class PlainBlock:
 
     #: Operators in C++ that run on it now.
     users = 0
+    is_logged = False
 
 
 class PlainLedger:
@@ -104,6 +105,11 @@ BooksBase: Any = PlainBooks if library is None else library.BooksBase
 def running_elsewhere() -> int:
     """Return how many operators run in C++ in other threads."""
     return 0 if library is None else int(library.running_elsewhere())
+
+
+def take_uses() -> list[tuple[int, int, Any, bool]]:
+    """Return (operator, kind, block, whether it was written) of the uses noted in C++."""
+    return [] if library is None else list(library.take_uses())
 
 
 def path_in_words() -> str:

@@ -18,9 +18,22 @@ class _Here:
 
 
 def fault_of(library: Any) -> str:
-    """Say what is wrong with the library; "" if nothing is.
+    """Say what is wrong with the library; "" if nothing is: then torch calls it from now on."""
+    library.open()
+    fault = ""
+    try:
+        fault = _fault_in_a_sum(library)
+    except Exception as error:  # whatever it is: without the library everything runs, too
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        library.close()
+    return fault
 
-    One sum of ready operands runs without Python and is counted, a second one, of operands that are
+
+def _fault_in_a_sum(library: Any) -> str:
+    """Say what is wrong with two sums; "" if nothing is.
+
+    One of ready operands runs without Python and is counted, a second one, of operands that are
     not ready, is handed over. Leaves nothing behind.
     """
     handed_over: list[str] = []
@@ -61,6 +74,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
     assert (name, overload) == ("aten::add", "Tensor"), (name, overload)
     return {
         "op": _add,
+        "kind": 0,
         "may_be_ready": True,
         "is_view": False,
         "counts_lists": False,

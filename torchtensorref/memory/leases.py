@@ -2,58 +2,87 @@
 
 While memory is short a strategy that follows the program hears of each use of what stays, and to
 tell it and ask it takes longer than a small operator. Where it knows what comes, and all of that is
-there, the next blocks are opened to the ready path at once (`Readiness.lease`). When an operator
-comes to anything else, those that were used are read off the numbers of the operators that used
-them last, and told in that order (`StrategyFeed.catch_up`). So nothing is lost but that the
-strategy is asked less often.
+there, the next blocks are opened to the ready path at once (`Readiness.lease`), which notes each of
+their uses (`UseLog`). When an operator comes to anything else, those uses are told, in the order of
+the program (`StrategyFeed.catch_up`). So nothing is lost but that the strategy is asked less often.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ..devices.base import Device
+from . import core
 from .block import Block
+from .ref import TensorRef
+
+#: More uses than that are not noted: a strategy that misses some learns anew.
+MOST_USES = 4096
 
 
 class Lease:
     """Blocks that operators may use unheard, until something else happens.
 
+    It keeps them alive: the last use of a cache that the program makes anew is told of as well.
+
     Parameters
     ----------
     device : Device
         Where they are.
-    since : int
-        Number of the last operator before it.
+    blocks : sequence of Block
+        Opened to the ready path; their uses are noted from now on.
     result_nbytes : int
         Results of more bytes than that, together, end it: the strategy reckons with the room that
         short-lived ones take, and hears only of those that are there when it is told.
     """
 
-    def __init__(self, device: Device, since: int, result_nbytes: int) -> None:
+    def __init__(self, device: Device, blocks: Sequence[Block], result_nbytes: int) -> None:
         self.device = device
+        self.blocks = blocks
         self.result_nbytes = result_nbytes
-        self._since = since
-        self._uses: list[tuple[weakref.ref[Block], int]] = []
+        for block in blocks:
+            block.is_logged = True
 
-    def add(self, block: Block, struct: int) -> None:
-        """Note a block that was opened, and what its use will look like."""
-        self._uses.append((weakref.ref(block), struct))
+    def end(self) -> None:
+        """Note no more uses."""
+        for block in self.blocks:
+            block.is_logged = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a block."""
-        return bool(self._uses)
 
-    def blocks(self) -> list[Block]:
-        """Return the blocks that are alive."""
-        return [block for reference, _ in self._uses if (block := reference()) is not None]
+class Use(NamedTuple):
+    """One use of a block by a ready operator, noted to be told later."""
 
-    def used(self) -> list[tuple[int, Block, int]]:
-        """Return (operator, block, struct) of what was used, in the order of the program."""
-        found = [
-            (block.last_use, block.block_id, block, struct)
-            for reference, struct in self._uses
-            if (block := reference()) is not None and block.last_use > self._since
-        ]
-        return [(tick, block, struct) for tick, _, block, struct in sorted(found)]
+    tick: int
+    kind: int
+    block: Block
+    is_written: bool
+
+
+class UseLog:
+    """The uses that were noted since the last time, here and in C++."""
+
+    def __init__(self) -> None:
+        self._uses: list[Use] = []
+
+    def note_all(
+        self, tick: int, kind: int, operands: Iterable[Any], targets: Iterable[TensorRef]
+    ) -> None:
+        """Note what an operator uses and writes, as far as that is wanted."""
+        written = [target._ttr_block for target in targets]
+        for operand in operands:
+            if isinstance(operand, TensorRef) and operand._ttr_block.is_logged:
+                block = operand._ttr_block
+                if len(self._uses) < MOST_USES:
+                    self._uses.append(Use(tick, kind, block, block in written))
+
+    def take(self) -> list[Use]:
+        """Return the uses in the order of operators, as they are told: a block once for each."""
+        uses, self._uses = self._uses, []
+        uses += [Use(*use) for use in core.take_uses()]
+        found: dict[tuple[int, int], Use] = {}
+        for use in uses:
+            key = use.tick, use.block.block_id
+            if key not in found or use.is_written:
+                found[key] = use
+        return [found[key] for key in sorted(found)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..devices.base import Device
-from ..strategy import Expected
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
@@ -99,8 +98,13 @@ class Readiness:
         with self._books.lock:
             return all(block.ready is device or self._open(block, device) for block in blocks)
 
-    def lease(self, device: Device, expected: Sequence[Expected]) -> Lease | None:
+    def lease(self, device: Device, expected: Sequence[int]) -> Lease | None:
         """Open the ready path to blocks that are used next, as far as they are there.
+
+        Parameters
+        ----------
+        expected : sequence of int
+            Their numbers, in the order of the program.
 
         Returns
         -------
@@ -111,10 +115,9 @@ class Readiness:
         if len(expected) < 2:
             return None
         with books.lock:
-            result_nbytes = int(books.ledgers[device].limit_nbytes * RESULTS_SHARE)
-            lease = Lease(device, books.tick, result_nbytes)
-            for use in () if self._is_over_budget(device) else expected:
-                block = books.known.get(use.block_id)
+            opened: list[Block] = []
+            for block_id in () if self._is_over_budget(device) else expected:
+                block = books.known.get(block_id)
                 replica = block.replicas.get(device) if block is not None else None
                 if block is None or replica is None or not block.is_persistent:
                     break
@@ -124,8 +127,9 @@ class Readiness:
                 self._copier.arrive(replica)
                 if not self._open(block, device):
                     break
-                lease.add(block, use.struct)
-        return lease if lease.is_open else None
+                opened.append(block)
+            result_nbytes = int(books.ledgers[device].limit_nbytes * RESULTS_SHARE)
+            return Lease(device, opened, result_nbytes) if opened else None
 
     def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
         """Close the ready path to those of the blocks whose uses the strategy wants to hear."""

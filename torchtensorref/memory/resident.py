@@ -176,7 +176,7 @@ def device_snapshot(books: Books, in_flight: InFlight, device: Device) -> Device
         link_free_ns=clocks.link_free_ns,
         h2d_bytes_per_s=clocks.h2d_bytes_per_s,
         d2h_bytes_per_s=clocks.d2h_bytes_per_s,
-        compute_ns=clocks.compute_ns,
+        compute_ns=clocks.compute_ns or clocks.host_ns,
         compute_free_ns=compute_free_ns,
         d2h_free_ns=clocks.d2h_free_ns,
         stall_ns=device.stall_ns,

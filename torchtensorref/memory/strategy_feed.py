@@ -24,7 +24,6 @@ from ..strategy import (
     Birth,
     Death,
     DeviceSnapshot,
-    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -34,7 +33,7 @@ from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
 from .copies import Copier
-from .leases import Lease
+from .leases import Lease, Use
 from .readiness import Readiness
 from .resident import Candidates, Resident, device_snapshot, snapshots_of
 from .states import INVALID
@@ -83,7 +82,8 @@ class StrategyFeed:
         checked = CheckedStrategy(strategy)
         # In this order: what a strategy is told can need the lock (a result's first look).
         with self.lock, self._books.lock:
-            self._checked, self.lease = checked, None
+            self._checked = checked
+            self._end_lease()
             self._books.departures.clear()
             self._follow(checked)
             self._at_first = _mind_of(strategy)
@@ -129,7 +129,7 @@ class StrategyFeed:
             if lease is not None:
                 lease.result_nbytes -= block.nbytes
                 if lease.result_nbytes < 0:
-                    self._readiness.close_watched(lease.blocks(), lease.device)
+                    self._readiness.close_watched(lease.blocks, lease.device)
             self._unheard.append(weakref.ref(block))
 
     def catch_up(self) -> None:
@@ -138,16 +138,25 @@ class StrategyFeed:
             return
         books = self._books
         with self.lock:
-            lease, self.lease = self.lease, None
+            lease = self.lease
             if lease is None:
                 return  # another thread has
-            self._readiness.close_watched(lease.blocks(), lease.device)
-            used = lease.used() if lease.device is books.main else []
-            books.counts.slow_hit_count += len(used)
-            for tick, block, struct in used:
+            self._readiness.close_watched(lease.blocks, lease.device)
+            uses = self._end_lease()
+            if lease.device is not books.main:
+                return
+            books.counts.slow_hit_count += len(uses)
+            for tick, kind, block, is_written in uses:
                 self.tell_births(before=tick)
                 books.note_use(block, tick)
-                self.tell_access(block, struct, tick, writes=False)
+                self.tell_access(block, struct_of(kind, block), tick, writes=is_written)
+
+    def _end_lease(self) -> list[Use]:
+        """Let no more uses be noted; return those that were (the feed's lock held)."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.end()
+        return self._books.uses.take()
 
     def tell_births(self, before: int | None = None) -> None:
         """Tell of fresh results that are still there (no lock held).
@@ -360,8 +369,8 @@ class StrategyFeed:
             leaving = checked.write_back(seen, resident, count)
             return leaving, checked.prefetch(seen, resident, count)
 
-    def expected(self, device: Device) -> list[Expected]:
-        """Ask which uses need not be told one by one (no lock held)."""
+    def expected(self, device: Device) -> list[int]:
+        """Ask of which blocks the next uses need not be told one by one (no lock held)."""
         if not (self._checked.expects_uses and device.decision_nbytes and self.wants_every_use):
             return []
         with self._books.lock:

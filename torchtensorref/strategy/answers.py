@@ -27,7 +27,6 @@ from .contract import (
     BlockSnapshot,
     Death,
     DeviceSnapshot,
-    Expected,
     OpSnapshot,
     Prefetch,
     Strategy,
@@ -42,7 +41,7 @@ EXPECTED = {
     "after_operator": ("block numbers", "nothing is given back"),
     "prefetch": ("`Prefetch(block_id, victims)`s", "nothing is fetched ahead"),
     "write_back": ("block numbers", "nothing is written back early"),
-    "expects": ("`Expected(block_id, struct)`s", "each use is told by itself"),
+    "expects": ("block numbers", "each use is told by itself"),
     "on_birth": ("a number of operators", f"it is taken for {PERSISTENT_AFTER}"),
     "on_evict": ("nothing", "the program goes on"),
     "on_foretold": ("nothing", "it learns as the program runs"),
@@ -172,22 +171,9 @@ class CheckedStrategy:
 
         return self._ask("prefetch", (device, resident), read, [])
 
-    def expects(self, device: DeviceSnapshot, count: int) -> list[Expected]:
-        """Return the uses that need not be told one by one; `count` blocks live."""
-
-        def read(answer: Any) -> list[Expected]:
-            uses: list[Expected] = []
-
-            def take(use: Any) -> bool:
-                if not isinstance(use, Expected):
-                    raise UnusableAnswerError
-                uses.append(Expected(block_number(use.block_id), block_number(use.struct)))
-                return True
-
-            _read_items(answer, count, take)
-            return uses
-
-        return self._ask("expects", (device,), read, [])
+    def expects(self, device: DeviceSnapshot, count: int) -> list[int]:
+        """Return of which blocks uses need not be told one by one; `count` blocks live."""
+        return self._ask("expects", (device,), _numbers_up_to(count), [])
 
     # -- told -----------------------------------------------------------------------------------
 

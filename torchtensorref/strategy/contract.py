@@ -48,14 +48,6 @@ class Access(NamedTuple):
     device: str = ""
 
 
-class Expected(NamedTuple):
-    """One use that a strategy expects, of a block that is there: see `Strategy.expects`."""
-
-    block_id: int
-    #: As in `Access`.
-    struct: int
-
-
 class Birth(NamedTuple):
     """One result that is foretold: what `Strategy.on_birth` is told of a real one."""
 
@@ -86,7 +78,8 @@ class DeviceSnapshot:
     link_free_ns: int
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
-    #: Time that the operators issued so far take, waiting not counted; 0 if nobody measures it.
+    #: How far the program has come: the time that the operators issued so far take, waiting not
+    #: counted. The host's own time where nobody measures compute; 0 if neither is known.
     compute_ns: int = 0
     #: When the device will be through with the operators issued so far; 0 if not known.
     compute_free_ns: int = 0
@@ -294,12 +287,12 @@ class Strategy:
         """Return dirty blocks to copy home now, while the link that way is idle."""
         return ()
 
-    def expects(self, device: DeviceSnapshot) -> Iterable[Expected]:
-        """Return the next uses that need not be told one by one, in the order of the program.
+    def expects(self, device: DeviceSnapshot) -> Iterable[int]:
+        """Return the blocks whose next uses need not be told one by one, first used first.
 
-        Asked after `prefetch`, while every use is told. Operators may use these blocks unheard, as
-        many of them as are there; `on_access` tells of those that were used together, before it
+        Asked after `prefetch`, while every use is told. Operators may use these blocks unheard, up
+        to the first that is not there; `on_access` tells of all those uses together, before it
         tells of the next use of another block. Results of more than 1/64 of the budget end that,
-        too. A block that is expected twice may be told of once.
+        too.
         """
         return ()

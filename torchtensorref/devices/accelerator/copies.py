@@ -14,6 +14,7 @@ from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
+from .link_rate import LinkRate
 from .staging import HostCopier, StagedCopy, StagingRing
 from .streams import ComputeStreams
 from .vendor import Vendor
@@ -152,6 +153,7 @@ class LinkCopier:
         self._in_flight = CopiesInFlight()
         self.stall_ns = 0
         self.staged_nbytes = 0
+        self.rate_in, self.rate_out = LinkRate(vendor), LinkRate(vendor)
         self._new_lane = new_lane
         if not vendor.has_streams:
             return
@@ -180,10 +182,11 @@ class LinkCopier:
             event = self._issue(self.urgent_lane, memory, target, waits)
             return self._keep(base, event, Queue.URGENT_IN)
         if mirror is not None:
-            event = self._issue(self.in_lane, mirror.memory, target, waits)
+            event = self._issue_timed(self.in_lane, mirror.memory, target, waits, self.rate_in)
             return self._keep(base, event, Queue.IN)
         if self.is_page_locked(source):
-            event, queue = self._issue(self.in_lane, source, target, waits), Queue.IN
+            event = self._issue_timed(self.in_lane, source, target, waits, self.rate_in)
+            queue = Queue.IN
         else:
             event, queue = self._stage_in(source, target, waits), Queue.STAGED_IN
         host_readers.note_reader(source, event)
@@ -198,7 +201,7 @@ class LinkCopier:
         waits = (self._compute.record(),) if after is None else events_of(after)
         host_readers.about_to_be_filled(destination, self)
         if self.is_page_locked(destination):
-            event = self._issue(self.out_lane, source, destination, waits)
+            event = self._issue_timed(self.out_lane, source, destination, waits, self.rate_out)
             return self._keep(base, event, Queue.OUT)
         # Into pageable memory the driver would make the host wait for compute.
         piece = self._pieces.take() if source.numel() <= PIECE_NBYTES else None
@@ -242,6 +245,24 @@ class LinkCopier:
         for event in waits:
             lane.hold_back(event)
         return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
+
+    def _issue_timed(
+        self,
+        lane: StreamLane,
+        source: Tensor,
+        destination: Tensor,
+        waits: tuple[Any, ...],
+        rate: LinkRate,
+    ) -> AcceleratorEvent:
+        """Copy as `_issue` does, and learn from it how fast the link is."""
+        for event in waits:
+            lane.hold_back(event)
+        nbytes = source.numel()
+        watch = rate.begin(nbytes, lane.stream)
+        issued = self._issue(lane, source, destination, ())
+        if watch is not None:
+            rate.end(nbytes, watch)
+        return issued
 
     def _land(
         self, source: Tensor, piece: Tensor, destination: Tensor, waits: tuple[Any, ...]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...base.errors import TransferError
 from ...base.options import settings
 from ..base import DONE, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
+from ..clocks import Clocks
 from ..host.limits import share_of_ram
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
@@ -40,8 +39,6 @@ SLACK_SHARE = 0.03
 SLACK_NBYTES = 64 << 20
 #: And the most of it, where the budget is small.
 MOST_SLACK_SHARE = 1 / 8
-#: Of what is free, the most to be taken where the driver gives the host's memory beyond it.
-SHARE_WHERE_SPILLED = 0.9
 
 
 class AcceleratorDevice(AcceleratorPeers):
@@ -265,14 +262,7 @@ class AcceleratorDevice(AcceleratorPeers):
         return free + (reserved or 0) - (allocated or 0)
 
     def limit(self, nbytes: int) -> bool:
-        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot.
-
-        Where the driver would rather use the host's memory than refuse, never all that is free.
-        """
-        if spills_silently():
-            reserved_nbytes = self.vendor.reserved_nbytes() or 0
-            free_nbytes = (self.vendor.driver_free_nbytes() or 0) + reserved_nbytes
-            nbytes = min(nbytes, int(free_nbytes * SHARE_WHERE_SPILLED)) if free_nbytes else nbytes
+        """Let torch's allocator itself refuse more than `nbytes`; False where it cannot."""
         return self.vendor.cap(nbytes, self.capacity_nbytes)
 
     def slack_nbytes(self, limit_nbytes: int) -> int:
@@ -364,14 +354,17 @@ class AcceleratorDevice(AcceleratorPeers):
         """Set the generator back to a state asked for before."""
         self.vendor.set_random_state(state)
 
+    def clocks(self) -> Clocks:
+        """The host's clock, since nobody knows how far compute is without asking it; the link."""
+        return Clocks(
+            host_ns=self.now_ns() - self.stall_ns,
+            h2d_bytes_per_s=self._copier.rate_in.bytes_per_s,
+            d2h_bytes_per_s=self._copier.rate_out.bytes_per_s,
+        )
+
     def now_ns(self) -> int:
         """The clock on the wall."""
         return time.perf_counter_ns()
-
-
-def spills_silently() -> bool:
-    """Whether the driver answers a lack of memory with the host's (Windows, and WSL2 over it)."""
-    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 def _locker_of(vendor: Vendor) -> Locker | None:

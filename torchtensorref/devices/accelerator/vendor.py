@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,16 @@ __all__ = ["Vendor", "can_refill", "has_expandable_segments", "roomiest"]
 #: What lets torch's allocator refuse more than a share of the device.
 CAP = "set_per_process_memory_fraction"
 
+#: Of what is free, the most to be taken where the driver gives the host's memory beyond it.
+SHARE_WHERE_SPILLED = 0.9
+
 #: Where the settings of torch's allocator are, for those that cannot be asked.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def spills_silently() -> bool:
+    """Whether the driver answers a lack of memory with the host's (Windows, and WSL2 over it)."""
+    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 class Vendor:
@@ -202,10 +212,16 @@ class Vendor:
         return None if alone is None else int(alone())
 
     def cap(self, nbytes: int, total_nbytes: int) -> bool:
-        """Let the allocator itself refuse more than `nbytes`; False where it cannot."""
+        """Let the allocator itself refuse more than `nbytes`; False where it cannot.
+
+        Where the driver would rather use the host's memory than refuse, never all that is free.
+        """
         cap = getattr(self._module, CAP, None)
         if cap is None or not total_nbytes:
             return False
+        if spills_silently():
+            free_nbytes = (self.driver_free_nbytes() or 0) + (self.reserved_nbytes() or 0)
+            nbytes = min(nbytes, int(free_nbytes * SHARE_WHERE_SPILLED)) if free_nbytes else nbytes
         fraction = min(1.0, nbytes / total_nbytes)
         if self._kind == "mps":
             cap(fraction)  # takes no device: there is one

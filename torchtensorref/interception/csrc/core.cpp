@@ -4,15 +4,17 @@
 // order: state.h, python_types.h, ref.h, plan.h, peaks.h, ready.h, entry.h.
 #include "entry.h"
 
-TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&ttr::above>());
-}
-TORCH_LIBRARY_IMPL(_, Fake, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&ttr::below>());
-}
-
 namespace ttr {
 namespace {
+
+// What torch calls for TensorRefs, as long as these live.
+std::vector<std::unique_ptr<torch::Library>> registered;
+
+template <auto function>
+void register_for(DispatchKey key) {
+  registered.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "_", key, __FILE__, __LINE__));
+  registered.back()->fallback(torch::CppFunction::makeFromBoxedFunction<function>());
+}
 
 void add_class(py::module_& module, const char* name, PyTypeObject& type) {
   if (PyType_Ready(&type) < 0) throw py::error_already_set();
@@ -70,6 +72,17 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
+// (operator, kind, block, whether it was written) of the uses that were noted since the last time.
+py::list take_uses() {
+  py::list taken;
+  for (const Use& use : use_log.take()) {
+    auto half = py::reinterpret_steal<py::object>(half_of(use.block.get()));
+    if (!half) throw py::error_already_set();
+    taken.append(py::make_tuple(use.tick, use.kind, half, use.is_written));
+  }
+  return taken;
+}
+
 int64_t peak_of(int kind, const py::args& arguments) {
   Stack values;
   for (auto argument : arguments)
@@ -85,6 +98,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   add_class(module, "BlockBase", block_type);
   add_class(module, "LedgerBase", ledger_type);
   add_class(module, "BooksBase", books_type);
+  module.def("open", [] {
+    register_for<&above>(DispatchKey::DeferredInit);
+    register_for<&below>(DispatchKey::Fake);
+  });
+  module.def("close", [] { registered.clear(); });
   module.def("set_up", &set_up);
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", &ref_over);
@@ -100,5 +118,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     WithFactories here(true);
     return function(*args, **kwargs);
   });
+  module.def("take_uses", &take_uses);
   module.def("peak_nbytes", &peak_of);
 }

@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <vector>
 
 namespace ttr {
 
@@ -54,6 +55,7 @@ struct Block {
   std::atomic<bool> owned{false};       // and write it: no other replica is current
   std::atomic<int32_t> users{0};        // operators that run on it now, announced to evictors
   std::atomic<int64_t> last_use{0};
+  std::atomic<bool> is_logged{false};  // each use is noted, for who is told of it later
   std::atomic<int64_t> nbytes{0};
   int64_t born = 0;
   at::Tensor result;  // what a kernel has made, until somebody asks for replicas
@@ -143,6 +145,30 @@ class BlockPtr {
  private:
   Block* block_ = nullptr;
 };
+
+// Uses of blocks that are told to a strategy later, all of them together, in the order of operators.
+struct Use {
+  int64_t tick, kind;
+  BlockPtr block;
+  bool is_written;
+};
+class UseLog {
+ public:
+  void note(int64_t tick, int64_t kind, const BlockPtr& block, bool is_written) {
+    std::lock_guard guard(lock_);
+    if (uses_.size() < kMost) uses_.push_back({tick, kind, block, is_written});
+  }
+  std::vector<Use> take() {
+    std::lock_guard guard(lock_);
+    return std::exchange(uses_, {});
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;  // a strategy that misses some learns anew: it costs time only
+  std::mutex lock_;
+  std::vector<Use> uses_;
+};
+inline UseLog use_log;
 
 // Operators of this thread that run here now. Whoever exchanges the devices in use closes them first
 // and looks at these second; an operator counts itself first and looks second.

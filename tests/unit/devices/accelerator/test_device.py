@@ -10,8 +10,8 @@ import torch
 
 from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices import registry
-from torchTensorRef.devices.accelerator import device as device_module
 from torchTensorRef.devices.accelerator import vendor
+from torchTensorRef.devices.accelerator.copies import LinkCopier
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
@@ -133,6 +133,39 @@ def test_a_stopwatch_waits_for_nothing(device, module):
     assert watch.took_ns() is None
     watch._ended.fired = True
     assert watch.took_ns() == 250_000
+
+
+def test_some_large_copies_say_how_fast_the_link_is(device, module, monkeypatch):
+    class TimedEvent(FakeEvent):
+        def elapsed_time(self, other):
+            return 1.0  # milliseconds
+
+    monkeypatch.setattr(LinkCopier, "is_page_locked", lambda copier, memory: True)
+    module.Event = lambda **options: TimedEvent(module.calls)
+    nbytes = 8 << 20
+    source, base = torch.zeros(nbytes, dtype=torch.uint8), device.allocate(nbytes)
+    before = device.clocks().h2d_bytes_per_s
+
+    def copies(count):
+        first = len(module.calls)
+        for _ in range(count):
+            device.copy_in(source, base)
+        return sum(what == "record" for what, *_ in module.calls[first:])
+
+    assert copies(1) == 1 + 2  # it is measured
+    assert device.clocks().h2d_bytes_per_s == before  # nobody has waited for it
+    device._copier.rate_in._waiting[1]._ended.fired = True
+    assert copies(15) == 15
+    assert device.clocks().h2d_bytes_per_s == nbytes / 1e-3
+    assert device.clocks().d2h_bytes_per_s == before
+    assert copies(1) == 1 + 2
+
+
+def test_its_clock_is_the_hosts_without_what_was_waited_for(device):
+    first = device.clocks().host_ns
+    device._copier.stall_ns += 10**12
+    assert device.clocks().host_ns < first
+    assert device.clocks().compute_ns == 0
 
 
 def test_a_copy_in_runs_aside_and_after(device, module):
@@ -400,8 +433,8 @@ def test_memory_that_a_program_has_locked_in_part_is_staged(monkeypatch, part):
 def test_where_the_driver_spills_not_all_that_is_free_is_taken(
     device, module, monkeypatch, release
 ):
-    real = device_module.platform.uname()
-    monkeypatch.setattr(device_module.platform, "uname", lambda: real._replace(release=release))
+    real = vendor.platform.uname()
+    monkeypatch.setattr(vendor.platform, "uname", lambda: real._replace(release=release))
     device.limit(1000)  # 400 are free, and 70 are reserved by us
     device.limit(100)
     spills = "microsoft" in release
