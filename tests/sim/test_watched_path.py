@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.interception.ready_path import SLOW
+from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.interception.watched_path import _run_opened
 from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
@@ -95,6 +96,22 @@ def test_uses_are_told_before_results_are_there(listener):
     # Each operator tells of its two operands, and before that of the result of the one before.
     assert kinds[-8:] == ["use", "use", "birth", "use", "use", "birth", "use", "use"]
     assert kept[0]._ttr_block.block_id in [what for kind, what in strategy.heard if kind == "birth"]
+
+
+def test_what_is_there_and_at_home_is_written_without_phases(listener, monkeypatch):
+    manager, strategy = listener
+    weight = weight_on(manager, 16, 16)
+    before = weight.tolist()
+    assert not weight._ttr_block.owned
+    monkeypatch.setattr(SlowPath, "run", lambda path: pytest.fail(f"{path.plan.name} was slow"))
+    strategy.heard.clear()
+    with torch.no_grad():
+        weight.mul_(2)
+        weight.add_(1)
+    assert [access.is_write for access in strategy.uses()] == [True, True]
+    monkeypatch.undo()
+    assert weight.tolist() == (torch.tensor(before) * 2 + 1).tolist()
+    manager.check()
 
 
 def test_operands_and_result_count_as_used_by_the_same_operator(listener):

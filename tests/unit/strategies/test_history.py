@@ -135,6 +135,27 @@ def test_temporaries_are_known_by_their_birth_place():
     assert history.period == 3
 
 
+def test_caches_that_grow_are_known_although_no_operator_looks_the_same():
+    """As keys and values do: of another size at each token, and read once before they are gone."""
+    history, caches = History(), dict[int, int]()
+    for token in range(8):
+        for layer in range(3):
+            history.access(layer, 4096, 1)
+            nbytes = 160 + 10 * token
+            if token:
+                history.access(caches[layer], nbytes, hash((2, nbytes)))
+            made = 1000 + 3 * token + layer
+            # One token is run otherwise, so that they are born elsewhere.
+            stays = history.birth(made, nbytes + 10, 5 if token == 3 else 0)
+            if token:
+                history.death(caches[layer])
+            caches[layer] = made
+            assert stays == (token not in (0, 3, 4))
+    assert [history.next_use(caches[layer]) for layer in range(3)] == [1, 3, 5]
+    assert history.period == 6
+    assert history.confidence > 0.8
+
+
 def test_what_outlives_its_birth_place_gets_an_identity_of_its_own():
     """Optimizer state is born once, where a step makes something short-lived each time."""
     history = told(sweep(0, 4, 0) * 2)

@@ -43,6 +43,15 @@ def test_the_answer_is_the_same_with_bounds(steps_ns, queue):
     assert gate.slack_ns(device, 0, queue, bounds) == gate.slack_ns(device, 0, queue)
 
 
+def test_a_decision_takes_its_time():
+    gate, device = gate_of([10_000] * 100)
+    queue = [(10, 8), (20, 8), (30, 8)]
+    free = gate.slack_ns(device, 0, queue)
+    dear = gate.slack_ns(replace(device, decision_nbytes=5_000), 0, queue)
+    assert 0 < dear <= free - 3 * 5_000  # at a byte per ns: its own, and a margin of two
+    assert gate.slack_ns(replace(device, decision_nbytes=50_000), 0, queue) == 0
+
+
 def test_what_is_due_after_all_could_be_there_is_not_looked_at():
     gate, device = gate_of([10_000] * 1000)
     looked_at = 0

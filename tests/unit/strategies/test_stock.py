@@ -110,6 +110,54 @@ def test_what_turns_out_dirty_goes_later():
     assert [block.block_id for _, block in found] == [2, 1]
 
 
+def test_a_large_one_goes_before_a_small_one_where_a_decision_is_dear():
+    """What frees a byte costs less, even if it is used sooner."""
+    order = EvictionOrder()
+    for decision_nbytes, expected in ((0, [1, 2, 3]), (1 << 22, [2, 1, 3])):
+        order.clear(1 << 24, decision_nbytes)
+        for number, nbytes, position in ((1, 64, 100), (2, 4096, 50), (3, 64, 10)):
+            order.note(number, nbytes, position, is_dirty=False, is_small=False)
+        sizes = {1: 64, 2: 4096, 3: 64}
+        found = order.best_first(
+            0, 0, lambda n, sizes=sizes: snapshot(n, sizes[n]), with_small=True, with_fresh=True
+        )
+        assert [block.block_id for _, block in found] == expected
+
+
+def test_costs_of_decisions_come_in_steps():
+    """Blocks of nearly the same cost are kept together: each kind is looked at every time."""
+    costs = {cost_per_byte(nbytes, False, 1 << 40, 1 << 22) for nbytes in range(1, 1 << 14)}
+    assert len({round(cost, 2) for cost in costs}) < 4 * 24
+
+
+@pytest.mark.parametrize("decision_nbytes", [0, 1024])
+def test_what_is_copied_sooner_than_decided_about_is_not_copied_home_early(decision_nbytes):
+    history, stock = flow_of(list(range(10)), 6)
+    stock.set_limit(LIMIT, decision_nbytes)
+    for block_id in range(10):
+        stock.use(Access(block_id, 512, block_id, True, True, True))
+        history.access(block_id, 512, block_id)
+    there = [snapshot(n, 512, is_dirty=True) for n in range(10)]
+    assert stock.is_in_order(there, is_all=True)
+    early = {
+        *(block.block_id for block in stock.dirty_ones(there.__getitem__, 1)),
+        *(block.block_id for block in stock.oldest_dirty(there.__getitem__)),
+    }
+    assert bool(early) == (decision_nbytes == 0)
+
+
+def test_a_small_one_that_is_not_foreseen_stays_where_a_decision_is_dear():
+    for decision_nbytes, first in ((0, 99), (1024, 9)):
+        history, stock = flow_of(list(range(10)), 6)
+        stock.set_limit(LIMIT, decision_nbytes)
+        sizes = {**dict.fromkeys(range(10), 512), 99: 16}
+        there = [snapshot(n, nbytes) for n, nbytes in sizes.items()]
+        assert history.next_use(99) > 10**9
+        assert stock.is_in_order(there, is_all=True)
+        look = {block.block_id: block for block in there}.__getitem__
+        assert next(stock.all_victims(look, 0)).block_id == first
+
+
 def flow_of(order: list[int], rounds: int) -> tuple[History, Stock]:
     """A program that uses blocks in turn, all of which came as it used them."""
     history = History()
