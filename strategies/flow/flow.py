@@ -321,7 +321,11 @@ class Flow(Strategy):
             return False
         history = self.history
         queue = ((wanted.distance, wanted.nbytes) for wanted in self._to_fetch(device))
-        bounds = history.living_nbytes, history.largest_nbytes
+        decisions_nbytes = device.decision_nbytes * self._stock.missing_count
+        bounds = (
+            history.living_nbytes + decisions_nbytes,
+            history.largest_nbytes + device.decision_nbytes,
+        )
         slack_ns = self._gate.slack_ns(device, history.cursor, queue, bounds)
         if not device.compute_free_ns:
             # By the host's clock: the host may wait for the program's own reasons, and nothing is

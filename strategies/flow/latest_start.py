@@ -57,8 +57,9 @@ class LatestStart:
         missing : iterable of (distance, nbytes)
             What has to be copied, in the order of use.
         bounds_nbytes : (float, float), optional
-            All of it, and the largest of it, come to no more. Where even all of it would be copied
-            in time from some point on, what follows is not looked at: the answer is the same.
+            All of it, and the largest of it, come to no more, decisions included. Where even all
+            of it would be copied in time from some point on, what follows is not looked at: the
+            answer is the same, or where decisions take time, smaller by the largest copy at most.
         """
         first = cursor - self._start
         if not device.compute_ns or first < 0 or first >= len(self._spent_ns):
@@ -69,8 +70,6 @@ class LatestStart:
         slack_ns = math.inf
         link_ns = largest_ns = 0.0
         all_ns, one_ns = (nbytes / device.h2d_bytes_per_s * 1e9 for nbytes in bounds_nbytes)
-        if device.decision_nbytes:
-            all_ns = one_ns = math.inf
         for distance, nbytes in missing:
             index = min(first + distance, len(self._spent_ns) - 1)
             copy_ns = (nbytes + device.decision_nbytes) / device.h2d_bytes_per_s * 1e9
@@ -81,6 +80,9 @@ class LatestStart:
             slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
             if slack_ns <= 2 * largest_ns:
                 return 0.0  # what is missing later can only make it less
-            if sure_ns - queued_ns - all_ns > slack_ns and largest_ns >= one_ns:
-                break  # what is missing later is due later, and can not
+            if sure_ns - queued_ns - all_ns > slack_ns:
+                if device.decision_nbytes:
+                    largest_ns = max(largest_ns, one_ns)
+                if largest_ns >= one_ns:
+                    break  # what is missing later is due later, and can not
         return slack_ns - 2 * largest_ns if link_ns else 0.0

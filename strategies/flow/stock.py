@@ -334,6 +334,11 @@ class Stock:
         cursor = self._forecaster.cursor
         return self._order.best_first(cursor, newest, look, with_small=with_small, with_fresh=True)
 
+    @property
+    def missing_count(self) -> int:
+        """How many blocks are foreseen and not there."""
+        return len(self._missing)
+
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yield (distance, block) of what is foreseen and not there, in the order of use."""
         forecaster = self._forecaster

@@ -26,8 +26,14 @@ from torchTensorRef.base import core_build
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import core
+from torchTensorRef.memory.strategy_feed import struct_of
 from torchTensorRef.operators import peaks
+from torchTensorRef.operators.plan import plan_of
 
+from .test_leases import Teller
+from .test_watched_path import weight_on
+
+aten = torch.ops.aten
 CLASSES = str(Path(__file__).with_name("test_classes_in_cpp.py"))
 ROOM_NBYTES = 1 << 26
 needs_cpp = pytest.mark.skipif(core.library is None, reason=f"the path is {core.path_in_words()}")
@@ -369,3 +375,40 @@ def test_whoever_wants_to_see_every_operator_does(adapter, handed_over):
     assert handed_over == ["aten::add.Tensor"]
     _ = x + x
     assert handed_over == ["aten::add.Tensor"]
+
+
+@needs_cpp
+def test_uses_that_are_told_later_are_noted_in_cpp(adapter: Callable[..., Any]) -> None:
+    """In the order of operators, each of them, with what was written and what is gone since."""
+    manager = adapter(1 << 16)
+    manager.strategy = strategy = Teller()
+    filler = [manager.adopt(torch.zeros(1 << 12)).toGPU() for _ in range(6)]
+    assert manager.residency.books.is_pressed
+    del filler
+    weights = [weight_on(manager, 1, 2) for _ in range(4)]
+    numbers = [weight._ttr_block.block_id for weight in weights]
+    x = manager.adopt(torch.rand(1)).toGPU() + 0
+    for weight in weights:
+        _ = weight + x
+    strategy.expected = numbers[:3]
+    _ = weights[3] + x
+    strategy.heard.clear()
+    before = manager.stats()["ready_op_count"]
+    strategy.expected = []
+    made = [weights[1] + x, weights[0] * weights[1], weights[0] + weights[0], weights[2] + x]
+    number = weights.pop(2)._ttr_block.block_id
+    del weights[2:]
+    assert not strategy.heard
+    assert manager.stats()["ready_op_count"] == before + len(made)
+    _ = weights[1].exp_() + x  # it is at home too, which would be stale: not for this path
+    told = [(use.block_id, use.is_write) for use in strategy.uses() if use.block_id in numbers]
+    first, second, third, _ = numbers
+    assert third == number
+    uses = [second, first, second, first, third]
+    assert told[:5] == [(use, False) for use in uses]
+    assert told[5:] == [(second, True), (second, False)]
+    added, multiplied = (plan_of(op).kind for op in (aten.add.Tensor, aten.mul.Tensor))
+    kinds = [added, multiplied, multiplied, added]
+    structs = [struct_of(kind, weights[1]._ttr_block) for kind in kinds]
+    assert [use.struct for use in strategy.uses() if use.block_id in numbers][:4] == structs
+    assert not core.take_uses()

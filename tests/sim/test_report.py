@@ -231,6 +231,7 @@ def test_thrash_is_counted_and_told_once(manage, monkeypatch):
 
 def test_the_statistics_have_the_judgement_of_the_report(manage):
     manager = manage("lru", nbytes=4 * 512 * 512 * 4)
+    gc.collect()
     others_nbytes = manager.stats()["weights_nbytes"]  # another test's last traceback may hold some
     model, x = linears(manager, width=512), manager.adopt(torch.rand(2, 512))
     sweep(model, x, 4)
