@@ -1,5 +1,6 @@
 """`tensorsManager.report()`: what it says, that it fits a screen, that looking moves nothing."""
 
+import gc
 import json
 import re
 import time
