@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +108,9 @@ def test_the_last_use_of_one_that_is_gone_since_is_told(world):
     world.use(0)
     world.told()
     world.use(1)
+    gone = weakref.ref(world.weights[1]._ttr_block)
     world.weights[1] = world.weights[0]
+    assert gone() is None  # what is noted of it keeps nothing alive
     world.use(3)
     assert number in [use.block_id for use in world.strategy.uses()]
 

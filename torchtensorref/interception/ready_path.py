@@ -69,7 +69,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
                 ):
                     return SLOW
                 block.last_use = tick
-                is_logged |= block.is_logged
+                is_logged |= block.logged_as != 0
                 plain_args.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or kind is not _Tensor):
                 return SLOW
@@ -179,7 +179,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
                     return SLOW
                 block = arg._ttr_block
                 block.last_use = tick
-                is_logged |= block.is_logged
+                is_logged |= block.logged_as != 0
                 plain.append(arg._ttr_plain)
             elif isinstance(arg, _Tensor) and (arg.dim() or type(arg) is not _Tensor):
                 return SLOW

@@ -227,8 +227,9 @@ class Block(core.BlockBase):  # type: ignore[misc]
         self.ready = ready
         #: With `ready`: operators may also write it there, since no other replica is current.
         self.owned = ready is not None
-        #: Each use by a ready operator is noted, to be told later (`leases.py`).
-        self.is_logged = False
+        #: The number under which each use by a ready operator is noted, to be told later
+        #: (`leases.py`); 0: none is.
+        self.logged_as = 0
         #: Number of the operator that made it, and of the one that used it last.
         self.born = born
         self.last_use = born

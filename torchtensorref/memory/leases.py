@@ -9,6 +9,7 @@ the program (`StrategyFeed.catch_up`). So nothing is lost but that the strategy 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,38 +25,46 @@ MOST_USES = 4096
 class Lease:
     """Blocks that operators may use unheard, until something else happens.
 
-    It keeps them alive: the last use of a cache that the program makes anew is told of as well.
-
     Parameters
     ----------
     device : Device
         Where they are.
     blocks : sequence of Block
-        Opened to the ready path; their uses are noted from now on.
+        Opened to the ready path; their uses are noted from now on. None is kept alive.
     result_nbytes : int
         Results of more bytes than that, together, end it: the strategy reckons with the room that
         short-lived ones take, and hears only of those that are there when it is told.
+
+    Attributes
+    ----------
+    nbytes : dict of int to int
+        The size of each block, by its number, for those that are gone when their use is told.
     """
 
     def __init__(self, device: Device, blocks: Sequence[Block], result_nbytes: int) -> None:
         self.device = device
-        self.blocks = blocks
         self.result_nbytes = result_nbytes
+        self.nbytes = {block.block_id: block.nbytes for block in blocks}
+        self._blocks = [weakref.ref(block) for block in blocks]
         for block in blocks:
-            block.is_logged = True
+            block.logged_as = block.block_id
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks that are alive."""
+        return [block for reference in self._blocks if (block := reference()) is not None]
 
     def end(self) -> None:
         """Note no more uses."""
-        for block in self.blocks:
-            block.is_logged = False
+        for block in self.blocks():
+            block.logged_as = 0
 
 
 class Use(NamedTuple):
     """One use of a block by a ready operator, noted to be told later."""
 
     tick: int
+    block_id: int
     kind: int
-    block: Block
     is_written: bool
 
 
@@ -71,10 +80,10 @@ class UseLog:
         """Note what an operator uses and writes, as far as that is wanted."""
         written = [target._ttr_block for target in targets]
         for operand in operands:
-            if isinstance(operand, TensorRef) and operand._ttr_block.is_logged:
+            if isinstance(operand, TensorRef) and operand._ttr_block.logged_as:
                 block = operand._ttr_block
                 if len(self._uses) < MOST_USES:
-                    self._uses.append(Use(tick, kind, block, block in written))
+                    self._uses.append(Use(tick, block.block_id, kind, block in written))
 
     def take(self) -> list[Use]:
         """Return the uses in the order of operators, as they are told: a block once for each."""
@@ -82,7 +91,7 @@ class UseLog:
         uses += [Use(*use) for use in core.take_uses()]
         found: dict[tuple[int, int], Use] = {}
         for use in uses:
-            key = use.tick, use.block.block_id
+            key = use.tick, use.block_id
             if key not in found or use.is_written:
                 found[key] = use
         return [found[key] for key in sorted(found)]

@@ -109,7 +109,7 @@ def _snapshot(
             MissingBlock(
                 block.block_id,
                 block.nbytes,
-                struct_of(call.kind, block),
+                struct_of(call.kind, block.nbytes),
                 block.is_persistent,
                 int(block.nbytes / clocks.h2d_bytes_per_s * 1e9),
                 _is_coming(block, accelerator),

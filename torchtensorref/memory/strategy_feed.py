@@ -6,7 +6,6 @@ path, if it is still there: most are not.
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections import deque
@@ -28,7 +27,7 @@ from ..strategy import (
     Prefetch,
     Strategy,
 )
-from ..strategy.answers import CheckedStrategy
+from ..strategy.answers import CheckedStrategy, mind_of
 from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
@@ -59,7 +58,7 @@ class StrategyFeed:
         self._readiness = readiness
         self._checked = CheckedStrategy(strategy)
         self._follow(self._checked)
-        self._at_first = _mind_of(strategy)
+        self._at_first = mind_of(strategy)
         self.lock = threading.RLock()
         #: Results that the strategy has not been told of, oldest first; and (operator, block) from
         #: which on those that it was told of count as persistent.
@@ -86,7 +85,7 @@ class StrategyFeed:
             self._end_lease()
             self._books.departures.clear()
             self._follow(checked)
-            self._at_first = _mind_of(strategy)
+            self._at_first = mind_of(strategy)
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     block.ready = None
@@ -106,7 +105,7 @@ class StrategyFeed:
     def repair(self, doubts: Iterable[Doubt]) -> None:
         """Let a strategy that was interrupted while it thought begin anew: it costs time only."""
         if self._at_first is not None and any(__file__ in doubt.files for doubt in doubts):
-            mind = _mind_of(self.strategy, self._at_first)
+            mind = mind_of(self.strategy, self._at_first)
             vars(self.strategy).clear()
             vars(self.strategy).update(mind)
 
@@ -129,7 +128,7 @@ class StrategyFeed:
             if lease is not None:
                 lease.result_nbytes -= block.nbytes
                 if lease.result_nbytes < 0:
-                    self._readiness.close_watched(lease.blocks, lease.device)
+                    self._readiness.close_watched(lease.blocks(), lease.device)
             self._unheard.append(weakref.ref(block))
 
     def catch_up(self) -> None:
@@ -141,15 +140,23 @@ class StrategyFeed:
             lease = self.lease
             if lease is None:
                 return  # another thread has
-            self._readiness.close_watched(lease.blocks, lease.device)
+            self._readiness.close_watched(lease.blocks(), lease.device)
             uses = self._end_lease()
             if lease.device is not books.main:
                 return
             books.counts.slow_hit_count += len(uses)
-            for tick, kind, block, is_written in uses:
+            for tick, block_id, kind, is_written in uses:
                 self.tell_births(before=tick)
-                books.note_use(block, tick)
-                self.tell_access(block, struct_of(kind, block), tick, writes=is_written)
+                block = books.known.get(block_id)
+                if block is not None:
+                    books.note_use(block, tick)
+                    self.tell_access(block, struct_of(kind, block.nbytes), tick, writes=is_written)
+                elif block_id in lease.nbytes:  # it is gone since
+                    self._told_tick, nbytes = tick, lease.nbytes[block_id]
+                    struct, name = struct_of(kind, nbytes), books.main.name
+                    self._checked.on_access(
+                        Access(block_id, nbytes, struct, True, is_written, True, device=name)
+                    )
 
     def _end_lease(self) -> list[Use]:
         """Let no more uses be noted; return those that were (the feed's lock held)."""
@@ -245,7 +252,7 @@ class StrategyFeed:
                 if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
                 if is_at_home or not device.is_host:  # else the accelerator has no need of it
-                    struct = struct_of(kind, block)
+                    struct = struct_of(kind, block.nbytes)
                     by = device if self._books.is_spread and not is_at_home else None
                     self.tell_access(
                         block, struct, tick, writes=block in written, is_at_home=is_at_home, by=by
@@ -383,14 +390,6 @@ class StrategyFeed:
         return device_snapshot(self._books, self._copier.in_flight, device)
 
 
-def _mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
-    """Return a copy of all that a strategy keeps, or of what it kept once; None without."""
-    try:
-        return copy.deepcopy(vars(strategy) if mind is None else mind, {id(strategy): strategy})
-    except Exception:
-        return None  # it holds what cannot be copied: it has to cope
-
-
-def struct_of(kind: int, block: Block) -> int:
+def struct_of(kind: int, nbytes: int) -> int:
     """Return what uses of equally large blocks by one kind of operator have in common."""
-    return hash((kind, block.nbytes))
+    return hash((kind, nbytes))

@@ -11,6 +11,7 @@ Block numbers need not exist: by the time an answer is carried out, a block may 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -363,3 +364,11 @@ def _place_of(error: Exception) -> str:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+
+
+def mind_of(strategy: Strategy, mind: dict[str, Any] | None = None) -> Any:
+    """Return a copy of all that a strategy keeps, or of what it kept once; None without."""
+    try:
+        return copy.deepcopy(vars(strategy) if mind is None else mind, {id(strategy): strategy})
+    except Exception:
+        return None  # it holds what cannot be copied: it has to cope

@@ -72,14 +72,10 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
-// (operator, kind, block, whether it was written) of the uses that were noted since the last time.
+// (operator, number of the block, kind, whether it was written) of the uses noted since the last time.
 py::list take_uses() {
   py::list taken;
-  for (const Use& use : use_log.take()) {
-    auto half = py::reinterpret_steal<py::object>(half_of(use.block.get()));
-    if (!half) throw py::error_already_set();
-    taken.append(py::make_tuple(use.tick, use.kind, half, use.is_written));
-  }
+  for (const Use& use : use_log.take()) taken.append(py::make_tuple(use.tick, use.number, use.kind, use.is_written));
   return taken;
 }
 

@@ -94,10 +94,6 @@ inline PyObject* get_owned(PyObject* self, void*) { return PyBool_FromLong(core_
 inline int set_owned(PyObject* self, PyObject* value, void*) {
   return core_of(self)->owned.store(PyObject_IsTrue(value) == 1), 0;
 }
-inline PyObject* get_logged(PyObject* self, void*) { return PyBool_FromLong(core_of(self)->is_logged.load()); }
-inline int set_logged(PyObject* self, PyObject* value, void*) {
-  return core_of(self)->is_logged.store(PyObject_IsTrue(value) == 1), 0;
-}
 inline PyObject* get_users(PyObject* self, void*) { return PyLong_FromLong(core_of(self)->users.load()); }
 
 template <auto member>
@@ -138,7 +134,7 @@ inline int set_births(PyObject* self, PyObject* value, void*) {
 inline PyGetSetDef block_fields[] = {
     {"ready", get_ready, set_ready, nullptr, nullptr},
     {"owned", get_owned, set_owned, nullptr, nullptr},
-    {"is_logged", get_logged, set_logged, nullptr, nullptr},
+    {"logged_as", get_number<&Block::logged_as>, set_number<&Block::logged_as>, nullptr, nullptr},
     {"users", get_users, nullptr, nullptr, nullptr},
     {"last_use", get_number<&Block::last_use>, set_number<&Block::last_use>, nullptr, nullptr},
     {"born", get_number<&Block::born>, set_number<&Block::born>, nullptr, nullptr},

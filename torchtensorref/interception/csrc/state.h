@@ -55,7 +55,7 @@ struct Block {
   std::atomic<bool> owned{false};       // and write it: no other replica is current
   std::atomic<int32_t> users{0};        // operators that run on it now, announced to evictors
   std::atomic<int64_t> last_use{0};
-  std::atomic<bool> is_logged{false};  // each use is noted, for who is told of it later
+  std::atomic<int64_t> logged_as{0};  // the number under which each use is noted; 0: none is
   std::atomic<int64_t> nbytes{0};
   int64_t born = 0;
   at::Tensor result;  // what a kernel has made, until somebody asks for replicas
@@ -148,15 +148,14 @@ class BlockPtr {
 
 // Uses of blocks that are told to a strategy later, all of them together, in the order of operators.
 struct Use {
-  int64_t tick, kind;
-  BlockPtr block;
+  int64_t tick, kind, number;
   bool is_written;
 };
 class UseLog {
  public:
-  void note(int64_t tick, int64_t kind, const BlockPtr& block, bool is_written) {
+  void note(const Use& use) {
     std::lock_guard guard(lock_);
-    if (uses_.size() < kMost) uses_.push_back({tick, kind, block, is_written});
+    if (uses_.size() < kMost) uses_.push_back(use);
   }
   std::vector<Use> take() {
     std::lock_guard guard(lock_);
