@@ -26,7 +26,7 @@ from torchTensorRef.base import core_build
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import core
-from torchTensorRef.memory.strategy_feed import struct_of
+from torchTensorRef.memory.leases import struct_of
 from torchTensorRef.operators import peaks
 from torchTensorRef.operators.plan import plan_of
 

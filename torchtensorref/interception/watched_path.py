@@ -146,7 +146,9 @@ def _run_opened(
             out = WAYS[plan.ready_way](plan, args, kwargs)
         finally:
             residency.readiness.close_watched(closed, device)
-        if out is not SLOW:
+        if out is SLOW:
+            residency.feed.has_not_run(plan.kind)
+        else:
             residency.feed.tell_deaths()
             residency.after_operator(device, ())
         return out
@@ -188,7 +190,9 @@ def _run_fetched(
         finally:
             residency.release(held)
             residency.readiness.close_watched(used, device)
-        if out is not SLOW:
+        if out is SLOW:
+            residency.feed.has_not_run(plan.kind)
+        else:
             blocks = list(dict.fromkeys([*used, *_blocks_of(out)]))
             if len(blocks) > len(used):
                 residency.times.remember_results(sizes, blocks[-1].nbytes)

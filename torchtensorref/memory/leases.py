@@ -46,8 +46,14 @@ class Lease:
         self.result_nbytes = result_nbytes
         self.nbytes = {block.block_id: block.nbytes for block in blocks}
         self._blocks = [weakref.ref(block) for block in blocks]
+        self._logged: list[weakref.ref[Block]] = []
         for block in blocks:
-            block.logged_as = block.block_id
+            self.log(block)
+
+    def log(self, block: Block) -> None:
+        """Have the uses of a block noted: of one of them, or of a result that is made meanwhile."""
+        block.logged_as = block.block_id
+        self._logged.append(weakref.ref(block))
 
     def blocks(self) -> list[Block]:
         """Return the blocks that are alive."""
@@ -55,8 +61,10 @@ class Lease:
 
     def end(self) -> None:
         """Note no more uses."""
-        for block in self.blocks():
-            block.logged_as = 0
+        for reference in self._logged:
+            block = reference()
+            if block is not None:
+                block.logged_as = 0
 
 
 class Use(NamedTuple):
@@ -95,3 +103,8 @@ class UseLog:
             if key not in found or use.is_written:
                 found[key] = use
         return [found[key] for key in sorted(found)]
+
+
+def struct_of(kind: int, nbytes: int) -> int:
+    """Return what uses of equally large blocks by one kind of operator have in common."""
+    return hash((kind, nbytes))

@@ -15,10 +15,10 @@ from ..base.units import format_nbytes, format_ns
 from ..devices.base import Clocks, Device
 from ..strategy import MissingBlock, Offer, OpSnapshot
 from .block import Block
+from .leases import struct_of
 from .op_times import OpCost, OpKey
 from .residency import Residency
 from .states import FILLING
-from .strategy_feed import struct_of
 
 #: From the end of an operator to the start of the next one that needs its result on another device:
 #: the host has to see the one, or to issue the other (THEORY.md, 3.1: 30 to 60 us there and back).

@@ -32,7 +32,7 @@ from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
 from .copies import Copier
-from .leases import Lease, Use
+from .leases import Lease, Use, struct_of
 from .readiness import Readiness
 from .resident import Candidates, Resident, device_snapshot, snapshots_of
 from .states import INVALID
@@ -126,6 +126,7 @@ class StrategyFeed:
         if self.wants_every_use:
             lease = self.lease
             if lease is not None:
+                lease.log(block)  # if it turns out to stay, its uses are told as those of others
                 lease.result_nbytes -= block.nbytes
                 if lease.result_nbytes < 0:
                     self._readiness.close_watched(lease.blocks(), lease.device)
@@ -148,7 +149,7 @@ class StrategyFeed:
             for tick, block_id, kind, is_written in uses:
                 self.tell_births(before=tick)
                 block = books.known.get(block_id)
-                if block is not None:
+                if block is not None and block.is_persistent:
                     books.note_use(block, tick)
                     self.tell_access(block, struct_of(kind, block.nbytes), tick, writes=is_written)
                 elif block_id in lease.nbytes:  # it is gone since
@@ -257,6 +258,10 @@ class StrategyFeed:
                     self.tell_access(
                         block, struct, tick, writes=block in written, is_at_home=is_at_home, by=by
                     )
+
+    def has_not_run(self, kind: int) -> None:
+        """Note that the operator told of last is tried again, perhaps under another number."""
+        self._told = (get_ident(), kind, self._books.tick + 1)
 
     def tell_access(
         self,
@@ -388,8 +393,3 @@ class StrategyFeed:
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device (lock of the books held)."""
         return device_snapshot(self._books, self._copier.in_flight, device)
-
-
-def struct_of(kind: int, nbytes: int) -> int:
-    """Return what uses of equally large blocks by one kind of operator have in common."""
-    return hash((kind, nbytes))

@@ -98,7 +98,7 @@ class ReadyCall {
     const int64_t tick = world.tick.fetch_add(1, std::memory_order_relaxed) + 1;
     for (auto& operand : operands_.all) {
       operand.block->last_use.store(tick, std::memory_order_relaxed);
-      if (const int64_t number = operand.block->logged_as.load())
+      if (const int64_t number = operand.block->logged_as.load(); number && !plan_.is_view)
         use_log.note({tick, plan_.kind, number, operand.is_written});
     }
     push_plain();
