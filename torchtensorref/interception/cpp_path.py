@@ -108,7 +108,6 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     is_by_device = isinstance(plan.op, ByDevice)
     return {
         "op": op,
-        "kind": plan.kind,
         "may_be_ready": _may_be_ready(plan),
         "is_view": plan.ready_way == ReadyWay.VIEW,
         "counts_lists": plan.counts_lists,

@@ -82,7 +82,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
             return SLOW
         residency.books.tick = tick
         if is_logged:
-            residency.books.uses.note_all(tick, plan.kind, args, (first,) if writes else ())
+            residency.feed.uses.note_all(tick, plan.kind, args, (first,) if writes else ())
         run = plan.op if _function_modes() else plan.binding
         if listed_count:
             out = run(
@@ -189,7 +189,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             return SLOW
         residency.books.tick = tick
         if is_logged:
-            residency.books.uses.note_all(tick, plan.kind, flat, targets(plan, args))
+            residency.feed.uses.note_all(tick, plan.kind, flat, targets(plan, args))
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
         if plan.counts_lists:

@@ -17,7 +17,6 @@ from . import core
 from .block import Block, Replica, next_death
 from .budget import Budget
 from .costs import Costs
-from .leases import UseLog
 from .ledger import Ledger
 
 #: Operators for which all has to fit before memory is no longer short; twice as many each time that
@@ -146,8 +145,6 @@ class Books(core.BooksBase):  # type: ignore[misc]
         #: Blocks that have left the main accelerator, for a strategy that wants to hear of it; any
         #: accelerator, for one that spreads.
         self.departures: deque[int] = deque()
-        #: Uses of blocks by ready operators, where somebody wants to be told of them.
-        self.uses = UseLog()
         self.notes_departures = self.is_spread = False
         #: The strategy wants to be told each use of what stays, once memory is short.
         self.watches_accesses = False

@@ -107,8 +107,8 @@ def running_elsewhere() -> int:
     return 0 if library is None else int(library.running_elsewhere())
 
 
-def take_uses() -> list[tuple[int, int, int, bool]]:
-    """Return (operator, block, kind, whether it was written) of the uses noted in C++."""
+def take_uses() -> list[tuple[int, int, Any, bool]]:
+    """Return (tick, block, operator, whether it was written) of the uses noted in C++."""
     return [] if library is None else list(library.take_uses())
 
 

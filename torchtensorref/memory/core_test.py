@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..base.activation import disabled
-from ..operators.plan import plan_of
 
 _add = torch.ops.aten.add.Tensor
 
@@ -71,11 +70,10 @@ def _fault_in_a_sum(library: Any) -> str:
 
 
 def _description(name: str, overload: str) -> dict[str, Any]:
-    """What is known of the operator of the test: the same as its plan says, for it is kept."""
+    """What is known of the operator of the test: the same as its plan says."""
     assert (name, overload) == ("aten::add", "Tensor"), (name, overload)
     return {
         "op": _add,
-        "kind": plan_of(_add).kind,
         "may_be_ready": True,
         "is_view": False,
         "counts_lists": False,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..devices.base import Device
+from ..operators.plan import plan_of
 from . import core
 from .block import Block
 from .ref import TensorRef
@@ -96,7 +97,8 @@ class UseLog:
     def take(self) -> list[Use]:
         """Return the uses in the order of operators, as they are told: a block once for each."""
         uses, self._uses = self._uses, []
-        uses += [Use(*use) for use in core.take_uses()]
+        for tick, block_id, op, is_written in core.take_uses():
+            uses.append(Use(tick, block_id, plan_of(op).kind, is_written))
         found: dict[tuple[int, int], Use] = {}
         for use in uses:
             key = use.tick, use.block_id

@@ -32,7 +32,7 @@ from ..strategy.choice import make_strategy
 from .block import Block, Replica
 from .bookkeeping import Books, Doubt
 from .copies import Copier
-from .leases import Lease, Use, struct_of
+from .leases import Lease, Use, UseLog, struct_of
 from .readiness import Readiness
 from .resident import Candidates, Resident, device_snapshot, snapshots_of
 from .states import INVALID
@@ -70,6 +70,7 @@ class StrategyFeed:
         self._told: tuple[int, int, int] | None = None
         #: Uses that it expects, and is told of together.
         self.lease: Lease | None = None
+        self.uses = UseLog()
 
     @property
     def strategy(self) -> Strategy:
@@ -164,7 +165,7 @@ class StrategyFeed:
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.end()
-        return self._books.uses.take()
+        return self.uses.take()
 
     def tell_births(self, before: int | None = None) -> None:
         """Tell of fresh results that are still there (no lock held).

@@ -72,10 +72,11 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
-// (operator, number of the block, kind, whether it was written) of the uses noted since the last time.
+// (tick, number of the block, operator, whether it was written) of the uses noted since the last time.
 py::list take_uses() {
   py::list taken;
-  for (const Use& use : use_log.take()) taken.append(py::make_tuple(use.tick, use.number, use.kind, use.is_written));
+  for (const Use& use : use_log.take())
+    taken.append(py::make_tuple(use.tick, use.number, py::handle(use.op), use.is_written));
   return taken;
 }
 

@@ -32,7 +32,6 @@ struct Plan {
   PyObject* op = nullptr;  // torch.ops' object
 
   // As Python's plan says:
-  int64_t kind = 0;           // by which strategies know it
   bool may_be_ready = false;  // it may run here at all
   bool is_view = false, writes = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
@@ -62,7 +61,6 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   auto flag = [&](const char* name) { return said[name].cast<bool>(); };
   plan.op = said["op"].cast<py::object>().release().ptr();
   plan.may_be_ready = flag("may_be_ready") && schema.name().compare(0, 6, "aten::") == 0;
-  plan.kind = said["kind"].cast<int64_t>();
   plan.is_view = flag("is_view");
   plan.counts_lists = flag("counts_lists");
   plan.makes_dense = flag("makes_dense");

@@ -99,7 +99,7 @@ class ReadyCall {
     for (auto& operand : operands_.all) {
       operand.block->last_use.store(tick, std::memory_order_relaxed);
       if (const int64_t number = operand.block->logged_as.load(); number && !plan_.is_view)
-        use_log.note({tick, plan_.kind, number, operand.is_written});
+        use_log.note({tick, number, plan_.op, operand.is_written});
     }
     push_plain();
     const bool is_done = call() && wrap(tick);

@@ -148,7 +148,8 @@ class BlockPtr {
 
 // Uses of blocks that are told to a strategy later, all of them together, in the order of operators.
 struct Use {
-  int64_t tick, kind, number;
+  int64_t tick, number;
+  PyObject* op;  // torch.ops' object, which stays
   bool is_written;
 };
 class UseLog {
