@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, TensorRefError
 from ..base.units import format_nbytes, format_ns
+from ..inject import hooks
 
 if TYPE_CHECKING:
     from ..promises.forecast import Forecast
@@ -47,6 +48,7 @@ def main(chosen: argparse.Namespace) -> int:
     from ..promises.forecast import Forecast, spec_of
     from ..promises.recording import record_of
 
+    hooks.load(".tensor.install")  # it connects the parts: the first TensorRef may be a promise
     if (chosen.model is None) == (chosen.script is None):
         raise ConfigError("Give either --model, or a script.")
     if chosen.devices:

@@ -43,7 +43,7 @@ torchTensorRef.uninstall()
 assert told() == during  # it is alive, and goes on working
 assert isinstance(x * 2, TensorRef)
 model = torchTensorRef.tensorsManager.adopt(torch.nn.Linear(2, 2))
-assert hooks() == (core.library is None)  # they look for modules that run natively
+assert hooks() == 0, hooks()
 del x, model
 torchTensorRef.uninstall()
 assert told() == before, (told(), before)
