@@ -22,6 +22,8 @@ WRITE_BACK_SHARE = 3 / 4
 #: the long run; so often in a row.
 RENEWAL_SHARE = 1 / 64
 RENEWALS_IN_A_ROW = 8
+#: Of more than so many blocks, there and foreseen, it is worked out still less often.
+MANY_COUNT = 1024
 #: Dirty blocks looked at, in the order of their writing.
 LOOKED_AT_COUNT = 16
 #: How far ahead the next use of a small block counts as being where none is foreseen.
@@ -189,7 +191,8 @@ class Stock:
             self._count(blocks, is_all=is_all)
         elif not self.is_void:
             return True
-        price = RENEWAL_SHARE * len(self._there)
+        count = len(self._there)
+        price = RENEWAL_SHARE * count * max(1, (count + horizon_of(self._forecaster)) / MANY_COUNT)
         if self._renewals_until > end + RENEWALS_IN_A_ROW * price:
             return False
         self._renewals_until = max(self._renewals_until, end) + price
