@@ -258,7 +258,9 @@ class Stock:
         distance = forecaster.next_use(block_id)
         if distance == NEVER and nbytes <= self._decision_nbytes:
             # To give it back frees little: rather a larger one that is used again.
-            position: float = forecaster.cursor + UNFORESEEN_PERIODS * forecaster.period
+            ahead = UNFORESEEN_PERIODS * forecaster.period
+            position: float = forecaster.cursor + ahead
+            self._due.note(block_id, forecaster.cursor + ahead // 2)  # then it is put there again
         elif distance == NEVER:
             position = UNFORESEEN - self._there[block_id][0]
         else:

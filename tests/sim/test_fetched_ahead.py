@@ -30,7 +30,7 @@ def test_it_can_go_once_it_has_arrived(manage: Any) -> None:
         candidates = Candidates(books, residency.holds, books.main)
         return number in [block.block_id for block in candidates]
 
-    books.main.synchronize()  # the copy ends
+    replica.arrival.synchronize()  # the copy ends
     assert not may_go()  # it is kept for its use
     assert replica.state is FILLING
     books.tick += UNUSED_AFTER + 1

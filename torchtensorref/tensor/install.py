@@ -129,11 +129,22 @@ def _nothing() -> None:
 
 def uninstall() -> None:
     """Take everything back, unless a TensorRef is alive: those go on working."""
-    gc.collect()
-    if any(map(is_ref, gc.get_objects())):
+    if _is_one_alive():
         return
     wiring.is_done = False
     _take_back()
+
+
+def _is_one_alive() -> bool:
+    """Look for a TensorRef, also among the objects that the program has frozen (`gc.freeze`)."""
+    gc.collect()
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        return any(map(is_ref, gc.get_objects()))
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 def _take_back() -> None:

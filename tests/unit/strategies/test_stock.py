@@ -227,3 +227,17 @@ def test_who_looks_for_a_victim_does_not_look_at_those_named():
 def test_the_horizon_meets_each_block_that_recurs():
     history, _ = flow_of(list(range(10)), 6)
     assert {n for _, n in history.upcoming(horizon_of(history))} == set(range(10))
+
+
+def test_a_small_one_that_is_not_foreseen_does_not_come_nearer():
+    """The program moves on; the block is used no sooner for that."""
+    history, stock = flow_of(list(range(10)), 6)
+    stock.set_limit(LIMIT, 1024)
+    sizes = {**dict.fromkeys(range(10), 512), 99: 512}
+    there = [snapshot(n, nbytes) for n, nbytes in sizes.items()]
+    assert stock.is_in_order(there, is_all=True)
+    look = {block.block_id: block for block in there}.__getitem__
+    for block_id in [*range(10)] * 12:
+        history.access(block_id, 512, block_id)
+        stock.use(Access(block_id, 512, block_id, True, False, True))
+        assert next(stock.all_victims(look, 0)).block_id == 99

@@ -44,7 +44,13 @@ assert told() == during  # it is alive, and goes on working
 assert isinstance(x * 2, TensorRef)
 model = torchTensorRef.tensorsManager.adopt(torch.nn.Linear(2, 2))
 assert hooks() == 0, hooks()
-del x, model
+del model
+gc.freeze()  # as servers do before they fork: it is alive all the same
+torchTensorRef.uninstall()
+assert told()[:3] == during[:3]
+assert (x * 2).tolist() == [2 * value for value in x.tolist()]
+gc.unfreeze()
+del x
 torchTensorRef.uninstall()
 assert told() == before, (told(), before)
 assert hooks() == 0
