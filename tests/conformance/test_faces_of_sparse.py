@@ -54,6 +54,8 @@ def test_what_it_is_made_of(right, layout):
     right(program)
 
 
+# What torch 2.15 says when it loads one.
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies(right, layout):
     def program(bring: Bring) -> Any:
