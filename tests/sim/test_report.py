@@ -233,11 +233,15 @@ def test_thrash_is_counted_and_told_once(manage, monkeypatch):
 def test_the_statistics_have_the_judgement_of_the_report(manage):
     manager = manage("lru", nbytes=4 * 512 * 512 * 4)
     gc.collect()
-    others_nbytes = manager.stats()["weights_nbytes"]  # another test's last traceback may hold some
+    before_nbytes = manager.stats()["weights_nbytes"]  # another test's last traceback may hold some
     model, x = linears(manager, width=512), manager.adopt(torch.rand(2, 512))
     sweep(model, x, 4)
-    stats, report = manager.stats(), manager.report()
-    assert stats["weights_nbytes"] == others_nbytes + sum(p.nbytes for p in model.parameters())
+    for _ in range(3):  # until nothing of other tests has died meanwhile
+        stats, report = manager.stats(), manager.report()
+        if manager.stats()["weights_nbytes"] == stats["weights_nbytes"]:
+            break
+    others_nbytes = stats["weights_nbytes"] - sum(p.nbytes for p in model.parameters())
+    assert 0 <= others_nbytes <= before_nbytes
     assert f"{stats['advice'][:40]}" in report
     assert stats["bound_by"] == "link"
     assert "bound by   the link" in report
