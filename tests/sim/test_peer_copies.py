@@ -213,6 +213,24 @@ def test_a_link_is_free_of_the_hosts_memory_and_takes_its_time(manager):
     assert torch.equal(third, source)
 
 
+def test_what_comes_from_home_passes_what_comes_by_a_slower_link(manager):
+    spec = DeviceSpec("test", capacity_nbytes=1 << 20, peer_bytes_per_s=1e9, copy_latency_ns=0)
+    machine = Machine.of(spec)
+    a, b = (SimDevice(spec, k, machine=machine, poison=True, name=f"sim:test{k}") for k in range(2))
+    given, taken, other = a.allocate(4000), b.allocate(4000), b.allocate(1000)
+    source = torch.arange(4000).to(torch.uint8)
+    a.copy_in(source, given).synchronize()
+    late = b.copy_across(a, given, taken)
+    early = b.copy_in(source[:1000], other)
+    assert early.end_ns < late.end_ns
+    early.wait()
+    b.before_operator([other], [other])
+    assert torch.equal(other, source[:1000])
+    late.wait()
+    b.before_operator([taken], [taken])
+    assert torch.equal(taken, source)
+
+
 def test_real_accelerators_copy_to_each_other_by_torch(manager):
     module = LateModule()
     givers = [LateDevice(module, index) for index in (0, 1)]

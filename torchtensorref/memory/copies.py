@@ -54,7 +54,7 @@ class Copier:
 
     # -- home -----------------------------------------------------------------------------------
 
-    def write_back(self, replica: Replica, *, wait: bool = True) -> None:
+    def write_back(self, replica: Replica) -> None:
         """Copy dirty bytes home; afterwards the replica is clean (lock not held).
 
         Raises
@@ -62,21 +62,49 @@ class Copier:
         TransferError
             The copy failed; the replica is still dirty, and whole.
         """
+        with self._books.lock:
+            home = self.begin_write_back(replica)
+        if home is not None:
+            self._issue_write_back(replica, home)
+            self.wait_for(home)
+
+    def begin_write_back(self, replica: Replica) -> Replica | None:
+        """Have home filled from a dirty replica (lock held); `issue_write_back` must follow.
+
+        Whoever chooses a replica begins before he lets go of the lock: an operator that is about to
+        write it then waits for the copy, or has announced itself and refuses the choice.
+
+        Returns
+        -------
+        Replica or None
+            That at home, which another thread may be filling already. None for a clean one.
+        """
+        block = replica.block
+        if block is None or replica.state is not DIRTY:
+            return None
+        block.owned = False
+        home = self._home_replica(block, replica.device)
+        if home.state is not FILLING:
+            self._holds.issuing[home] = threading.get_ident()
+            home.become(FILLING, "write-back issued")
+        return home
+
+    def issue_write_back(self, replica: Replica, home: Replica) -> None:
+        """Issue the copy that was begun; nobody waits for it (lock not held).
+
+        Raises
+        ------
+        TransferError
+            As `write_back` does.
+        """
+        if self._issue_write_back(replica, home):
+            self._going.append(home)
+
+    def _issue_write_back(self, replica: Replica, home: Replica) -> bool:
+        """Issue the copy that this thread has begun; False if another one has."""
         books, holds = self._books, self._holds
-        with books.lock:
-            block = replica.block
-            if block is None or replica.state is not DIRTY:
-                return
-            block.owned = False
-            home = self._home_replica(block, replica.device)
-            is_under_way = home.state is FILLING
-            if not is_under_way:
-                holds.issuing[home] = threading.get_ident()
-                home.become(FILLING, "write-back issued")
-        if is_under_way:
-            if wait:
-                self.wait_for(home)
-            return
+        if holds.issuing.get(home) != threading.get_ident():
+            return False
         try:
             home.arrival = self.transfer.write_back(replica, home)
         except BaseException as error:
@@ -87,11 +115,8 @@ class Copier:
             raise
         finally:
             holds.issuing.pop(home, None)
-        telling.written_back(books, block.name, replica, home)
-        if wait:
-            self.wait_for(home)
-        else:
-            self._going.append(home)
+        telling.written_back(books, f"b{replica.block_id}", replica, home)
+        return True
 
     def _home_replica(self, block: Block, source: Device | None = None) -> Replica:
         """Return the replica at home, with bytes that may be stale (lock held)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ...base.errors import TransferError
@@ -33,19 +34,21 @@ class _CopyEngine:
         #: copies that were not waited for, by the id of their base; shared with the memory
         self.not_awaited = not_awaited
 
-    def expect(self, key: int, copy: Copy, *, passes_others: bool = True) -> None:
+    def expect(self, key: int, copy: Copy) -> None:
         """Note a copy that was issued."""
         self.pending.append(copy)
         self.note(key, copy)
-        if passes_others:
-            self.put_in_order()
 
     def note(self, key: int, copy: Copy) -> None:
         """Note a copy of this engine's, or one that another device makes of the same bytes."""
         before = self.not_awaited.pop(key, None)
         if before is not None and before.observer is not copy.observer:
             before.observer.deliver(before)  # it is not known here any more when its source goes
+        last = next(reversed(self.not_awaited.values()), copy)
         self.not_awaited[key] = copy
+        # Small copies pass others, and those between devices go by a link of their own.
+        if any(copy.end_ns < other.end_ns for other in (last, *islice(reversed(self.pending), 2))):
+            self.put_in_order()
 
     def put_in_order(self) -> None:
         """Put the copies in the order of their ends again: one has passed others."""
@@ -195,7 +198,6 @@ class CopyEngines:
         copy.source = bytes_of(source)
         self._engines[Engine.H2D].expect(taken.key, copy)
         giver._engines[Engine.D2H].note(given.key, copy)
-        giver._engines[Engine.D2H].put_in_order()
         memory.poison_base(base)
         return copy
 
@@ -266,7 +268,7 @@ class CopyEngines:
             resident=resident,
             after=after,
         )
-        engine.expect(resident.key, copy, passes_others=is_urgent)
+        engine.expect(resident.key, copy)
         if not self._page_locked:
             machine.wait_until(end_ns)
         return copy
