@@ -691,35 +691,36 @@ def test_a_repair_leaves_the_operator_around_an_error_what_it_holds(manage):
 
 @pytest.mark.parametrize("is_write_back", [True, False], ids=["write back", "evict"])
 def test_what_is_written_while_it_is_copied_home_is_not_lost(manage, monkeypatch, is_write_back):
-    """An evictor has chosen a replica that an operator writes; it copies just before the kernel."""
+    """An evictor has chosen a replica: an operator that writes it waits for the copy."""
     manager = manage("lru")
     residency = manager.residency
     ref, plain = manager.adopt(torch.rand(40)) + 1, torch.zeros(40)
     replica = ref._ttr_block.replicas[residency.books.main]
     evictor, copier = residency.evictor, residency.copier
-    copy_home, written = copier.write_back, copier.written
-    has_seized, may_copy, has_copied = (threading.Event() for _ in range(3))
+    issue, end_write_back = copier.leaving.issue, copier.end_write_back
+    has_chosen = threading.Event()
+    order = []
 
-    def late(replica: Any, *, wait: bool = True) -> None:
-        has_seized.set()
-        assert may_copy.wait(20)
-        copy_home(replica, wait=True)
-        has_copied.set()
+    def late(replica: Any, home: Any) -> bool:
+        has_chosen.set()
+        time.sleep(0.1)  # the operator comes
+        order.append("copy")
+        return issue(replica, home)
 
-    def just_before_the_kernel(block: Any, device: Any) -> None:
-        written(block, device)
-        if not may_copy.is_set():
-            may_copy.set()
-            has_copied.wait(1)
+    def waits(block: Any) -> None:
+        order.append("operator")
+        end_write_back(block)
+        order.append("kernel")
 
-    monkeypatch.setattr(copier, "write_back", late)
-    monkeypatch.setattr(copier, "written", just_before_the_kernel)
+    monkeypatch.setattr(copier.leaving, "issue", late)
+    monkeypatch.setattr(copier, "end_write_back", waits)
     act = evictor.try_write_back if is_write_back else lambda r: evictor.evict(r, "a test")
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(contextvars.copy_context().run, act, replica)
-        assert has_seized.wait(20)
+        assert has_chosen.wait(20)
         ref.zero_()
         other.result(20)
+    assert order == ["operator", "copy", "kernel"]
     monkeypatch.undo()
     manager.bring_all_home()
     assert_same(plain, ref)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from contextlib import suppress
 
 import torch
 
 from ..base.errors import LostError, TransferError
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
 from .filling import Filling
 from .holds import Holds
 from .in_flight import InFlight
-from .leaving import finish_issue
+from .leaving import Leaving, finish_issue
 from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -49,8 +47,7 @@ class Copier:
         self.peers = Peers(
             books, holds, self.filling, self.transfer, self.in_flight, self.replica_on
         )
-        #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
-        self._going: deque[Replica] = deque()
+        self.leaving = Leaving(books, holds, self.transfer)
 
     # -- home -----------------------------------------------------------------------------------
 
@@ -63,70 +60,10 @@ class Copier:
             The copy failed; the replica is still dirty, and whole.
         """
         with self._books.lock:
-            home = self.begin_write_back(replica)
+            home = self.leaving.begin(replica)
         if home is not None:
-            self._issue_write_back(replica, home)
+            self.leaving.issue(replica, home)
             self.wait_for(home)
-
-    def begin_write_back(self, replica: Replica) -> Replica | None:
-        """Have home filled from a dirty replica (lock held); `issue_write_back` must follow.
-
-        Whoever chooses a replica begins before he lets go of the lock: an operator that is about to
-        write it then waits for the copy, or has announced itself and refuses the choice.
-
-        Returns
-        -------
-        Replica or None
-            That at home, which another thread may be filling already. None for a clean one.
-        """
-        block = replica.block
-        if block is None or replica.state is not DIRTY:
-            return None
-        block.owned = False
-        home = self._home_replica(block, replica.device)
-        if home.state is not FILLING:
-            self._holds.issuing[home] = threading.get_ident()
-            home.become(FILLING, "write-back issued")
-        return home
-
-    def issue_write_back(self, replica: Replica, home: Replica) -> None:
-        """Issue the copy that was begun; nobody waits for it (lock not held).
-
-        Raises
-        ------
-        TransferError
-            As `write_back` does.
-        """
-        if self._issue_write_back(replica, home):
-            self._going.append(home)
-
-    def _issue_write_back(self, replica: Replica, home: Replica) -> bool:
-        """Issue the copy that this thread has begun; False if another one has."""
-        books, holds = self._books, self._holds
-        if holds.issuing.get(home) != threading.get_ident():
-            return False
-        try:
-            home.arrival = self.transfer.write_back(replica, home)
-        except BaseException as error:
-            if not isinstance(error, TransferError):
-                replica.device.synchronize()  # it may have been issued all the same
-            with books.lock:
-                home.become(INVALID, "write-back failed")
-            raise
-        finally:
-            holds.issuing.pop(home, None)
-        telling.written_back(books, f"b{replica.block_id}", replica, home)
-        return True
-
-    def _home_replica(self, block: Block, source: Device | None = None) -> Replica:
-        """Return the replica at home, with bytes that may be stale (lock held)."""
-        host = self._books.host
-        home = block.replicas.get(host)
-        if home is None:
-            base = (source or self._books.main).home_memory(block.nbytes)
-            base = empty_bytes(block.nbytes) if base is None else base
-            home = block.replicas[host] = Replica(block, host, base, INVALID)
-        return home
 
     def bring_home(self, block: Block) -> Replica:
         """Make the bytes at home current; return that replica.
@@ -146,7 +83,7 @@ class Copier:
                 if home is not None:
                     return home
                 source = self._dirty_replica(block)
-                home = self._home_replica(block)
+                home = self.leaving.home_of(block)
                 if source is None and home.state is not FILLING:
                     raise LostError(
                         f"{block.name} ({block.nbytes:,} bytes) was being moved when an error came "
@@ -181,9 +118,9 @@ class Copier:
         """Wait for every copy home that nobody has waited for (lock not held)."""
         while True:
             with self._books.lock:
-                if not self._going:
+                if not self.leaving.not_awaited:
                     return
-                home = self._going.popleft()
+                home = self.leaving.not_awaited.popleft()
             self.wait_for(home)
 
     def note_arrivals(self) -> None:
@@ -194,7 +131,7 @@ class Copier:
         for replica in self.in_flight.unused_since(self._books.tick - UNUSED_AFTER):
             with suppress(TransferError):  # whoever needs it is told
                 self.arrive(replica)
-        going = self._going
+        going = self.leaving.not_awaited
         while going:
             home = going[0]
             if home.state is FILLING and home.arrival is not None:
@@ -290,11 +227,15 @@ class Copier:
             self.rehousing.move_some()
         if self.peers.bring(block, device, ahead=ahead):
             return
-        home = self.bring_home(block)
-        with books.lock:
-            replica = self.replica_on(block, device)
-            if not self.filling.open(block, replica):
-                return
+        while True:
+            home = self.bring_home(block)
+            with books.lock:
+                if block.readable_on(books.host) is not home:
+                    continue  # another thread has written it elsewhere
+                replica = self.replica_on(block, device)
+                if not self.filling.open(block, replica):
+                    return
+            break
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
             self.rehousing.note_copy(home)

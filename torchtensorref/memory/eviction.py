@@ -234,10 +234,10 @@ class Evictor:
             if replica.state is CLEAN:
                 return self._drop(replica, why)
             self._holds.pin([replica])
-            home = self._copier.begin_write_back(replica)
+            home = self._copier.leaving.begin(replica)
         try:
             if home is not None:
-                self._copier.issue_write_back(replica, home)
+                self._copier.leaving.issue_unawaited(replica, home)
         finally:
             self._holds.unpin([replica])
         if issue_of(self._books, replica.block) is not None:
@@ -286,10 +286,10 @@ class Evictor:
             if not self._holds.seize(replica):
                 return
             self._holds.pin([replica])
-            home = self._copier.begin_write_back(replica)
+            home = self._copier.leaving.begin(replica)
         try:
             if home is not None:
-                self._copier.issue_write_back(replica, home)
+                self._copier.leaving.issue_unawaited(replica, home)
         except TransferError as error:
             self._copier.note_failure(replica, error)
         finally:

@@ -1,13 +1,93 @@
-"""Copies home by way of staging buffers, which nothing can be told to wait for until they run."""
+"""Copies home: begun under the lock, issued without it, and waited for by whoever needs them.
+
+Those by way of staging buffers nothing can be told to wait for until they run.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 
 from ..base.errors import TransferError
-from .block import Block
+from ..devices.base import Device, empty_bytes
+from . import telling
+from .block import Block, Replica
 from .bookkeeping import Books
-from .states import FILLING, INVALID
+from .holds import Holds
+from .states import DIRTY, FILLING, INVALID
+from .transfer import Transfer
+
+
+class Leaving:
+    """Begins and issues the copies home of dirty replicas."""
+
+    def __init__(self, books: Books, holds: Holds, transfer: Transfer) -> None:
+        self._books = books
+        self._holds = holds
+        self._transfer = transfer
+        #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
+        self.not_awaited: deque[Replica] = deque()
+
+    def begin(self, replica: Replica) -> Replica | None:
+        """Have home filled from a dirty replica (lock held); `issue` must follow.
+
+        Whoever chooses a replica begins before he lets go of the lock: an operator that is about to
+        write it then waits for the copy, or has announced itself and refuses the choice.
+
+        Returns
+        -------
+        Replica or None
+            That at home, which another thread may be filling already. None for a clean one.
+        """
+        block = replica.block
+        if block is None or replica.state is not DIRTY:
+            return None
+        block.owned = False
+        home = self.home_of(block, replica.device)
+        if home.state is not FILLING:
+            self._holds.issuing[home] = threading.get_ident()
+            home.become(FILLING, "write-back issued")
+        return home
+
+    def issue(self, replica: Replica, home: Replica) -> bool:
+        """Issue the copy that this thread has begun; False if another one has (lock not held).
+
+        Raises
+        ------
+        TransferError
+            The copy failed; the replica is still dirty, and whole.
+        """
+        books, holds = self._books, self._holds
+        if holds.issuing.get(home) != threading.get_ident():
+            return False
+        try:
+            home.arrival = self._transfer.write_back(replica, home)
+        except BaseException as error:
+            if not isinstance(error, TransferError):
+                replica.device.synchronize()  # it may have been issued all the same
+            with books.lock:
+                home.become(INVALID, "write-back failed")
+            raise
+        finally:
+            holds.issuing.pop(home, None)
+        telling.written_back(books, f"b{replica.block_id}", replica, home)
+        return True
+
+    def issue_unawaited(self, replica: Replica, home: Replica) -> None:
+        """Issue a copy that nobody waits for (lock not held); raises as `issue` does."""
+        if self.issue(replica, home):
+            self.not_awaited.append(home)
+
+    def home_of(self, block: Block, source: Device | None = None) -> Replica:
+        """Return the replica at home, with bytes that may be stale (lock held)."""
+        host = self._books.host
+        home = block.replicas.get(host)
+        if home is None:
+            base = (source or self._books.main).home_memory(block.nbytes)
+            base = empty_bytes(block.nbytes) if base is None else base
+            home = block.replicas[host] = Replica(block, host, base, INVALID)
+        return home
 
 
 def issue_of(books: Books, block: Block | None) -> Callable[[], None] | None:

@@ -45,7 +45,9 @@ def member(folder):
 
 def other(folder, pid, **said):
     row = {"pid": pid, "is_child": True, "device": "sim:0", "command": "x", **said}
-    (folder / f"{pid}.json").write_text(json.dumps(row))
+    new = folder / f"{pid}.new"
+    new.write_text(json.dumps(row))
+    new.rename(folder / f"{pid}.json")  # whole, whenever the thread of shares looks
 
 
 def test_a_share_goes_by_who_is_alive_on_the_same_device(folder):
