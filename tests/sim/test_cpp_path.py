@@ -378,6 +378,23 @@ def test_whoever_wants_to_see_every_operator_does(adapter, handed_over):
 
 
 @needs_cpp
+def test_a_forecast_changes_nothing_for_the_program_beside_it(adapter, handed_over):
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+    books = manager.residency.books
+    books.is_pressed = books.labels_differ = True
+    tick = books.tick
+    torchTensorRef.forecast(nn.Linear(4, 4), torch.empty(1, 4), device="rtx3060").report()
+    assert books.tick >= tick
+    assert books.is_pressed
+    assert books.labels_differ
+    books.is_pressed = books.labels_differ = False
+    handed_over.clear()
+    _ = x + x
+    assert handed_over == []
+
+
+@needs_cpp
 def test_uses_that_are_told_later_are_noted_in_cpp(adapter: Callable[..., Any]) -> None:
     """In the order of operators, each of them, with what was written and what is gone since."""
     manager = adapter(1 << 16)

@@ -34,7 +34,8 @@ def test_it_can_go_once_it_has_arrived(manage: Any) -> None:
     assert not may_go()  # it is kept for its use
     assert replica.state is FILLING
     books.tick += UNUSED_AFTER + 1
-    assert may_go()
+    held = (replica.pins, ref._ttr_block.users, residency.holds.announced_blocks())
+    assert may_go(), f"{replica.state}, held by {held}, {vars(residency.copier.in_flight)}"
     assert replica.state is CLEAN
     residency.evictor.evict_all()
     assert manager.stats()["resident_nbytes"] == 0

@@ -101,7 +101,7 @@ def labels_differ_on(accelerators: Sequence[Device]) -> bool:
     return any(device.torch_device.type != "cpu" for device in accelerators)
 
 
-class Books(core.BooksBase):  # type: ignore[misc]
+class Books:
     """Devices, ledgers and counts, and the one lock under which blocks change.
 
     Notes
@@ -288,3 +288,10 @@ class Books(core.BooksBase):  # type: ignore[misc]
         """Return the living blocks with bytes on a device."""
         found = (replica.block for replica in self.ledgers[device].replicas())
         return [block for block in found if block is not None]
+
+
+class LiveBooks(Books, core.BooksBase):  # type: ignore[misc]
+    """Those of the program that runs, which operators in C++ read: there is one at a time.
+
+    Forecasts and replays have books of their own beside them, which no operator reads.
+    """

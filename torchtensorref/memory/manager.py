@@ -21,7 +21,7 @@ from ..devices import registry
 from ..devices.base import Device
 from ..devices.host.readers import host_readers
 from ..strategy.choice import make_strategy
-from .bookkeeping import Counts
+from .bookkeeping import Counts, LiveBooks
 from .budget import (
     Budget,
     BudgetSetting,
@@ -113,7 +113,7 @@ class TensorsManager:
                 device = registry.accelerators(self._device_setting)
                 strategy = make_strategy(self._strategy_setting or settings.strategy, len(device))
                 budgets = budgets_of(device, self._budget_setting)
-                residency = Residency(host, device, strategy, self.log)
+                residency = Residency(LiveBooks(host, device, self.log), strategy)
                 for accelerator, budget in budgets:
                     self._open_ledger(residency, accelerator, budget)
                 self._residency = residency

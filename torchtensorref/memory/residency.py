@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..base.event_log import EventLog
 from ..base.interrupts import is_within_another
 from ..devices.base import Device
 from ..strategy import Strategy
@@ -49,10 +48,8 @@ class Residency:
         Who writes down what a module's call does while it is learned (`compiled/`), or None.
     """
 
-    def __init__(
-        self, host: Device, accelerators: Sequence[Device], strategy: Strategy, log: EventLog
-    ) -> None:
-        self.books = Books(host, accelerators, log)
+    def __init__(self, books: Books, strategy: Strategy) -> None:
+        self.books = books
         self.holds = Holds(self.books)
         self.copier = Copier(self.books, self.holds)
         self.readiness = Readiness(self.books, self.holds, self.copier)

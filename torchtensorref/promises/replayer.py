@@ -14,6 +14,7 @@ from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
 from ..interception.placement import table_is_away
 from ..memory.block import Block, Replica
+from ..memory.bookkeeping import Books
 from ..memory.budget import SHORTAGES, resolve_budget
 from ..memory.op_times import OpCost
 from ..memory.placing import Answer, Call, choose
@@ -79,7 +80,9 @@ class Replayer:
         self.host.machines.append(self.device.machine)
         # Their own: what dies here is not for the books of the program that goes on meanwhile.
         self.host.graveyard = self.device.graveyard = Graveyard()
-        self.residency = Residency(self.host, [self.device], make_strategy(strategy), EventLog())
+        self.residency = Residency(
+            Books(self.host, [self.device], EventLog()), make_strategy(strategy)
+        )
         self.residency.books.open_ledger(self.device, resolve_budget(budget, self.device))
         self.blocks: dict[int, Block] = {}
         #: What the results of an operator took the last time.
