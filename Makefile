@@ -43,7 +43,7 @@ GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
 GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
 GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts threads sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -88,6 +88,10 @@ interrupts: $(VENV)/test.stamp
 	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k at_any_line tests/sim/test_interrupts.py
 	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
+
+# What eight threads do at once, under every strategy, a hundred times: half an hour on two cores.
+threads: $(VENV)/test.stamp
+	@THREAD_ROUNDS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -k eight_threads tests/sim/test_threads.py
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp

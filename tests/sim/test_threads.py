@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import os
 import sys
 import threading
 import time
@@ -24,7 +25,9 @@ from torchTensorRef.memory.filling import RoomTakenError
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, called_natively
 
-pytestmark = pytest.mark.timeout(60)
+#: How often what goes by chance is tried; `make threads` tries it more often.
+ROUNDS = int(os.environ.get("THREAD_ROUNDS", "1"))
+pytestmark = pytest.mark.timeout(60 * ROUNDS)
 
 THREADS = 8
 
@@ -100,7 +103,8 @@ def work_on(shared: list[Any], own: Any, rounds: int) -> Any:
     return own
 
 
-def test_eight_threads_on_shared_and_own_tensors(manage, strategy):
+@pytest.mark.parametrize("_", range(ROUNDS))
+def test_eight_threads_on_shared_and_own_tensors(manage, strategy, _):
     shared = [torch.rand(16, 16) for _ in range(5)]
     owns = [torch.rand(16, 16) for _ in range(THREADS)]
     expected = [work_on(shared, own.clone(), 12) for own in owns]
