@@ -24,8 +24,9 @@ from .transfer import Transfer
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
 LINK_PAUSES_S = (0.001, 0.01, 0.1, 1.0)
-#: What was fetched ahead is kept for its use during so many operators.
-UNUSED_AFTER = 1000
+#: What was fetched ahead is kept for its use during so many operators: steps of training fetch
+#: that far ahead.
+UNUSED_AFTER = 4000
 
 
 class Copier:
@@ -173,6 +174,7 @@ class Copier:
                     other.become(CLEAN, "written back")
         else:
             arrival.wait()
+            self._books.ledgers[replica.device].has_arrived(replica)
             replica.become(CLEAN, "arrived")
             replica.arrival = None
             self.peers.has_arrived(replica)

@@ -58,6 +58,8 @@ def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[st
     for replica in ledger.replicas():
         if replica.state is INVALID:
             found.append(f"b{replica.block_id}: counted on {device.name} although it is invalid")
+        if replica.state in (CLEAN, DIRTY) and not ledger.is_in_order(replica):
+            found.append(f"b{replica.block_id}: {device.name} would never evict it")
     return found
 
 

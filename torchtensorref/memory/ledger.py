@@ -129,9 +129,12 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def add(self, replica: Replica) -> None:
         """Count a replica."""
         with self._lock:
-            self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
+            self._count(replica)
             self._put_in_order(replica.number, replica.nbytes)
-            self.counted_nbytes += replica.nbytes
+
+    def _count(self, replica: Replica) -> None:
+        self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
+        self.counted_nbytes += replica.nbytes
 
     def add_if_room(self, replica: Replica) -> bool:
         """Count a replica that is about to be filled; False where the budget has no room for it."""
@@ -139,8 +142,22 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             self.bury()
             if self.resident_nbytes + replica.nbytes > self.budget.limit_nbytes:
                 return False
-            self.add(replica)
+            self._count(replica)
             return True
+
+    def has_arrived(self, replica: Replica) -> None:
+        """Take a replica that was about to be filled into the order of who goes first.
+
+        Not before: what is fetched ahead of need was used least recently, and each eviction would
+        pass all of it to find what can go.
+        """
+        with self._lock:
+            if replica.number in self._replicas:
+                self._put_in_order(replica.number, replica.nbytes)
+
+    def is_in_order(self, replica: Replica) -> bool:
+        """Whether a replica has a place in that order."""
+        return replica.number in self._recency
 
     def remove(self, replica: Replica) -> int:
         """Stop counting a replica; return its bytes."""

@@ -42,6 +42,9 @@ class Recency:
         """Leave a thing out; one that is not there is left out already."""
         self._entries.pop(number, None)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
+
     def oldest(self) -> Iterator[int]:
         """Yield the numbers, least recently used first. Change nothing meanwhile."""
         self._bring_first_up_to_date()
