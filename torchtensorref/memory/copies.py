@@ -24,9 +24,6 @@ from .transfer import Transfer
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
 LINK_PAUSES_S = (0.001, 0.01, 0.1, 1.0)
-#: What was fetched ahead is kept for its use during so many operators: steps of training fetch
-#: that far ahead.
-UNUSED_AFTER = 4000
 
 
 class Copier:
@@ -125,13 +122,7 @@ class Copier:
             self.wait_for(home)
 
     def note_arrivals(self) -> None:
-        """See which copies home have ended meanwhile, in their order (lock held).
-
-        What was fetched ahead and is not used after all can go again from now on.
-        """
-        for replica in self.in_flight.unused_since(self._books.tick - UNUSED_AFTER):
-            with suppress(TransferError):  # whoever needs it is told
-                self.arrive(replica)
+        """See which copies home have ended meanwhile, in their order (lock held)."""
         going = self.leaving.not_awaited
         while going:
             home = going[0]
@@ -243,7 +234,7 @@ class Copier:
             self.rehousing.note_copy(home)
             if ahead:
                 with books.lock:
-                    self.in_flight.add(replica, books.tick)
+                    self.in_flight.add(replica)
         except BaseException as error:
             if not isinstance(error, TransferError):
                 device.synchronize()  # it may have been issued all the same

@@ -91,7 +91,7 @@ class Peers:
                 source.device.empty(source.base)
                 self._books.remove(source)
             if ahead:
-                self._in_flight.add(replica, self._books.tick)
+                self._in_flight.add(replica)
         telling.fetched(self._books, block.name, replica, ahead=ahead)
         return True
 
