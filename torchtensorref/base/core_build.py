@@ -9,12 +9,13 @@ imports torch. What is built is tried by whoever loads it (`memory/core.py`).
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +84,22 @@ def of_this_process() -> Build:
 
 
 def _torch_version() -> str:
+    """Return what ``torch.__version__`` is; where torch is not imported, from its files.
+
+    Not from the metadata of its package: those of builds with CUDA lack what the version says of
+    that, and the library would be built for one torch and looked for by another.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         return str(torch.__version__)
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return ""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        file = Path(folder) / "version.py"
+        said = file.read_text() if file.exists() else ""
+        found = re.search(r"""^__version__ = ['"]([^'"]+)""", said, re.MULTILINE)
+        if found:
+            return found[1]
+    return ""
 
 
 def cache_folder() -> Path:

@@ -102,3 +102,21 @@ def test_everything_runs_without_a_compiler_and_says_so_once(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("path in Python") == 1
     assert "operators: Python (no C++ compiler was found: install g++" in done.stdout
+
+
+def test_who_has_not_imported_torch_asks_for_the_same_library(tmp_path):
+    """The metadata of builds with CUDA name another version than `torch.__version__`."""
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "version.py").write_text("__all__ = []\n__version__ = '2.13.0+cu999'\n")
+    (folder / "__init__.py").write_text("from .version import __version__\n")
+    program = """
+from torchTensorRef.base import core_build
+before = core_build.of_this_process()
+import torch
+assert torch.__version__ == "2.13.0+cu999"
+assert core_build._torch_version() == torch.__version__
+assert core_build.of_this_process() == before
+"""
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "TTR_DISABLE": "1"}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True)
