@@ -49,8 +49,7 @@ def report_text(manager: Any) -> str:
     stats = manager.stats()
     residency = manager.residency
     with residency.books.lock:
-        ours = {residency.books.host, *residency.books.accelerators}
-        blocks = [block for block in living_blocks(manager) if ours.issuperset(block.replicas)]
+        blocks = living_blocks(manager)
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
         lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
         lines += _dearest(manager, blocks)
@@ -118,14 +117,17 @@ def living_blocks(manager: Any) -> list[Block]:
     Notes
     -----
     Not by asking the garbage collector for everything: it also gives what other threads are just
-    making, which such a look can spoil (CPython then raises in that thread).
+    making, which such a look can spoil (CPython then raises in that thread). What is left over on
+    a device that is not in use any more is not among them.
     """
     residency = manager.residency
+    ours = {residency.books.host, *residency.books.accelerators}
     found = [reference() for reference in residency.books.known.valuerefs()]
     found += manager.ownership.table.blocks()
     for device in residency.books.ledgers:
         found += residency.books.blocks_on(device)
-    return [block for block in dict.fromkeys(found) if block is not None]
+    unique = (block for block in dict.fromkeys(found) if block is not None)
+    return [block for block in unique if ours.issuperset(block.replicas)]
 
 
 def _totals(stats: dict[str, Any]) -> list[str]:
