@@ -27,7 +27,7 @@ from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import core
 from torchTensorRef.memory.leases import struct_of
-from torchTensorRef.operators import peaks
+from torchTensorRef.operators import peaks, substitutes
 from torchTensorRef.operators.plan import plan_of
 
 from .test_leases import Teller
@@ -429,3 +429,28 @@ def test_uses_that_are_told_later_are_noted_in_cpp(adapter: Callable[..., Any]) 
     structs = [struct_of(kind, weights[1]._ttr_block.nbytes) for kind in kinds]
     assert [use.struct for use in strategy.uses() if use.block_id in numbers][:4] == structs
     assert not core.take_uses()
+
+
+@needs_cpp
+def test_the_backward_pass_of_attention_asks_python_once_stand_ins_were_made(adapter, handed_over):
+    """What its forward operator has left on another device is no log-sum-exp."""
+    manager = adapter()
+    query, key, value = (r(2, 4, 16, 8).requires_grad_() for _ in range(3))
+
+    def gradients(*qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = nn.functional.scaled_dot_product_attention(*qkv)
+        return torch.autograd.grad(out.sum(), qkv)
+
+    plain = gradients(query, key, value)
+    refs = ready(manager, query, key, value)
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    were_made = substitutes.stand_ins.made
+    try:
+        for are_made in (False, True):
+            substitutes.stand_ins.note(are_made)
+            handed_over.clear()
+            for got, wanted in zip(gradients(*refs), plain, strict=True):
+                assert torch.equal(manager.release(got), wanted)
+            assert (name in handed_over) is are_made
+    finally:
+        substitutes.stand_ins.note(were_made)

@@ -21,7 +21,7 @@ from ..memory.ref import TensorRef
 from ..operators import peaks
 from ..operators.plan import OpPlan, ReadyWay, plan_of
 from ..operators.row import Special
-from ..operators.substitutes import ByDevice
+from ..operators.substitutes import ByDevice, stand_ins
 from .entry import dispatch
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
@@ -55,6 +55,8 @@ def set_up() -> None:
     give_functions()
     core.library.watch(watch.on)
     watch.listeners.append(core.library.watch)
+    core.library.note_stand_ins(stand_ins.made)
+    stand_ins.listeners.append(core.library.note_stand_ins)
 
 
 def give_functions() -> None:
@@ -105,7 +107,7 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     random_position = -1
     if plan.is_random and plan.random_argument is not None:
         random_position = plan.argument_names.index(plan.random_argument)
-    is_by_device = isinstance(plan.op, ByDevice)
+    by_device = plan.op if isinstance(plan.op, ByDevice) else None
     return {
         "op": op,
         "may_be_ready": _may_be_ready(plan),
@@ -114,7 +116,8 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "makes_dense": plan.makes_dense,
         "shares": plan.special is Special.SHARE,
         "minds_labels": plan.minds_labels,
-        "is_for_host": is_by_device,
+        "is_for_host": by_device is not None,
+        "minds_stand_ins": by_device is not None and by_device.minds_stand_ins,
         "random_position": random_position,
         "peak": int(RULES[plan.peak_nbytes]),
         "writes": plan.writes,

@@ -81,6 +81,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "shares": False,
         "minds_labels": False,
         "is_for_host": False,
+        "minds_stand_ins": False,
         "random_position": -1,
         "peak": 0,
         "writes": (),

@@ -56,8 +56,13 @@ class ByDevice:
 
     @property
     def is_itself_at_home(self) -> bool:
-        """Whether the host has it."""
-        return self._at_home is self.op
+        """Whether the host has it; where it minds stand-ins, as long as there are none."""
+        return self._at_home is self.op or self.minds_stand_ins
+
+    @property
+    def minds_stand_ins(self) -> bool:
+        """Whether it is another one on the host for what a forward operator has left elsewhere."""
+        return self._at_home is attention_for_cpu_backward_at_home
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the device has."""
@@ -124,9 +129,32 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 # -- attention ----------------------------------------------------------------------------------
 
-#: Whether an operator that an accelerator was chosen for has run on the host, or the other way
-#: round: only then is it worth a look whether what a forward operator has left is a stand-in.
-_stand_ins = {"made": False}
+
+class StandIns:
+    """Whether an operator that an accelerator was chosen for has run on the host, or the other way.
+
+    Only then is it worth a look whether what a forward operator has left is a stand-in.
+
+    Attributes
+    ----------
+    made : bool
+        It has happened in this process.
+    listeners : list of callable
+        Called with that when it changes, before a stand-in is there: who keeps a copy (C++).
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+        self.listeners: list[Callable[[bool], None]] = []
+
+    def note(self, made: bool) -> None:
+        """Note it, and tell the listeners."""
+        self.made = made
+        for listener in self.listeners:
+            listener(made)
+
+
+stand_ins = StandIns()
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
@@ -148,12 +176,13 @@ def _as_torch_would(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Ten
 
 def _log_sum_exp(query: Tensor) -> Tensor:
     """A stand-in: nobody who trusts it goes unnoticed."""
-    _stand_ins["made"] = True
+    if not stand_ins.made:
+        stand_ins.note(True)
     return torch.full(query.shape[:-1], torch.nan, dtype=torch.float32, device=query.device)
 
 
 def _is_stand_in(log_sum_exp: Tensor) -> bool:
-    if not _stand_ins["made"] or not log_sum_exp.numel():
+    if not stand_ins.made or not log_sum_exp.numel():
         return False
     return bool(log_sum_exp.reshape(-1)[0].isnan())
 

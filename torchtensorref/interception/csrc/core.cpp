@@ -110,6 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // Not pybind's: this is asked of every operand that Python looks at.
   module.add_object("is_ref", py::reinterpret_steal<py::object>(PyCFunction_New(&is_ref_method, nullptr)));
   module.def("watch", [](bool is_on) { world.is_watched = is_on; });
+  module.def("note_stand_ins", [](bool are_made) { world.has_stand_ins = are_made; });
   module.def("running_elsewhere", &Running::of_others);
   module.def("call_with_factories", [](py::object function, const py::args& args, const py::kwargs& kwargs) {
     WithFactories here(true);

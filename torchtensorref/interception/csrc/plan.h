@@ -37,6 +37,7 @@ struct Plan {
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
   bool minds_labels = false, is_for_host = false;
+  bool minds_stand_ins = false;  // Python looks at what its forward operator has left
   int16_t random_position = -1;  // the argument that makes it draw random numbers
   Peak peak = Peak::kNotWhole;
 
@@ -67,6 +68,7 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   plan.shares = flag("shares");
   plan.minds_labels = flag("minds_labels");
   plan.is_for_host = flag("is_for_host");
+  plan.minds_stand_ins = flag("minds_stand_ins");
   plan.random_position = said["random_position"].cast<int16_t>();
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])

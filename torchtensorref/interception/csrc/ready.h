@@ -129,6 +129,7 @@ class ReadyCall {
 
   bool may_run() const {
     if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
+    if (plan_.minds_stand_ins && world.has_stand_ins.load(std::memory_order_relaxed)) return false;
     for (auto i : plan_.devices)
       if (!argument(i).isNone()) return false;
     if (plan_.random_position >= 0) {

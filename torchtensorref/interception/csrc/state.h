@@ -21,6 +21,7 @@ struct World {
   std::atomic<int64_t> tick{0};            // number of the operator that runs: the clock of recency
   std::atomic<bool> is_pressed{false};     // something had to be evicted: births are told
   std::atomic<bool> is_watched{false};     // somebody wants to see every operator
+  std::atomic<bool> has_stand_ins{false};  // what a forward operator has left may be of another device
   std::atomic<bool> labels_differ{false};  // what a call says of a device is not where its bytes are
 };
 inline World world;
