@@ -124,3 +124,16 @@ def test_plain_tensors_have_none_of_our_attributes(manage):
     plain.target = 3  # of the program
     assert plain.target == 3
     assert copy.copy(plain).tolist() == [1, 1]
+
+
+def test_a_ref_is_no_fake_tensor(manage):
+    """Torch 2.15 would know its own in C++ by a key that TensorRefs carry."""
+    from torch._subclasses import fake_tensor
+
+    manage("lru")
+    with injected():
+        x = torch.rand(2)
+    assert not fake_tensor.is_fake(x)
+    assert not getattr(torch._C, "_is_fake_tensor", lambda _: False)(x)
+    with fake_tensor.FakeTensorMode() as mode:
+        assert fake_tensor.is_fake(mode.from_tensor(torch.ones(2)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..base import core_build
 from ..base.options import settings
-from .core_test import fault_of
+from .core_test import BOTH_KEYS, fault_of
 
 
 class PlainBlock:
@@ -95,7 +95,7 @@ if library is None and settings.core != "python":
 
 #: The dispatch keys that TensorRefs carry, which torch itself leaves alone: one above autograd,
 #: and in C++ another one below it.
-KEY_NAMES = ("DeferredInit",) if library is None else ("DeferredInit", "Fake")
+KEY_NAMES = BOTH_KEYS[:1] if library is None else BOTH_KEYS
 
 BlockBase: Any = PlainBlock if library is None else library.BlockBase
 LedgerBase: Any = PlainLedger if library is None else library.LedgerBase

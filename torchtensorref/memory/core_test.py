@@ -8,6 +8,10 @@ import torch
 
 from ..base.activation import disabled
 
+#: The dispatch keys that TensorRefs carry in C++, which torch itself leaves alone: one above
+#: autograd, and one below it.
+BOTH_KEYS = ("DeferredInit", "Fake")
+
 _add = torch.ops.aten.add.Tensor
 
 
@@ -19,6 +23,9 @@ class _Here:
 
 def fault_of(library: Any) -> str:
     """Say what is wrong with the library; "" if nothing is: then torch calls it from now on."""
+    for name in BOTH_KEYS:
+        if torch._C._dispatch_has_backend_fallback(torch._C._dispatch_key_parse(name)):
+            return f"torch uses the dispatch key {name} itself"
     library.open()
     fault = ""
     try:

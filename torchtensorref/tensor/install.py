@@ -88,6 +88,22 @@ def _follow_backward() -> Undo:
     return undo
 
 
+def _deny_being_fake() -> Undo:
+    original = getattr(torch._C, "_is_fake_tensor", None)
+    if core.library is None or original is None:
+        return _nothing
+
+    def is_fake_tensor(tensor: Any) -> bool:
+        return not is_ref(tensor) and bool(original(tensor))
+
+    torch._C._is_fake_tensor = is_fake_tensor  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        torch._C._is_fake_tensor = original  # type: ignore[attr-defined]
+
+    return undo
+
+
 TABLE: tuple[Row, ...] = (
     Row("kernels", overrides.install, "autograd takes other formulas for a subclass"),
     Row(
@@ -99,6 +115,7 @@ TABLE: tuple[Row, ...] = (
     Row("attributes", _give_attributes, "in C++ a TensorRef has no class that could have them"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
+    Row("real", _deny_being_fake, "torch 2.15 knows its fake tensors in C++ by a key of ours"),
     Row("backward", _follow_backward, "formulas in C++ fill for TensorRefs what factories make"),
 )
 

@@ -25,6 +25,8 @@ using c10::DispatchKeySet;
 // Above autograd: torch itself leaves this key alone.
 constexpr auto kAbove = DispatchKey::DeferredInit;
 // Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
+// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours
+// by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
 constexpr DispatchKeySet kLazyBits({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
@@ -142,7 +144,7 @@ struct RefImpl final : c10::TensorImpl {
     return copy(std::move(version), may_change);
   }
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override {
-    TORCH_CHECK(impl->key_set().has(kBelow), "a TensorRef can only become what another TensorRef is");
+    TORCH_CHECK(impl->key_set().has_all(kOurs), "a TensorRef can only become what another TensorRef is");
     TensorImpl::shallow_copy_from(impl);
     point_at_the_same(*static_cast<RefImpl*>(impl.get()));
   }
@@ -150,7 +152,7 @@ struct RefImpl final : c10::TensorImpl {
 };
 
 inline RefImpl* ref_of(const c10::TensorImpl* impl) {
-  return impl->key_set().has(kBelow) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
+  return impl->key_set().has_all(kOurs) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
 }
 inline RefImpl* ref_of(const at::TensorBase& tensor) { return ref_of(tensor.unsafeGetTensorImpl()); }
 
