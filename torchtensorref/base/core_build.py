@@ -160,6 +160,10 @@ def build(wanted: Build) -> str:
     return ""
 
 
+#: What was begun: kept, since Python warns of a process that is let go of while it runs.
+_begun: list[subprocess.Popen[bytes]] = []
+
+
 def begin(wanted: Build) -> bool:
     """Begin to build the library in the background, for the next start; whether it was begun.
 
@@ -171,13 +175,15 @@ def begin(wanted: Build) -> bool:
     command = [sys.executable, "-m", "torchTensorRef", "build", "--quiet"]
     if shutil.which("nice"):
         command = ["nice", *command]
-    subprocess.Popen(
-        command,
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    _begun.append(
+        subprocess.Popen(
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     )
     return True
 

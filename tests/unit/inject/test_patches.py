@@ -188,6 +188,16 @@ def test_a_failure_while_patching_does_not_reach_the_import(tmp_path):
     assert "TTR_DISABLE=1" in done.stdout
 
 
+def test_what_is_imported_before_torch_keeps_nothing_from_being_patched(tmp_path):
+    """It imports torch itself, whose import asks for it."""
+    program = "import torchTensorRef.memory.core, torch; print(torch.ones(2).proxyInfo)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 bytes on cpu" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("version", "is_old"),
     [("2.8.1", True), ("1.13.0+cu117", True), ("2.9.0", False), ("2.13.0+cpu", False)],
