@@ -1,6 +1,9 @@
 """Bugs that were found, each with its story."""
 
+import contextlib
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -165,3 +168,37 @@ def test_what_goes_to_the_meta_device_is_fetched_by_nobody(manage, look):
     stats = manager.stats()
     assert stats["fetched_nbytes"] == 0
     assert stats["host_fallback_count"] == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x + 1,
+        lambda x: x.add_(1),
+        lambda x: (x[:64] + 1).sum(),
+        lambda x: torch.fft.fft(x).real,
+        lambda x: torch.cumsum(x, 0),
+        lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+        lambda x: x.sort()[0],
+        lambda x: x.view(64, -1) @ x.view(-1, 64),
+        lambda x: x @ x.new_ones(3),  # an error
+    ],
+    ids=["add", "add_", "part", "fft", "cumsum", "layer_norm", "sort", "matmul", "error"],
+)
+@pytest.mark.parametrize("nbytes", [8, 1 << 10, 1 << 14, 1 << 20])
+def test_no_operator_keeps_its_operands_in_a_cycle(manage, program, nbytes):
+    """An error was kept in a variable of the frame that its traceback held, and so the bytes."""
+    manager = manage("lru", nbytes)
+    with contextlib.suppress(RuntimeError):
+        program(manager.adopt(torch.rand(8192)))  # what torch imports for it keeps its frames
+    x = manager.adopt(torch.rand(8192))  # 32 KiB
+    block = weakref.ref(x._ttr_block)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            program(x)
+        del x
+        assert block() is None
+    finally:
+        gc.enable()

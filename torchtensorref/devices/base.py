@@ -14,7 +14,7 @@ from .peers import PeerLinks
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
 
 __all__ = [
     "DONE",
@@ -342,11 +342,12 @@ def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 
 def bytes_of(base: Tensor) -> Tensor:
     """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
-    return _alias(base, 0, storage_nbytes(base))
+    storage = base.untyped_storage()
+    return _alias(storage, 0, storage.nbytes())
 
 
-def _alias(tensor: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
-    """Some bytes of a tensor's storage under a fresh tensor.
+def _alias(storage: UntypedStorage, offset_nbytes: int, nbytes: int) -> Tensor:
+    """Some bytes of a storage under a fresh tensor.
 
     A fresh one, because a tensor that was made in inference mode refuses in-place writes
     outside of it, and one that is a leaf of autograd refuses them always.
@@ -354,15 +355,15 @@ def _alias(tensor: Tensor, offset_nbytes: int, nbytes: int) -> Tensor:
     import torch
 
     with torch._C.DisableTorchFunction():
-        fresh = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=tensor.device)
-        plain: Tensor = fresh.set_(tensor.untyped_storage(), offset_nbytes, (nbytes,), (1,))
+        fresh = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
+        plain: Tensor = fresh.set_(storage, offset_nbytes, (nbytes,), (1,))
     return plain
 
 
 def _bytes_in(tensor: Tensor) -> Tensor:
     """The bytes that a dense tensor covers, under a fresh tensor."""
     width, start = tensor.element_size(), int(tensor.storage_offset())
-    return _alias(tensor, start * width, tensor.numel() * width)
+    return _alias(tensor.untyped_storage(), start * width, tensor.numel() * width)
 
 
 def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = False) -> None:

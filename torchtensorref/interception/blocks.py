@@ -126,7 +126,7 @@ class Blocks:
             cuts += wholes
         room_nbytes = self._room_nbytes(device)
         found: tuple[Plan, Tiling] | None = None
-        least: TileTooLargeError | None = None
+        least: tuple[int, tuple[int, ...]] | None = None  # not the error: it holds this frame
         for cut in cuts:
             plan = Plan.of(self._operands, cut if cut.can_be_cut else WHOLE, device)
             if plan is None or not plan.cut_refs:
@@ -144,10 +144,10 @@ class Blocks:
                 if not cut.can_be_cut:
                     self.why_not = "blocks would add in another order"
                     continue
-                if least is None or error.need_nbytes < least.need_nbytes:
-                    least = error
+                if least is None or error.need_nbytes < least[0]:
+                    least = error.need_nbytes, error.lengths
         if found is None and least is not None:
-            self.why_not = self._told(least, room_nbytes, device)
+            self.why_not = self._told(*least, room_nbytes, device)
         return found
 
     def _cuts(self) -> list[Cut]:
@@ -175,18 +175,20 @@ class Blocks:
             room = min(budget.limit_nbytes, budget.high_nbytes) - holds.held_nbytes(device)
         return room - room // SCRATCH_SHARE if device.kernels_allocate else room
 
-    def _told(self, error: TileTooLargeError, room_nbytes: int, device: Device) -> str:
+    def _told(
+        self, tile_nbytes: int, lengths: tuple[int, ...], room_nbytes: int, device: Device
+    ) -> str:
         """Say how large the smallest tile is, and under which budget it would fit."""
-        need_nbytes = error.need_nbytes
+        need_nbytes = tile_nbytes
         if device.kernels_allocate:
             need_nbytes += need_nbytes // (SCRATCH_SHARE - 1) + 1
         with self._residency.books.lock:
             share = min(self._residency.books.ledgers[device].budget.high_watermark, 1.0)
             need_nbytes += self._residency.holds.held_nbytes(device)
         return (
-            f"even in blocks: the smallest takes {format_nbytes(error.need_nbytes)} of the "
+            f"even in blocks: the smallest takes {format_nbytes(tile_nbytes)} of the "
             f"{format_nbytes(room_nbytes)} there are; its lengths are "
-            f"{' x '.join(map(str, error.lengths))}; a budget of {ceil(need_nbytes / share):,} "
+            f"{' x '.join(map(str, lengths))}; a budget of {ceil(need_nbytes / share):,} "
             "bytes would do"
         )
 

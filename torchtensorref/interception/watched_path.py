@@ -207,6 +207,8 @@ def _run_fetched(
 
 def _blocks_of(out: Any) -> list[Block]:
     """Return the blocks of what an operator gave back."""
+    if isinstance(out, TensorRef):
+        return [out._ttr_block]
     return [leaf._ttr_block for leaf in tree_leaves(out) if isinstance(leaf, TensorRef)]
 
 

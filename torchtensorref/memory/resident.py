@@ -17,8 +17,8 @@ from .holds import Holds, is_free
 from .in_flight import InFlight
 from .states import DIRTY, FILLING, INVALID
 
-#: Candidates looked at first; then four times as many, and so on.
-FIRST_COUNT = 4
+#: Candidates looked at first: mostly one is enough. Then four times as many, and so on.
+FIRST_COUNT = 1
 
 
 class _Described(Sequence[BlockSnapshot]):

@@ -147,8 +147,11 @@ class Transfer:
 
 def is_exposed(home: Replica) -> bool:
     """Whether somebody outside may write the bytes of a replica unseen."""
-    holders = (reference() for reference in home.holders)
-    return any(block is not None and block.exposure is not None for block in holders)
+    for reference in home.holders:
+        block = reference()
+        if block is not None and block.exposure is not None:
+            return True
+    return False
 
 
 def in_profile(kind: str, replica: Replica) -> AbstractContextManager[object]:
