@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ...base.errors import ConfigError
@@ -84,6 +85,8 @@ class Room:
                 return False
             return self.spare_nbytes is None or nbytes_of(chunks) <= self.spare_nbytes
 
+        if fits():
+            return chunks
         for least in (LEAST_LENGTH, 1):
             for labels in (output, reduced):
                 while not fits():
@@ -127,6 +130,11 @@ def part_of(x: Tensor, labels: Labels, *blocks: Tile) -> Tensor:
             if label in labels:
                 x = x.narrow(labels.index(label), start, length)
     return x
+
+
+def of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype: the same one where it is of that, as nearly all are."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def count_of(labels: Labels, chunks: Mapping[Label, int]) -> int:

@@ -14,7 +14,7 @@ from ...base.units import parse_limit
 from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
 from .best_paths import steps_to_best, told
-from .blocks import Room, held_nbytes
+from .blocks import Room, held_nbytes, of_dtype
 from .equation import Bound, Equation, Label, compiled
 from .grad import apply, kernel_of_products
 from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
@@ -115,9 +115,9 @@ def einsum(
     if argmax and 0 in job.shape(job.reduced) and 0 not in job.shape(job.output):
         raise ValueError(f"{compiled_equation}: a best of no terms is nowhere; leave out argmax.")
     results, jobs = _run(bound, ring, views, chosen, room, noted or argmax)
-    found = (
-        results[0] if isinstance(ring, Named) and ring.dtype else results[0].to(tensors[0].dtype)
-    )
+    found = results[0]
+    if not (isinstance(ring, Named) and ring.dtype):
+        found = of_dtype(found, tensors[0].dtype)
     return (found, told(results[1], *jobs)) if argmax else found
 
 

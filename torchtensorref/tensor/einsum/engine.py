@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .blocks import Room, fast_elements, part_of, tiles
+from .blocks import Room, fast_elements, of_dtype, part_of, tiles
 from .equation import Labels
 from .gemm import MatrixProduct
 from .kernels import Job, Kernel
@@ -71,7 +71,8 @@ def run(job: Job, kernel: Kernel, operands: Sequence[Tensor], room: Room) -> tup
         found = kernel.finish(state)
         del state
         if not tile:  # the only one
-            return tuple(one.to(dtype) for one, dtype in zip(found, kernel.dtypes(), strict=True))
+            dtypes = kernel.dtypes()
+            return tuple(of_dtype(one, dtype) for one, dtype in zip(found, dtypes, strict=True))
         if results is None:
             results = tuple(operands[0].new_empty(shape, dtype=dtype) for dtype in kernel.dtypes())
         for whole, part in zip(results, found, strict=True):

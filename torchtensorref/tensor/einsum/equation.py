@@ -141,7 +141,11 @@ class Equation:
         bound = self.bind([operand.shape for operand in operands])
         found = []
         for place, operand in enumerate(operands):
-            labels = list(self._spell_out(place, operand.dim()))
+            spelt = self._spell_out(place, operand.dim())
+            if spelt == bound.inputs[place]:
+                found.append(operand)
+                continue
+            labels = list(spelt)
             for label in dict.fromkeys(labels):
                 while labels.count(label) > 1:
                     first = labels.index(label)

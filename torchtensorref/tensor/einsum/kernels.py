@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Chunks, Tile, count_of
+from .blocks import Chunks, Tile, count_of, of_dtype
 from .equation import Label, Labels
 from .extremes import best_of
 from .semirings import Named, Semiring
@@ -74,7 +74,7 @@ class Kernel:
 
     def start(self, block: Tensor) -> Tensor:
         """Bring a factor to the dtype of the work."""
-        return block.to(self.work)
+        return of_dtype(block, self.work)
 
     def absorb(self, state: Any, factors: list[Tensor], job: Job, tile: Tile) -> Any:
         """Add the products of one block to the state; the first state is None."""

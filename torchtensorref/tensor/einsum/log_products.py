@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Chunks, count_of
+from .blocks import Chunks, count_of, of_dtype
 from .engine import aligned
 from .equation import Labels
 from .gemm import MatrixProduct
@@ -58,7 +58,7 @@ class LogProduct(MatrixProduct):
             They would not be as exact as the terms one by one, or are no numbers.
         """
         pairs = [
-            _below_the_greatest(block.to(self.work), labels, job.output)
+            _below_the_greatest(of_dtype(block, self.work), labels, job.output)
             for block, labels in zip(blocks, job.inputs, strict=True)
         ]
         found = self.product(job, [factor for factor, _ in pairs])
@@ -115,7 +115,7 @@ class LogShares(MatrixProduct):
         InexactError
             As that of the sums.
         """
-        g, x, y, total = (block.to(self.work) for block in blocks)
+        g, x, y, total = (of_dtype(block, self.work) for block in blocks)
         output, mine, others, _ = job.inputs
         factor, top = _below_the_greatest(x, mine, output)
         other, other_top = _below_the_greatest(y, others, output)
