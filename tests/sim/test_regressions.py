@@ -180,10 +180,24 @@ def test_what_goes_to_the_meta_device_is_fetched_by_nobody(manage, look):
         lambda x: torch.cumsum(x, 0),
         lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
         lambda x: x.sort()[0],
+        lambda x: x[torch.tensor([3, 1])],
+        lambda x: torch.nn.functional.embedding(torch.tensor([3, 1]), x.view(-1, 64)),
         lambda x: x.view(64, -1) @ x.view(-1, 64),
         lambda x: x @ x.new_ones(3),  # an error
     ],
-    ids=["add", "add_", "part", "fft", "cumsum", "layer_norm", "sort", "matmul", "error"],
+    ids=[
+        "add",
+        "add_",
+        "part",
+        "fft",
+        "cumsum",
+        "layer_norm",
+        "sort",
+        "rows",
+        "embedding",
+        "matmul",
+        "error",
+    ],
 )
 @pytest.mark.parametrize("nbytes", [8, 1 << 10, 1 << 14, 1 << 20])
 def test_no_operator_keeps_its_operands_in_a_cycle(manage, program, nbytes):

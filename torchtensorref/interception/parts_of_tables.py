@@ -17,6 +17,7 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import plain_on
+from ..memory.residency import Residency
 from ..operators.blocked.taken import TAKES
 from ..operators.substitutes import ByDevice
 from .block_plan import arguments_of
@@ -51,16 +52,10 @@ def run_on_parts(
     host = residency.books.host
     held = residency.acquire(host, operands.blocks, [], 0)
     try:
-
-        def at_home(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [at_home(part) for part in value]
-            ref = operands.ref_of(value) if isinstance(value, torch.Tensor) else None
-            return value if ref is None else plain_on(ref, host)
-
         table = operands.refs[0]
         most = table._ttr_block.nbytes / max(table.element_size(), 1)
-        call = {name: at_home(value) for name, value in arguments_of(plan, operands).items()}
+        given = arguments_of(plan, operands)
+        call = {name: _at_home(value, operands, host) for name, value in given.items()}
         with torch._C.DisableTorchFunction(), torch.no_grad():
             made = take(call, most)
     except (IndexError, RuntimeError, TypeError):
@@ -73,15 +68,9 @@ def run_on_parts(
     if made is None:
         return NotImplemented
     label = operands.label or torch.device("cpu")
-
-    def piece(value: Any) -> Any:
-        if isinstance(value, list):
-            return [None if part is None else piece(part) for part in value]
-        return gathered_piece(value, label, residency).ref
-
     names = plan.argument_names[: len(operands.args)]
     values = {**dict(zip(names, operands.args, strict=True)), **operands.kwargs}
-    values |= {name: piece(value) for name, value in made.items()}
+    values |= {name: _piece(value, label, residency) for name, value in made.items()}
     args = tuple(values.pop(name) for name in names)
     try:
         out = phases(analyse(plan, args, values, manager), device, born)
@@ -93,3 +82,16 @@ def run_on_parts(
         return NotImplemented
     residency.books.counts.parts_op_count += 1
     return out
+
+
+def _at_home(value: Any, operands: Operands, host: Device) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_at_home(part, operands, host) for part in value]
+    ref = operands.ref_of(value) if isinstance(value, torch.Tensor) else None
+    return value if ref is None else plain_on(ref, host)
+
+
+def _piece(value: Any, label: torch.device, residency: Residency) -> Any:
+    if isinstance(value, list):
+        return [None if part is None else _piece(part, label, residency) for part in value]
+    return gathered_piece(value, label, residency).ref
