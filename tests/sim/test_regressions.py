@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from torchTensorRef import options
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
@@ -200,17 +201,18 @@ def test_what_goes_to_the_meta_device_is_fetched_by_nobody(manage, look):
     ],
 )
 @pytest.mark.parametrize("nbytes", [8, 1 << 10, 1 << 14, 1 << 20])
-def test_no_operator_keeps_its_operands_in_a_cycle(manage, program, nbytes):
+@pytest.mark.parametrize("blocks", ["exact", "any"])
+def test_no_operator_keeps_its_operands_in_a_cycle(manage, program, nbytes, blocks):
     """An error was kept in a variable of the frame that its traceback held, and so the bytes."""
     manager = manage("lru", nbytes)
-    with contextlib.suppress(RuntimeError):
+    with options(blocks=blocks), contextlib.suppress(RuntimeError):
         program(manager.adopt(torch.rand(8192)))  # what torch imports for it keeps its frames
     x = manager.adopt(torch.rand(8192))  # 32 KiB
     block = weakref.ref(x._ttr_block)
     gc.collect()
     gc.disable()
     try:
-        with contextlib.suppress(RuntimeError):
+        with options(blocks=blocks), contextlib.suppress(RuntimeError):
             program(x)
         del x
         assert block() is None

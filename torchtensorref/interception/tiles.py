@@ -89,6 +89,7 @@ class Run:
             self._run_tiles(homes)
         finally:
             self._pieces.clear()
+            self._sums = None  # which holds us
             residency.release(held)
             for block in blocks:
                 with residency.books.lock:
