@@ -235,6 +235,8 @@ def test_the_best_of_one_term_is_nowhere_else():
         "ab,ac,ad->",
         "ab,bc,c->a",
         "i,j->",
+        "ab,c->ac",  # b alone, before the operands are multiplied
+        "c,ab->ca",
         "ijk->j",
         "abf,afb->b",
         "xa,ay,x->",

@@ -58,9 +58,9 @@ def told(pointers: Tensor, job: Job, before: Sequence[tuple[Job, Tensor]]) -> Te
     before : sequence of pairs
         The steps before it, the first one first, each with its own pointers.
     """
-    labels = [*job.reduced, *(label for one, _ in reversed(before) for label in one.reduced)]
-    if len(labels) == 1:
+    if not before and len(job.reduced) == 1:
         return pointers.unsqueeze(-1)
+    labels = [*job.reduced, *(label for one, _ in reversed(before) for label in one.reduced)]
     found = pointers.new_empty([*pointers.shape, len(labels)])
     column = {label: found.select(-1, at) for at, label in enumerate(labels)}
     _write(pointers, job, column)

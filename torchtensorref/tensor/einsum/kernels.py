@@ -167,7 +167,7 @@ class Counting(Kernel):
 
     def start(self, block: Tensor) -> Tensor:
         """Take anything but 0 for true, where the work is on booleans."""
-        return block.ne(0) if self.work is torch.bool else block.to(self.work)
+        return block.ne(0) if self.work is torch.bool else of_dtype(block, self.work)
 
 
 @dataclass(frozen=True, eq=False)
