@@ -148,10 +148,10 @@ class StandIns:
         self.listeners: list[Callable[[bool], None]] = []
 
     def note(self, made: bool) -> None:
-        """Note it, and tell the listeners."""
-        self.made = made
+        """Tell the listeners first: between the two an interrupt leaves it to be told again."""
         for listener in self.listeners:
             listener(made)
+        self.made = made
 
 
 stand_ins = StandIns()

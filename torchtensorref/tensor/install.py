@@ -115,7 +115,11 @@ TABLE: tuple[Row, ...] = (
     Row("attributes", _give_attributes, "in C++ a TensorRef has no class that could have them"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
-    Row("real", _deny_being_fake, "torch 2.15 knows its fake tensors in C++ by a key of ours"),
+    Row(
+        "fake tensors",
+        _deny_being_fake,
+        "torch 2.15 knows its fake tensors in C++ by a key of ours",
+    ),
     Row("backward", _follow_backward, "formulas in C++ fill for TensorRefs what factories make"),
 )
 

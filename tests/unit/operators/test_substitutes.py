@@ -172,3 +172,23 @@ def test_the_operator_is_picked_by_where_its_first_tensor_lies():
     assert by_device._schema is op._schema
     assert by_device(torch.zeros(1)).tolist() == [0.0]
     assert by_device(torch.zeros(1, device="meta")) == "elsewhere"
+
+
+def test_a_stand_in_that_was_not_told_of_is_told_of_by_the_next(monkeypatch):
+    """Ctrl-C between the two: C++ would trust what it was never told of."""
+    told = []
+
+    def listen(made):
+        told.append(made)
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    stand_ins = substitutes.StandIns()
+    stand_ins.listeners.append(listen)
+    monkeypatch.setattr(substitutes, "stand_ins", stand_ins)
+    operands = [torch.rand(1, 2, 4, 8) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        substitutes.attention_for_cpu(*operands)
+    substitutes.attention_for_cpu(*operands)
+    assert told == [True, True]
+    assert stand_ins.made
