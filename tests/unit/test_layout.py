@@ -338,3 +338,8 @@ def test_modules_stay_readable():
     for path in STRATEGIES.rglob("*.py"):
         lines["strategies." + dotted(path, STRATEGIES)] = len(path.read_text().splitlines())
     assert {name for name, count in lines.items() if count >= 400} <= STILL_TOO_LONG
+
+
+def test_the_path_in_cpp_stays_readable():
+    folder = PACKAGE / "interception" / "csrc"
+    assert sum(len(path.read_text().splitlines()) for path in folder.iterdir()) < 1500

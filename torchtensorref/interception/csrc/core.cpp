@@ -41,7 +41,7 @@ py::dict attributes() {
   return found;
 }
 
-PyMethodDef is_ref_method = {"is_ref", is_ref, METH_O, "Whether an object is a TensorRef."};
+PyMethodDef is_ref_method = {"is_ref", is_python_ref, METH_O, "Whether an object is a TensorRef."};
 
 at::Tensor ref_over(const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
   return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);

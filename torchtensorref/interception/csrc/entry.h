@@ -9,7 +9,6 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 #include <torch/library.h>
 
@@ -82,8 +81,8 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
     else if (i >= plan.positional_count && !is_default(argument(i), as))
       kwargs[py::str(as.name())] = to_python(argument(i), as);
   }
-  PyObject* arguments[] = {plan.op, py::tuple().release().ptr(), args.ptr(), kwargs.ptr()};
-  auto types = py::reinterpret_steal<py::object>(arguments[1]);
+  const py::tuple types;
+  PyObject* arguments[] = {plan.op, types.ptr(), args.ptr(), kwargs.ptr()};
   auto out = py::reinterpret_steal<py::object>(PyObject_Vectorcall(function, arguments, 4, nullptr));
   if (!out) throw py::error_already_set();
   if (out.ptr() == Py_NotImplemented) return false;
@@ -99,15 +98,7 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
 
 // Whether an operand is a TensorRef.
 inline bool has_ref(const Plan& plan, const Stack& stack) {
-  auto is_ref = [](const IValue& value) { return value.isTensor() && value.toTensor().defined() && ref_of(value.toTensor()); };
-  for (const auto& slot : plan.slots) {
-    const IValue& value = stack[stack.size() - plan.arg_count + slot.index];
-    if (is_ref(value)) return true;
-    if (value.isList())
-      for (const IValue& part : value.toListRef())
-        if (is_ref(part)) return true;
-  }
-  return false;
+  return !plan.each_tensor(stack.data() + stack.size() - plan.arg_count, [](const at::Tensor& tensor, bool) { return !is_ref(tensor); });
 }
 
 // An operator without a TensorRef, met while factories come here: what a factory makes is adopted;
@@ -125,19 +116,19 @@ inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKey
 
 inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Plan& plan = plan_of(op);
-  bool is_done = false;
   const bool is_alone = !(keys.raw_repr() & ~kHarmless) && !c10::impl::dispatch_mode_enabled();
   if (is_alone && plan.runs_above()) {
     ReadyCall call(op, plan, stack, true);
-    is_done = call.run();
-    if (!is_done && plan.peak != Peak::kNotWhole && call.is_for_python()) {
+    if (call.run()) return;
+    if (plan.peak != Peak::kNotWhole && call.is_for_python()) {
       call.withdraw();
-      is_done = hand_over(run_whole, op, plan, stack, true);
+      if (hand_over(run_whole, op, plan, stack, true)) return;
     }
   }
-  if (is_done) return;
-  WithFactories here(plan.is_composite || WithFactories::are_taken());
-  op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove), stack);
+  const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
+  if (!plan.is_composite) return op.redispatchBoxed(further, stack);
+  WithFactories here(true);
+  op.redispatchBoxed(further, stack);
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {

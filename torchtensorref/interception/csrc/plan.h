@@ -7,9 +7,9 @@
 #include "ref.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <memory>
 #include <unordered_map>
 
 namespace ttr {
@@ -42,9 +42,29 @@ struct Plan {
   Peak peak = Peak::kNotWhole;
 
   bool runs_above() const { return may_be_ready && !is_view && !writes; }
+
+  // Call a function with each tensor among the arguments, and whether it is written, while it returns true.
+  template <class Function>
+  bool each_tensor(const IValue* arguments, Function&& function) const {
+    for (const Slot& slot : slots) {
+      const IValue& value = arguments[slot.index];
+      if (value.isTensor()) {
+        if (!function(value.toTensor(), slot.is_written)) return false;
+      } else if (value.isList()) {
+        for (const IValue& part : value.toListRef())
+          if (part.isTensor() && !function(part.toTensor(), slot.is_written)) return false;
+      }
+    }
+    return true;
+  }
 };
 
 inline PyObject* describe = nullptr;  // Python: what its plan says
+constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
+    {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
+    {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels},
+    {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
+};
 
 inline bool holds_tensors(const c10::Type& type, bool& is_list) {
   if (type.kind() == c10::TypeKind::TensorType) return is_list = false, true;
@@ -59,16 +79,9 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   py::gil_scoped_acquire gil;
   WithFactories no_longer(false);
   py::dict said = py::reinterpret_borrow<py::object>(describe)(schema.name(), schema.overload_name());
-  auto flag = [&](const char* name) { return said[name].cast<bool>(); };
   plan.op = said["op"].cast<py::object>().release().ptr();
-  plan.may_be_ready = flag("may_be_ready") && schema.name().compare(0, 6, "aten::") == 0;
-  plan.is_view = flag("is_view");
-  plan.counts_lists = flag("counts_lists");
-  plan.makes_dense = flag("makes_dense");
-  plan.shares = flag("shares");
-  plan.minds_labels = flag("minds_labels");
-  plan.is_for_host = flag("is_for_host");
-  plan.minds_stand_ins = flag("minds_stand_ins");
+  for (auto [name, member] : kSaid) plan.*member = said[name].cast<bool>();
+  plan.may_be_ready = plan.may_be_ready && schema.name().compare(0, 6, "aten::") == 0;
   plan.random_position = said["random_position"].cast<int16_t>();
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])

@@ -4,8 +4,8 @@
 #include "state.h"
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
-#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -32,13 +32,7 @@ inline thread_local Block* block_of_half = nullptr;  // the block that the next 
 
 inline std::unordered_map<PyObject*, Device*> known_devices;
 
-inline bool says(PyObject* object, const char* name) {
-  PyObject* value = PyObject_GetAttrString(object, name);
-  if (!value) return PyErr_Clear(), false;
-  const bool is_true = PyObject_IsTrue(value) == 1;
-  Py_DECREF(value);
-  return is_true;
-}
+inline bool says(py::handle object, const char* name) { return py::getattr(object, name, py::bool_(false)).cast<bool>(); }
 
 // The device of a Python device; null for None and for what is none (books that are closed).
 inline Device* device_of(PyObject* object) {
@@ -53,8 +47,7 @@ inline Device* device_of(PyObject* object) {
 }
 
 inline PyObject* object_of(const Device* device) {
-  PyObject* object = device ? PyWeakref_GetObject(device->weak) : Py_None;
-  return Py_NewRef(object);
+  return Py_NewRef(device ? PyWeakref_GetObject(device->weak) : Py_None);
 }
 
 // -- blocks ---------------------------------------------------------------------------------------

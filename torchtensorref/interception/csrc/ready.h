@@ -116,16 +116,17 @@ class ReadyCall {
   bool is_for_python() const {
     if (!may_run()) return false;
     bool has_ref = false;
-    const bool is_unnoted = each_tensor([&](const at::Tensor& tensor, bool) {
-      has_ref = has_ref || (tensor.defined() && ref_of(tensor));
+    return each_tensor([&](const at::Tensor& tensor, bool) {
+      has_ref = has_ref || is_ref(tensor);
       return !is_noted(tensor);
-    });
-    return is_unnoted && has_ref;
+    }) && has_ref;
   }
   void withdraw() { operands_.withdraw(); }
 
  private:
   const IValue& argument(size_t i) const { return stack_[start_ + i]; }
+  template <class Function>
+  bool each_tensor(Function&& function) const { return plan_.each_tensor(stack_.data() + start_, function); }
 
   bool may_run() const {
     if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
@@ -147,21 +148,6 @@ class ReadyCall {
     return operands_.add(ref, is_written);
   }
 
-  // Call a function with each operand and whether it is written, while it returns true.
-  template <class Function>
-  bool each_tensor(Function&& function) const {
-    for (const auto& slot : plan_.slots) {
-      const IValue& value = argument(slot.index);
-      if (value.isTensor()) {
-        if (!function(value.toTensor(), slot.is_written)) return false;
-      } else if (value.isList()) {
-        for (const IValue& part : value.toListRef())
-          if (part.isTensor() && !function(part.toTensor(), slot.is_written)) return false;
-      }
-    }
-    return true;
-  }
-
   bool announce() {
     if (!each_tensor([this](const at::Tensor& tensor, bool is_written) { return look(tensor, is_written); })) return false;
     const Device* device = operands_.device;
@@ -178,7 +164,7 @@ class ReadyCall {
     for (const auto& slot : plan_.slots)  // the rules know nothing of other classes and layouts
       if (const IValue& value = argument(slot.index); value.isTensor() && value.toTensor().defined() && !ref_of(value.toTensor()))
         return false;
-    const int64_t peak = peak_nbytes(plan_.peak, &stack_[start_]);
+    const int64_t peak = peak_nbytes(plan_.peak, stack_.data() + start_);
     if (peak <= 0) return peak == 0;
     const Ledger* ledger = operands_.device->ledger.load();
     return ledger && ledger->counted_nbytes.load() + ledger->newborn_nbytes.load() + peak <= ledger->high_nbytes.load();
@@ -189,7 +175,7 @@ class ReadyCall {
     stack_.reserve(stack_.size() + plan_.arg_count);
     size_t next = 0;
     auto plain_of = [&](const at::Tensor& tensor) -> at::Tensor {
-      return tensor.defined() && ref_of(tensor) ? operands_.all[next++].plain : tensor;
+      return is_ref(tensor) ? operands_.all[next++].plain : tensor;
     };
     auto slot = plan_.slots.begin();
     for (size_t i = 0; i < plan_.arg_count; ++i) {
@@ -198,10 +184,6 @@ class ReadyCall {
         ++slot;
         if (value.isTensor()) {
           value = plain_of(value.toTensor());
-        } else if (value.isTensorList()) {
-          c10::List<at::Tensor> list;
-          for (const IValue& part : value.toListRef()) list.push_back(plain_of(part.toTensor()));
-          value = std::move(list);
         } else if (value.isList()) {
           auto list = c10::impl::GenericList(static_cast<const c10::ListType&>(*value.type()).getElementType());
           for (const IValue& part : value.toListRef())

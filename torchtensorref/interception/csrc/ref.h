@@ -46,12 +46,15 @@ inline const void* python_frame() {
 // calls meanwhile (a hook's, our own) are none of these: they have another frame.
 class WithFactories {
  public:
-  explicit WithFactories(bool wanted) : was_(are_taken()), before_(frame_) {
-    if (was_ != wanted) c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
-    if (wanted && !was_) frame_ = python_frame();
+  explicit WithFactories(bool wanted) : was_(are_taken()), is_other_(was_ != wanted) {
+    if (!is_other_) return;
+    c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
+    before_ = frame_;
+    if (wanted) frame_ = python_frame();
   }
   ~WithFactories() {
-    if (was_ != are_taken()) c10::impl::tls_set_dispatch_key_included(kBelow, was_);
+    if (!is_other_) return;
+    c10::impl::tls_set_dispatch_key_included(kBelow, was_);
     frame_ = before_;
   }
   WithFactories(const WithFactories&) = delete;
@@ -65,8 +68,8 @@ class WithFactories {
 
  private:
   static inline thread_local const void* frame_ = nullptr;
-  bool was_;
-  const void* before_;
+  const bool was_, is_other_;
+  const void* before_ = nullptr;
 };
 
 struct RefImpl final : c10::TensorImpl {
@@ -117,23 +120,20 @@ struct RefImpl final : c10::TensorImpl {
     const auto& mode = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1);
     return mode->pyinterpreter()->detach(this);
   }
-  template <class Version>
-  c10::intrusive_ptr<TensorImpl> copy(Version&& version, bool may_change) const {
-    if (auto seen = copy_by_mode()) {
-      if (!seen->is_inference()) {
-        seen->set_version_counter(std::forward<Version>(version));
-        seen->set_allow_tensor_metadata_change(may_change);
-      }
-      return seen;
+  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion version, bool may_change) const {
+    auto seen = copy_by_mode();
+    if (!seen) return twin(std::move(version), may_change);
+    if (!seen->is_inference()) {
+      seen->set_version_counter(std::move(version));
+      seen->set_allow_tensor_metadata_change(may_change);
     }
-    return twin(std::forward<Version>(version), may_change);
+    return seen;
   }
-  template <class Version>
-  c10::intrusive_ptr<TensorImpl> twin(Version&& version, bool may_change) const {
+  c10::intrusive_ptr<TensorImpl> twin(c10::VariableVersion version, bool may_change) const {
     auto twin = c10::make_intrusive<RefImpl>(at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(
                                                  const_cast<RefImpl*>(this))),
                                              block, device());
-    copy_tensor_metadata(this, twin.get(), std::forward<Version>(version), may_change);
+    copy_tensor_metadata(this, twin.get(), std::move(version), may_change);
     twin->point_at_the_same(*this);
     return twin;
   }
@@ -155,6 +155,7 @@ inline RefImpl* ref_of(const c10::TensorImpl* impl) {
   return impl->key_set().has_all(kOurs) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
 }
 inline RefImpl* ref_of(const at::TensorBase& tensor) { return ref_of(tensor.unsafeGetTensorImpl()); }
+inline bool is_ref(const at::TensorBase& tensor) { return tensor.defined() && ref_of(tensor); }
 
 inline at::Tensor make_ref(const at::Tensor& plain, BlockPtr block, Device* device, c10::Device label) {
   auto made = c10::make_intrusive<RefImpl>(plain, std::move(block), label);
@@ -167,7 +168,7 @@ inline at::Tensor make_ref(const at::Tensor& plain, BlockPtr block, Device* devi
 // -- attributes of tensors that are TensorRefs (with the GIL) --------------------------------------
 
 // By its class, not as `isinstance` asks: a proxy only says that it is a tensor.
-inline PyObject* is_ref(PyObject*, PyObject* object) {
+inline PyObject* is_python_ref(PyObject*, PyObject* object) {
   const bool is_tensor = PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
   return PyBool_FromLong(is_tensor && ref_of(THPVariable_Unpack(object)));
 }

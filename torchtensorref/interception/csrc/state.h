@@ -131,12 +131,11 @@ class BlockPtr {
   }
   // For who walks a ledger's list, under its lock: null for one that is dying.
   static BlockPtr if_alive(Block* block) {
+    int64_t count = block->refs.load();
+    while (count > 0 && !block->refs.compare_exchange_weak(count, count + 1)) {
+    }
     BlockPtr made;
-    for (int64_t count = block->refs.load(); count > 0;)
-      if (block->refs.compare_exchange_weak(count, count + 1)) {
-        made.block_ = block;
-        break;
-      }
+    if (count > 0) made.block_ = block;
     return made;
   }
   Block* get() const { return block_; }
