@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -290,7 +292,7 @@ def compare(case: Case) -> list[str] | None:
             or _brief(refusal).partition("(")[2] == _brief(failure).partition("(")[2]
         ):
             return None
-        return [f"{_brief(refusal)} became {_brief(failure)}"]
+        return [f"{_brief(refusal)} became {_brief(failure)}{_way_to(failure)}"]
     return _differences_of_runs(plain, ours, case)
 
 
@@ -385,6 +387,13 @@ def _brief(error: Exception | None) -> str:
         return "success"
     lines = str(error).splitlines()
     return f"{type(error).__name__}({lines[0][:160] if lines else ''})"
+
+
+def _way_to(error: Exception | None) -> str:
+    """Return the innermost calls that led to an error, for what does not happen every time."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:] if error is not None else []
+    calls = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    return f" by {', '.join(calls)}" if calls else ""
 
 
 def run_operator(op: Any, dtype: torch.dtype, *, samples: int | None = None) -> Outcome:

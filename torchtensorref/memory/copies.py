@@ -271,21 +271,21 @@ class Copier:
                 held.become(DIRTY, f"exposed: {exposure.why}")
 
     def written(self, block: Block, device: Device) -> None:
-        """Note that an operator has written a block on a device: other replicas are stale."""
+        """Note that an operator has written a block on a device, which it holds there.
+
+        Other replicas are stale, also those that other threads have written meanwhile: torch
+        promises no values then, and we that one of the writers is right.
+        """
         books = self._books
         self.wait_for_home(block)
         with books.lock:
             block.ready = None
-            home = block.replicas.get(books.host)
-            if home is not None and home.state is FILLING:
-                self.arrive(home)
             for replica in list(block.replicas.values()):
-                if replica.device is not device and replica.state is not INVALID:
-                    self.arrive(replica)
+                self.arrive(replica)
+            self._make_current(block.replicas[device])
+            for replica in list(block.replicas.values()):
+                if replica.device is not device:
                     self._make_stale(replica, f"written on {device.name}")
-            own = block.replicas[device]
-            if not device.is_host and own.state is CLEAN:
-                own.become(DIRTY, "written by an operator")
 
     def has_been_written(self, block: Block, device: Device) -> None:
         """Note that the operator has ended of which `written` told (lock not held).
@@ -302,14 +302,23 @@ class Copier:
         if any(replica.state is not INVALID for replica in others):
             self.written(block, device)
 
+    def _make_current(self, replica: Replica) -> None:
+        """Let a replica that is being written be the one that counts (lock held)."""
+        if replica.state is INVALID:
+            self._holds.take_stale(replica)
+            replica.become(CLEAN if replica.device.is_host else DIRTY, "written by an operator")
+        elif replica.state is CLEAN and not replica.device.is_host:
+            replica.become(DIRTY, "written by an operator")
+
     def _make_stale(self, replica: Replica, why: str) -> None:
         """A replica no longer current gives its bytes back; home keeps the room (lock held)."""
         if replica.state is INVALID:
             return  # it has been given back while its arrival was waited for
+        if replica.state is DIRTY:
+            replica.become(CLEAN, why)  # another one has become the current one
         replica.become(INVALID, why)
         if replica.device is not self._books.host:
-            replica.device.empty(replica.base)
-            self._books.remove(replica)
+            self._holds.give_back(replica)
 
     def peek(self, block: Block) -> torch.Tensor:
         """Return host bytes with the current content; changes no state, keeps nothing."""

@@ -58,6 +58,7 @@ class Evictor:
         for _ in range(10_000):
             with books.lock:
                 books.bury()
+                self._holds.give_back_stale()
                 ledger = books.ledgers[device]
                 limit_nbytes = ledger.budget.limit_nbytes
                 excess_nbytes = ledger.budget.excess_nbytes(ledger.resident_nbytes, need_nbytes)
@@ -110,6 +111,7 @@ class Evictor:
         for _ in range(PATIENCE_ROUNDS):
             with books.lock:
                 books.bury()
+                self._holds.give_back_stale()
                 ledger = books.ledgers[device]
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
                 if excess_nbytes <= 0:
@@ -308,6 +310,8 @@ class Evictor:
 
     def clear(self, device: Device) -> None:
         """Evict what nobody holds on a device that is out of use."""
+        with self._books.lock:
+            self._holds.give_back_stale()
         for replica in self._books.ledgers[device].replicas():
             with self._books.lock:
                 self._copier.arrive(replica)

@@ -11,6 +11,7 @@ from .block import Block, Replica
 from .bookkeeping import Books
 from .external_pressure import ReleaseWatch, note_shortage
 from .holds import Holds
+from .ledger import Ledger
 from .states import FILLING, INVALID
 
 
@@ -40,24 +41,27 @@ class Filling:
         block.owned = False  # and so not ready where it may be written unasked
         books.bury()
         ledger = books.ledgers[device]
-        if not ledger.add_if_room(replica):
-            raise RoomTakenError
-        try:
-            device.refill(replica.base, replica.nbytes)
-        except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                note_shortage(ledger)
-            if not storage_nbytes(replica.base):  # else it counts until it is repaired
-                books.remove(replica)
-            raise
+        if not self._holds.take_stale(replica):
+            self._take_room(replica, ledger)
         self._releases.note_fetch(ledger)
         self._holds.issuing[replica] = threading.get_ident()
         replica.become(FILLING, "fetch issued")
         return True
 
+    def _take_room(self, replica: Replica, ledger: Ledger) -> None:
+        if not ledger.add_if_room(replica):
+            raise RoomTakenError
+        try:
+            replica.device.refill(replica.base, replica.nbytes)
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                note_shortage(ledger)
+            if not storage_nbytes(replica.base):  # else it counts until it is repaired
+                self._books.remove(replica)
+            raise
+
     def close(self, replica: Replica) -> None:
         """Take back the bytes of a replica whose copy could not be issued."""
         replica.become(INVALID, "fetch failed")
         replica.arrival = None
-        replica.device.empty(replica.base)
-        self._books.remove(replica)
+        self._holds.give_back(replica)

@@ -40,6 +40,8 @@ class Holds:
         self.pinned: dict[int, list[Replica]] = {}
         #: Threads with operators on the slow path, and how many, one within the other.
         self.in_flight: dict[int, int] = {}
+        #: On accelerators: no longer current, but another thread's operator still reads the bytes.
+        self.stale: list[Replica] = []
 
     # -- operators on the slow path -------------------------------------------------------------
 
@@ -114,12 +116,18 @@ class Holds:
                     replica.pins -= 1
             if not mine:
                 self.pinned.pop(me, None)
+            if self.stale:
+                self.give_back_stale()
             self._books.released.notify_all()
 
     def pinned_nbytes(self, device: Device) -> int:
         """Return the bytes on a device that operators on the slow path hold there (lock held)."""
         held = {replica for mine in self.pinned.values() for replica in mine}
-        return sum(r.nbytes for r in held if r.device is device and r.state is not INVALID)
+        return sum(
+            r.nbytes
+            for r in held
+            if r.device is device and (r.state is not INVALID or r in self.stale)
+        )
 
     @property
     def pins_by_thread(self) -> dict[int, int]:
@@ -190,6 +198,38 @@ class Holds:
         """Whether no other thread runs an operator on the ready path."""
         is_mine = not self.announced or tuple(self.announced) == (threading.get_ident(),)
         return is_mine and not core.running_elsewhere()
+
+    # -- what is stale --------------------------------------------------------------------------
+
+    def give_back(self, replica: Replica) -> None:
+        """Give back the bytes of a stale replica, or once nobody reads them (lock held).
+
+        Programs may write what another thread reads: torch promises no values then, but no more
+        than that. So a kernel that runs keeps its memory.
+        """
+        block = replica.block
+        if block is not None and block.ready is replica.device:
+            block.ready = None  # opened while the end of a copy was waited for
+        # Closed first, looked at second, as in `seize`.
+        is_read = block is not None and (block.users or block in self.announced_blocks())
+        if replica.pins or is_read:
+            self.stale.append(replica)
+        else:
+            replica.device.empty(replica.base)
+            self._books.remove(replica)
+
+    def give_back_stale(self) -> None:
+        """Give back what is stale, as far as nobody reads it any more (lock held)."""
+        stale, self.stale = self.stale, []
+        for replica in stale:
+            self.give_back(replica)
+
+    def take_stale(self, replica: Replica) -> bool:
+        """Whether a replica still has the bytes that it had; they are its own again (lock held)."""
+        is_stale = replica in self.stale
+        if is_stale:
+            self.stale.remove(replica)
+        return is_stale
 
     # -- who may be evicted ---------------------------------------------------------------------
 

@@ -23,9 +23,10 @@ def violations(residency: Any, log: EventLog) -> list[str]:
     found: list[str] = []
     with residency.books.lock:
         residency.books.bury()
+        residency.holds.give_back_stale()
         for device in residency.books.ledgers:
             held_nbytes = residency.holds.held_nbytes(device)
-            found += ledger_violations(residency.books, device, held_nbytes)
+            found += ledger_violations(residency.books, device, held_nbytes, residency.holds.stale)
             for block in residency.books.blocks_on(device):
                 found += [
                     f"{text}; story: {'; '.join(log.story(block.name)) or 'none'}"
@@ -34,10 +35,13 @@ def violations(residency: Any, log: EventLog) -> list[str]:
     return found
 
 
-def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[str]:
+def ledger_violations(
+    books: Books, device: Device, held_nbytes: int, stale: Container[Replica] = ()
+) -> list[str]:
     """Say what is wrong with one device's books (lock held).
 
-    What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile.
+    What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile;
+    `stale` are invalid and read all the same.
     """
     found = []
     ledger = books.ledgers[device]
@@ -56,7 +60,7 @@ def ledger_violations(books: Books, device: Device, held_nbytes: int) -> list[st
             f"and only {held_nbytes} are held"
         )
     for replica in ledger.replicas():
-        if replica.state is INVALID:
+        if replica.state is INVALID and replica not in stale:
             found.append(f"b{replica.block_id}: counted on {device.name} although it is invalid")
         if replica.state in (CLEAN, DIRTY) and not ledger.is_in_order(replica):
             found.append(f"b{replica.block_id}: {device.name} would never evict it")

@@ -84,12 +84,14 @@ class Repair:
         for block in blocks:
             block.ready = None
             self._mend_states(block, block in written)
+        self._holds.stale = [r for r in self._holds.stale if r.device is not device]
         device.recover([(replica.base, replica.state is not INVALID) for replica in there])
         for replica in there:
             if replica.state is INVALID:
                 if storage_nbytes(replica.base):
-                    device.empty(replica.base)
-                books.remove(replica)
+                    self._holds.give_back(replica)
+                else:
+                    books.remove(replica)
         ledger.recount()
 
     def _mend_states(self, block: Block, is_written: bool) -> None:

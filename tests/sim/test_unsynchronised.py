@@ -1,0 +1,123 @@
+"""Threads that write what others read, and do not wait for each other: every value is somebody's.
+
+Plain torch promises no more, and no less: nothing is lost, and no kernel loses its memory.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from torchTensorRef.devices.base import storage_nbytes
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory.states import INVALID
+
+from ..support.programs import assert_same
+from .test_threads import (  # noqa: F401 (fixtures)
+    ROUNDS,
+    STRATEGIES,
+    assert_idle,
+    gated,
+    in_threads,
+    manage,
+    two_at_once,
+)
+
+COUNT = 1 << 12
+LOW, HIGH = 0.5, 1.5
+
+
+def write_at_home(ref: Any) -> Any:
+    """Draw numbers, as a tensor labelled cpu does: where plain torch does."""
+    return ref.uniform_(LOW, HIGH)
+
+
+def test_a_kernel_keeps_its_memory_while_another_thread_writes_at_home(manage, monkeypatch):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.ones(COUNT))
+    device = manager.residency.books.main
+    gate = gated(monkeypatch, device, "before_operator")
+    doubled, _ = two_at_once(gate, lambda: ref * 2, lambda: write_at_home(ref))
+    assert_same(torch.full((COUNT,), 2.0), doubled)
+    assert not manager.residency.holds.stale
+    assert_idle(manager)
+
+
+def test_what_an_operator_has_announced_keeps_its_memory(manage):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.ones(COUNT))
+    ref + 1
+    residency = manager.residency
+    replica = ref._ttr_block.replicas[residency.books.main]
+    residency.holds.announced[-1] = (ref,)  # another thread's, on the ready path
+    write_at_home(ref)
+    assert replica.state is INVALID
+    assert storage_nbytes(replica.base) == replica.nbytes
+    assert residency.books.ledgers[replica.device].resident_nbytes >= replica.nbytes
+    manager.check()
+    ref + 1  # is fetched again, into the same bytes
+    assert_same(ref.clone(), ref)
+    write_at_home(ref)
+    del residency.holds.announced[-1]
+    assert storage_nbytes(replica.base)
+    manager.check()
+    assert not storage_nbytes(replica.base)
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("is_late_at_home", [True, False])
+def test_one_of_two_writers_is_right(manage, monkeypatch, is_late_at_home):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.full((COUNT,), 4.0))
+    ref + 1
+    books = manager.residency.books
+    gate = gated(monkeypatch, books.host if is_late_at_home else books.main, "before_operator")
+    late, other = (lambda: write_at_home(ref)), (lambda: ref.mul_(4))
+    two_at_once(gate, *((late, other) if is_late_at_home else (other, late)))
+    manager.check()
+    values = set(ref.tolist())
+    assert values == {16.0} or (min(values) >= LOW and max(values) <= HIGH) or values == {4.0}
+    assert_idle(manager)
+
+
+# One accelerator: several are clocked with each other, and refuse what is not ordered.
+@pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"scatter"}))
+@pytest.mark.parametrize("_", range(ROUNDS))
+def test_every_value_is_somebodys(manage, name, _):  # noqa: F811
+    nbytes = 6 * 4 * COUNT
+    manager = manage(STRATEGIES[name](), nbytes)
+    # Without poison: what has not arrived yet is the value before, as on hardware.
+    manager.device = SimDevice(DeviceSpec(name="test", capacity_nbytes=nbytes), name="sim:clean")
+    refs = [manager.adopt(torch.full((COUNT,), 1.0)) for _ in range(10)]
+    views = [ref.view(64, -1) for ref in refs]
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(100):
+            i, j = draw.randrange(10), draw.randrange(10)
+            one, other = refs[i], refs[j]
+            act = draw.choice(acts)
+            found = act(one, other, views[i])
+            assert found.min().item() >= LOW
+            assert found.max().item() <= HIGH
+
+    acts = [
+        lambda x, y, v: write_at_home(x),
+        lambda x, y, v: x.lerp_(y, 0.5),
+        lambda x, y, v: x.copy_(y),
+        lambda x, y, v: (x + y) * 0.5,
+        lambda x, y, v: v[3].fill_(1.0),
+        lambda x, y, v: x.clone(),
+        lambda x, y, v: x.clamp_(LOW, HIGH),
+        lambda x, y, v: torch.stack((x, y, x)),
+    ]
+    in_threads(work, 4)
+    manager.check()
+    for ref in refs:
+        assert ref.min().item() >= LOW
+        assert ref.max().item() <= HIGH
+    manager.check()
