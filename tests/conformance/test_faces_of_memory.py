@@ -107,6 +107,41 @@ def test_array_protocols(right):
 # -- memory -------------------------------------------------------------------------------------
 
 
+def test_arrays_of_what_has_a_gradient_are_given_where_none_is_noted(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        with torch.no_grad():
+            as_float64 = np.array(x, dtype="float64")
+            x.numpy()[0] = 3
+        with torch.inference_mode():
+            seen = (x * 2).numpy().tolist()
+        return [seen, x, str(as_float64.dtype), as_float64.tolist(), failure(x.numpy)]
+
+    right(program, on_host_because="torch gives the memory at home")
+
+
+def test_functions_of_python_for_each_element(right):
+    def program(bring: Bring) -> Any:
+        x, y, z = bring(torch.arange(6.0).view(2, 3)), bring(torch.ones(2, 3)), torch.zeros(3)
+        x.t().apply_(lambda value: value + 1)
+        x.map_(y, lambda a, b: a - 3 * b).map2_(y, z, lambda a, b, c: a + b + c)
+        w = bring(torch.ones(2, requires_grad=True))
+        refused = [failure(lambda: w.apply_(float)), failure(lambda: x[0, :2].map_(w, max))]
+        return [x, x + 1, x._version, refused]
+
+    right(program, on_host_because="Python computes")
+
+
+def test_what_is_not_quantized_is_its_own_dequantization(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        y = x * 2
+        again = y.dequantize()
+        return [again, again is y, x.dequantize() is x, failure(again.sum().backward)]
+
+    right(program)
+
+
 def test_dlpack(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(2, 3))
@@ -199,6 +234,34 @@ def test_share_memory(right):
 
 
 # -- writing and reading ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 100_000])
+@pytest.mark.parametrize(
+    "hand_out",
+    [
+        lambda x: x.numpy(),
+        lambda x: x.data_ptr(),
+        lambda x: x.__dlpack__(),
+        lambda x: x.share_memory_(),
+    ],
+    ids=["numpy", "data_ptr", "dlpack", "share_memory_"],
+)
+def test_memory_that_was_handed_out_before_it_is_shared(right, hand_out, count):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.full((count,), 3.0))
+        y, kept = x.view(-1), hand_out(x)
+        x.share_memory_()
+        others = [bring(torch.full((count,), float(n))).numpy() for n in range(5)]
+        array = y.numpy()
+        seen = [array.min(), array.max(), (x + 1).max(), x.is_shared(), len(others)]
+        array[0] = 7
+        seen += [x[0].item(), y[0].item(), x.data_ptr() == array.ctypes.data]
+        x.fill_(5)
+        del kept
+        return [*seen, array.max(), x.mean()]
+
+    right(program, on_host_because="the memory at home is held")
 
 
 def test_pickles(right):

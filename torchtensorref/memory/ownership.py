@@ -334,9 +334,9 @@ class Ownership:
         """Move a block's bytes at home into shared memory."""
         block: Block = ref._ttr_block
         self._residency.sharing.unshare(block)
-        home = self._residency.copier.bring_home(block)
+        self._residency.copier.bring_home(block)
         self._residency.forget_accelerators(block)
-        home.base.untyped_storage().share_memory_()
+        self._residency.sharing.move_to_shared_memory(block)
         self._hand_out(block, self._residency.books.host, "share_memory_", forever=True)
 
     def is_shared_memory(self, ref: Any) -> bool:

@@ -124,6 +124,23 @@ class Sharing:
         assert exposure.storage is not None
         return exposure.storage
 
+    def move_to_shared_memory(self, block: Block) -> None:
+        """Exchange bytes at home for a copy that other processes can map.
+
+        Who was given the memory before keeps that, alone: plain torch frees it.
+        """
+        home = self._copier.bring_home(block)
+        with self._books.lock:
+            exposure = block.exposure
+            is_held = exposure is not None and not exposure.device.is_host and exposure.alive
+            if is_held or home.base.untyped_storage().is_shared():
+                return
+            shared = copy_of(home.base)
+            shared.untyped_storage().share_memory_()
+            block.ready = None
+            block.is_rehoused = True
+            home.base, block.exposure = shared, None
+
     def own_home_bytes(self, block: Block) -> None:
         """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
         home = self._copier.bring_home(block)

@@ -252,8 +252,8 @@ VIEWS = (
         for op in (aten.channel_shuffle.default, aten.native_channel_shuffle.default)
     ),
     *(
-        Row(op, reason="marks a constant of a traced program; is its argument", aliases=True)
-        for op in (aten.lift.default, aten.lift_fresh.default)
+        Row(op, reason="is its argument: a constant, or what is not quantized", aliases=True)
+        for op in (aten.lift.default, aten.lift_fresh.default, aten.dequantize.self)
     ),
 )
 

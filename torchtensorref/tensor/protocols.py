@@ -122,7 +122,7 @@ class Protocols:
         """Return an array that shares the memory, as torch does and under its conditions."""
         if force:
             return self.detach().resolve_conj().resolve_neg()._numpy_shared()
-        if (self.requires_grad and torch.is_grad_enabled()) or self.requires_grad:
+        if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. "
                 "Use tensor.detach().numpy() instead."
@@ -134,10 +134,25 @@ class Protocols:
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         """Give numpy the values: its own copy if it asks for one, else the shared memory."""
-        if self.requires_grad:
-            return self.numpy()
+        if self.requires_grad and torch.is_grad_enabled():
+            return self.numpy()  # raises
         plain = self._peek().clone() if copy else self.exposed_plain("__array__")
         return plain.numpy() if dtype is None else plain.numpy().astype(dtype, copy=False)
+
+    def apply_(self: Any, function: Any) -> Any:
+        """Exchange each element, at home, for what a function makes of it."""
+        _exposed(self).apply_(function)
+        return self
+
+    def map_(self: Any, other: Any, function: Any) -> Any:
+        """Exchange each element, at home, for what a function makes of it and another's."""
+        _exposed(self).map_(_exposed(other), function)
+        return self
+
+    def map2_(self: Any, x: Any, y: Any, function: Any) -> Any:
+        """Exchange each element, at home, for what a function makes of it and two others'."""
+        _exposed(self).map2_(_exposed(x), _exposed(y), function)
+        return self
 
     def data_ptr(self: Any) -> int:
         """Return the address of the first element, at home; the bytes stay there from now on.
@@ -335,6 +350,13 @@ def _copy_of_plain(tensor: Any) -> Any:
 def empty_like(ref: Any) -> Tensor:
     """Make a plain tensor to call what torch answers in C++ from a tensor's own memory."""
     return torch._C._VariableFunctions.empty((0,), dtype=ref.dtype, device=ref.device)
+
+
+def _exposed(value: Any) -> Any:
+    """A plain tensor over the same bytes at home, which torch refuses where that has a gradient."""
+    if not isinstance(value, TensorRef):
+        return value
+    return value.exposed_plain("a function for each element").requires_grad_(value.requires_grad)
 
 
 def readable(values: Any) -> Any:
