@@ -221,6 +221,17 @@ def test_resizing(right):
     right(program)
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_what_a_formula_makes_to_be_resized(right):
+    """A single number that is given as `out=`, and grows."""
+
+    def program(bring: Bring) -> Any:
+        x, y = bring(torch.rand(3, 3)), bring(torch.rand(3, 3))
+        return [torch.linalg.matrix_rank(x, y), torch.linalg.matrix_rank(x, atol=y, rtol=y)]
+
+    right(program)
+
+
 def test_share_memory(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(3))

@@ -150,7 +150,7 @@ class Protocols:
         return self
 
     def map2_(self: Any, x: Any, y: Any, function: Any) -> Any:
-        """Exchange each element, at home, for what a function makes of it and two others'."""
+        """Exchange each element for what a function makes of it and two others'."""
         _exposed(self).map2_(_exposed(x), _exposed(y), function)
         return self
 
@@ -333,9 +333,8 @@ _to = getattr(Tensor.to, "__wrapped__", Tensor.to)
 
 
 def _of_kind(kind: str, device: Any) -> Any:
-    if device is None:
-        return kind
-    return torch.device(kind, device) if isinstance(device, int) else device
+    named = torch.device(kind, device) if isinstance(device, int) else device
+    return kind if device is None else named
 
 
 def _copy_of_plain(tensor: Any) -> Any:
@@ -353,10 +352,11 @@ def empty_like(ref: Any) -> Tensor:
 
 
 def _exposed(value: Any) -> Any:
-    """A plain tensor over the same bytes at home, which torch refuses where that has a gradient."""
-    if not isinstance(value, TensorRef):
-        return value
-    return value.exposed_plain("a function for each element").requires_grad_(value.requires_grad)
+    """Return what torch refuses where it has a gradient: a plain tensor over the same bytes."""
+    if isinstance(value, TensorRef):
+        plain = tensorsManager.ownership.exposed_plain(value, "a function for each element")
+        return plain.requires_grad_(value.requires_grad)
+    return value
 
 
 def readable(values: Any) -> Any:

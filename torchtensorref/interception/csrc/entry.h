@@ -107,9 +107,11 @@ inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKey
   const bool is_adopted = plan.is_factory && WithFactories::is_called_by_cpp();
   WithFactories no_longer(false);
   op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow), stack);
-  if (!is_adopted || !stack->back().isTensor()) return;
+  if (!is_adopted || !stack->back().isTensor() || !stack->back().toTensor().defined()) return;
   const at::Tensor& made = stack->back().toTensor();
-  if (!made.defined() || !made.dim() || !made.is_cpu() || made.layout() != c10::kStrided) return;
+  // A single number is taken as it is, unless it is there to be resized.
+  if (!made.dim() && op.schema().name() != "aten::empty") return;
+  if (!made.is_cpu() || made.layout() != c10::kStrided) return;
   py::gil_scoped_acquire gil;
   stack->back() = py::reinterpret_borrow<py::object>(adopt)(made).cast<at::Tensor>();
 }

@@ -102,11 +102,7 @@ class ReadyCall {
         use_log.note({tick, number, plan_.op, operand.is_written});
     }
     push_plain();
-    const bool is_done = call() && wrap(tick);
-    if (!is_done) {
-      stack_.resize(start_ + plan_.arg_count);
-      return false;
-    }
+    if (!call() || !wrap(tick)) return stack_.resize(start_ + plan_.arg_count), false;
     if (plan_.counts_lists) count_lists();
     finish();
     return true;
