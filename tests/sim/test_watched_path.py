@@ -58,7 +58,7 @@ def listener(manage: Callable[..., Any]) -> Any:
 def weight_on(manager: Any, *shape: int) -> Any:
     """A parameter on the accelerator."""
     module = nn.Module()
-    module.weight = nn.Parameter(torch.rand(*shape), requires_grad=False)
+    module.weight = nn.Parameter(torch.rand(shape), requires_grad=False)
     weight = manager.adopt(module).weight.toGPU()
     assert weight._ttr_block.is_persistent
     return weight
@@ -216,3 +216,29 @@ def test_what_is_computed_at_home_is_a_want_of_room(listener):
         F.linear(x, weight)
         manager.residency.note_operator(books.host, (), (), 1, is_at_home=True)
     assert books.is_pressed
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "at home"])
+def test_a_plain_number_is_written(listener: Any, is_there: bool) -> None:
+    """What a formula makes for the gradient of a single number is one, and is filled."""
+    manager, _ = listener
+    weight = weight_on(manager)
+    if not is_there:
+        weight = weight.toCPU()
+    plain = torch.zeros(())
+    out = aten.add.out(weight, 1.0, out=plain)
+    assert out is plain
+    assert plain.item() == weight.item() + 1
+    index = manager.adopt(torch.zeros((), dtype=torch.int64)).toGPU()
+    same = torch.zeros(()).scatter_(0, index, weight)
+    assert same.item() == weight.item()
+    manager.check()
+
+
+def test_gradients_of_single_numbers_under_pressure(listener: Any) -> None:
+    manager, _ = listener
+    for function in (torch.mode, torch.median, torch.cummax):
+        plain = torch.rand(()).requires_grad_()
+        ours = manager.adopt(plain.detach().clone()).toGPU().requires_grad_()
+        expected = torch.autograd.grad(function(plain, 0)[0], plain)
+        assert differences(expected, torch.autograd.grad(function(ours, 0)[0], ours)) == []

@@ -71,6 +71,8 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             used[arg._ttr_block] = None
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
+    if plan.writes and not all(isinstance(target, TensorRef) for target in targets(plan, args)):
+        return SLOW  # a formula fills the single number that it has made
     closed = [block for block in used if block.ready is not device]
     if not closed or any(b.ready is not None or b.births is not None for b in closed):
         return SLOW  # it is not only they that keep it from the ready path
