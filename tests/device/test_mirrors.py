@@ -13,9 +13,9 @@ import torch
 
 import torchTensorRef
 from torchTensorRef.devices.accelerator import staging
-from torchTensorRef.devices.base import bytes_of
 from torchTensorRef.devices.host.page_lock import WORTH_IT_AFTER
 from torchTensorRef.devices.host.readers import host_readers
+from torchTensorRef.devices.storages import bytes_of
 from torchTensorRef.interception import slow_path
 
 from ..support.device_double import LateDevice, LateModule

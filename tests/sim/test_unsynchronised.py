@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchTensorRef.devices.base import storage_nbytes
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.devices.storages import storage_nbytes
 from torchTensorRef.memory.states import INVALID
 
 from ..support.programs import assert_same

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import events_of
-from torchTensorRef.devices.base import move_bytes
+from torchTensorRef.devices.storages import move_bytes
 
 _lock = threading.RLock()
 

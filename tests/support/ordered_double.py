@@ -17,7 +17,7 @@ import torch
 
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
-from torchTensorRef.devices.base import move_bytes
+from torchTensorRef.devices.storages import empty_bytes, move_bytes
 
 from .device_double import Runtime
 
@@ -137,7 +137,7 @@ class OrderedDevice(AcceleratorDevice):
         return base
 
     def copy_into(self, base: torch.Tensor) -> Any:
-        source = torch.zeros(base.untyped_storage().nbytes(), dtype=torch.uint8)
+        source = empty_bytes(base.untyped_storage().nbytes())
         return self.copy_in(source, base, after=self.available(base))
 
     @property

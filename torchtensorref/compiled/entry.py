@@ -12,7 +12,8 @@ from torch import nn
 from ..base.activation import disabled
 from ..base.errors import TransferError
 from ..base.interrupts import holds_operands, lets_program_run
-from ..devices.base import Device, bytes_of
+from ..devices.base import Device
+from ..devices.storages import bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager

@@ -14,7 +14,7 @@ from .peers import PeerLinks
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, UntypedStorage
+    from torch import Tensor
 
 __all__ = [
     "DONE",
@@ -23,12 +23,6 @@ __all__ = [
     "DoneEvent",
     "Event",
     "Stopwatch",
-    "bytes_of",
-    "empty_bytes",
-    "exchange_storage",
-    "fill_bytes",
-    "move_bytes",
-    "storage_nbytes",
 ]
 
 
@@ -321,77 +315,3 @@ class Device(PeerLinks, ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
-
-
-def storage_nbytes(base: Tensor) -> int:
-    """The bytes under a base now (0 when it was emptied)."""
-    return base.untyped_storage().nbytes()
-
-
-def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Uninitialised bytes as a plain tensor, whatever has been patched or set as a default."""
-    import torch
-
-    # Not `torch.empty`: injection replaces that name, and we need a plain tensor.
-    with torch._C.DisableTorchFunction():
-        plain: Tensor = torch._C._VariableFunctions.empty(
-            (nbytes,), dtype=torch.uint8, device=device
-        )
-    return plain
-
-
-def bytes_of(base: Tensor) -> Tensor:
-    """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
-    storage = base.untyped_storage()
-    return _alias(storage, 0, storage.nbytes())
-
-
-def _alias(storage: UntypedStorage, offset_nbytes: int, nbytes: int) -> Tensor:
-    """Some bytes of a storage under a fresh tensor.
-
-    A fresh one, because a tensor that was made in inference mode refuses in-place writes
-    outside of it, and one that is a leaf of autograd refuses them always.
-    """
-    import torch
-
-    with torch._C.DisableTorchFunction():
-        fresh = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
-        plain: Tensor = fresh.set_(storage, offset_nbytes, (nbytes,), (1,))
-    return plain
-
-
-def _bytes_in(tensor: Tensor) -> Tensor:
-    """The bytes that a dense tensor covers, under a fresh tensor."""
-    width, start = tensor.element_size(), int(tensor.storage_offset())
-    return _alias(tensor.untyped_storage(), start * width, tensor.numel() * width)
-
-
-def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy the bytes of one dense tensor over those of another, equally large one."""
-    import torch
-
-    target, origin = destination.untyped_storage(), source.untyped_storage()
-    if target.nbytes() == source.numel() * source.element_size() == origin.nbytes():
-        target.copy_(origin, non_blocking)
-        return
-    with torch._C.DisableTorchFunction():
-        _bytes_in(destination).copy_(_bytes_in(source), non_blocking=non_blocking)
-
-
-def exchange_storage(base: Tensor, nbytes: int) -> None:
-    """Give a base a storage of its own with other bytes; the old one goes with its last view."""
-    import torch
-
-    # What was made in inference mode may be changed there only.
-    with torch._C.DisableTorchFunction(), torch.inference_mode(base.is_inference()):
-        storage = empty_bytes(nbytes, base.device).untyped_storage()
-        with torch.no_grad():
-            base.set_(storage, 0, (0,), (1,))
-
-
-def fill_bytes(tensor: Tensor, value: int) -> None:
-    """Set each byte of a dense tensor."""
-    import torch
-
-    with torch._C.DisableTorchFunction():
-        _bytes_in(tensor).fill_(value)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .base import storage_nbytes
+from .storages import storage_nbytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,8 @@ from ..base import torch_versions
 from ..base.options import settings
 from ..base.units import format_nbytes
 from ..devices import registry
-from ..devices.base import Device, fill_bytes
+from ..devices.base import Device
+from ..devices.storages import fill_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

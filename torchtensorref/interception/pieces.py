@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device
+from ..devices.storages import empty_bytes
 from ..memory.block import Block, Replica
 from ..memory.plain_views import make_ref, view_with
 from ..memory.residency import Residency

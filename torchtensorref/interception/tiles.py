@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device
+from ..devices.storages import empty_bytes
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.eviction import HeldByOthersError

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..devices.base import bytes_of
+from ..devices.storages import bytes_of
 from .block import Block, Exposure, Replica
 from .ref import as_parameter, is_plain
 from .residency import Residency

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from ..devices.base import storage_nbytes
+from ..devices.storages import storage_nbytes
 from .block import Block, Replica
 from .bookkeeping import Books
 from .external_pressure import ReleaseWatch, note_shortage

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ..base.errors import TransferError
-from ..devices.base import Device, empty_bytes
+from ..devices.base import Device
+from ..devices.storages import empty_bytes
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books

@@ -6,9 +6,9 @@ import threading
 import weakref
 from collections import deque
 
-from ..devices.base import bytes_of
 from ..devices.host.mirrors import Mirror
 from ..devices.host.readers import host_readers
+from ..devices.storages import bytes_of
 from . import core
 from .block import Replica
 from .bookkeeping import Books

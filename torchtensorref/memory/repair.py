@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable
 
-from ..devices.base import Device, storage_nbytes
+from ..devices.base import Device
+from ..devices.storages import storage_nbytes
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier

@@ -11,6 +11,7 @@ import torch
 
 from ..base.interrupts import is_within_another
 from ..devices.base import Device
+from ..devices.storages import storage_of
 from ..strategy import Strategy
 from .block import Block, Replica
 from .bookkeeping import Books
@@ -179,14 +180,16 @@ class Residency:
                 self.copier.arrive(block.replicas[device])
 
     def _fetch_with_room(self, block: Block, device: Device) -> None:
-        """Fetch; if the device refuses the allocation all the same, evict as much again, once."""
+        """Fetch into the room that was made; make it again where another thread has taken it.
+
+        If the device refuses the allocation all the same, as much again is evicted, once.
+        """
         has_been_refused = False
         for _ in range(PATIENCE_ROUNDS):
-            self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
             try:
                 return self.copier.fetch(block, device)
             except RoomTakenError:
-                continue
+                self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
             except torch.OutOfMemoryError:
                 if has_been_refused:
                     raise
@@ -229,7 +232,7 @@ class Residency:
             It does not fit on the device, even after every legal eviction. Nothing has changed.
         """
         books = self.books
-        nbytes = tensor.untyped_storage().nbytes()
+        nbytes = storage_of(tensor).nbytes()
         if device.is_host:
             block = Block(nbytes, books.tick)
             block.replicas[device] = Replica(block, device, tensor, CLEAN)

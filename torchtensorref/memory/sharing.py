@@ -8,7 +8,8 @@ import weakref
 import torch
 
 from ..base.errors import ExposedError
-from ..devices.base import Device, bytes_of
+from ..devices.base import Device
+from ..devices.storages import bytes_of
 from .block import Block, Exposure, Replica
 from .bookkeeping import Books
 from .copies import Copier

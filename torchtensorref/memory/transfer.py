@@ -10,8 +10,9 @@ import torch
 
 from ..base.errors import TransferError
 from ..base.options import settings
-from ..devices.base import Device, Event, bytes_of, empty_bytes
+from ..devices.base import Device, Event
 from ..devices.host.readers import host_readers
+from ..devices.storages import bytes_of, empty_bytes, storage_of
 from .block import Replica
 from .names import names
 
@@ -169,5 +170,5 @@ def copy_of(base: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_like(source)
     copied = empty_bytes(source.numel())
-    copied.untyped_storage().copy_(source.untyped_storage())
+    storage_of(copied).copy_(storage_of(source))
     return copied

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..devices.base import empty_bytes
+from ..devices.storages import empty_bytes
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..base.options import settings
-from ..devices.base import empty_bytes
+from ..devices.storages import empty_bytes
 from ..memory.block import Block, Replica
 from ..memory.budget import SHORTAGES
 from ..memory.states import CLEAN

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.event_log import EventLog
-from ..devices.base import Device, Graveyard, empty_bytes
+from ..devices.base import Device, Graveyard
 from ..devices.host.device import HostDevice
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
+from ..devices.storages import empty_bytes
 from ..interception.placement import table_is_away
 from ..memory.block import Block, Replica
 from ..memory.bookkeeping import Books

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..base import DONE, Event, bytes_of, move_bytes, storage_nbytes
+from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
+from ..storages import bytes_of, move_bytes, storage_nbytes
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
 from .link_rate import LinkRate

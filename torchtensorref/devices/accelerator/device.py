@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import TransferError
 from ...base.options import settings
-from ..base import DONE, Event, bytes_of, empty_bytes, exchange_storage, storage_nbytes
+from ..base import DONE, Event
 from ..clocks import Clocks
 from ..host.limits import share_of_ram
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
 from ..residents import Residents
+from ..storages import bytes_of, empty_bytes, exchange_storage, storage_nbytes, storage_of
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
@@ -161,7 +162,7 @@ class AcceleratorDevice(AcceleratorPeers):
             except RuntimeError as error:
                 self._raise_out_of_memory(error)
             if is_copies_own and nbytes:
-                self._rooms.take(base, base.untyped_storage().data_ptr(), nbytes)
+                self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
             self._residents.settle()
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
@@ -187,7 +188,7 @@ class AcceleratorDevice(AcceleratorPeers):
         if self.exchanges_storages:
             exchange_storage(base, nbytes)
         else:
-            base.untyped_storage().resize_(nbytes)
+            storage_of(base).resize_(nbytes)
 
     def _settle_rooms(self) -> None:
         self._residents.settle()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..base import empty_bytes
+from ..storages import empty_bytes
 from .events import Waits
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..storages import storage_of
 from .freed_room import FreedRoom, UseMarks
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Rooms:
         if room is None:
             return False
         del self._rooms[room.key]
-        storage = base.untyped_storage()
+        storage = storage_of(base)
         if room.nbytes != storage.nbytes() or room.start != storage.data_ptr():
             return False
         last_use = self.marks.now() if room.mark < 0 else self.marks.after(room.mark)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.errors import TransferError
 from ..background import Background
-from ..base import empty_bytes
 from ..host.mirrors import Mirror
+from ..storages import empty_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
-from ..base import empty_bytes
 from ..host.numa import cpus_near
+from ..storages import empty_bytes
 from .own_stream import new_stream
 
 if TYPE_CHECKING:

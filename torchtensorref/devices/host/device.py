@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..base import DONE, Device, Event, bytes_of, empty_bytes, move_bytes
+from ..base import DONE, Device, Event
 from ..residents import Residents
+from ..storages import bytes_of, empty_bytes, move_bytes, storage_of
 from .readers import host_readers
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class HostDevice(Device):
 
     def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
         try:
-            base.untyped_storage().resize_(nbytes)
+            storage_of(base).resize_(nbytes)
         except RuntimeError as error:
             self._raise_out_of_memory(nbytes, error)
         with self._lock:
@@ -86,7 +87,7 @@ class HostDevice(Device):
             resident = self._residents.present.get(id(base))
             if resident is not None:
                 self._residents.leave(resident)
-        base.untyped_storage().resize_(0)
+        storage_of(base).resize_(0)
 
     def account(self, base: Tensor) -> None:
         """Count nothing: the host's memory is not rationed here."""

@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from ..storages import storage_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,7 +45,7 @@ class Mirror:
 
     def __init__(self, owner: Tensor, memory: Tensor, *, may_be_home: bool = False) -> None:
         self._owner = weakref.ref(owner)
-        self.address = owner.untyped_storage().data_ptr()
+        self.address = storage_of(owner).data_ptr()
         self.memory = memory
         self.may_be_home = may_be_home
         self.is_taken = self.is_filled = False
@@ -53,7 +55,7 @@ class Mirror:
         owner = self._owner()
         return (
             owner is not None
-            and owner.untyped_storage().data_ptr() == self.address == source.data_ptr()
+            and storage_of(owner).data_ptr() == self.address == source.data_ptr()
             and self.memory.numel() == source.numel()
         )
 
@@ -100,7 +102,7 @@ class Mirrors:
 
     def being_filled(self, owner: Tensor) -> Mirror | None:
         """Return the mirror of a base that a copy fills, or has filled."""
-        mirror = self._mirrors.get(owner.untyped_storage().data_ptr())
+        mirror = self._mirrors.get(storage_of(owner).data_ptr())
         return mirror if mirror is not None and mirror.is_taken else None
 
     def of(self, source: Tensor) -> Mirror | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.progress import Lines
 from ..background import Background
+from ..storages import storage_of
 from .mirrors import Mirror
 from .numa import run_on
 from .readers import host_readers
@@ -224,7 +225,7 @@ class PageLocks:
         may_mirror : bool
             Only operators write those bytes, so that a second copy of them stays valid.
         """
-        nbytes = base.untyped_storage().nbytes()
+        nbytes = storage_of(base).nbytes()
         if self._locker is None or nbytes < LEAST_NBYTES or not may_mirror:
             return
         key = id(base)
@@ -275,7 +276,7 @@ class PageLocks:
 
     def _grant(self, reference: weakref.ref[Any]) -> None:
         base = reference()
-        nbytes = 0 if base is None else base.untyped_storage().nbytes()
+        nbytes = 0 if base is None else storage_of(base).nbytes()
         if base is None or not nbytes:
             return
         if not _has_spare_ram(nbytes):
@@ -286,7 +287,7 @@ class PageLocks:
         if memory is not None:
             assert self._locker is not None
             # Memory that torch did not allocate (a mapped file, an array) is nobody's to free.
-            may_be_home = self._locker.makes_storages and base.untyped_storage().resizable()
+            may_be_home = self._locker.makes_storages and storage_of(base).resizable()
             host_readers.mirrors.offer(base, Mirror(base, memory, may_be_home=may_be_home))
 
     def allocate(self, nbytes: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ..storages import storage_of
 from .mirrors import Mirrors
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class HostReaders:
         """
         if not self.are_watched:
             return
-        address = base.untyped_storage().data_ptr()
+        address = storage_of(base).data_ptr()
         with self._lock:
             readers = list(self._readers.get(address, ()))
         for reader in readers:
@@ -107,7 +108,7 @@ class HostReaders:
     def have_changed(self, base: Tensor) -> None:
         """Forget the mirror of bytes that have been written: a copy may have begun to fill one."""
         if self.mirrors:
-            self.mirrors.drop(base.untyped_storage().data_ptr())
+            self.mirrors.drop(storage_of(base).data_ptr())
 
 
 #: Of this process: all accelerators copy from the same host.

@@ -8,8 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ...base.errors import TransferError
-from ..base import Event, bytes_of
+from ..base import Event
 from ..residents import Resident
+from ..storages import bytes_of
 from .compute import ComputeEngine
 from .events import Copy, Engine, Landing, SimEvent
 from .faults import FaultPlan

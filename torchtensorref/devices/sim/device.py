@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...base.options import Settings, listeners, parse_faults, settings
-from ..base import Clocks, Device, Event, empty_bytes
+from ..base import Clocks, Device, Event
+from ..storages import empty_bytes
 from .compute import ComputeEngine, SimStopwatch
 from .copies import CopyEngines
 from .events import Engine

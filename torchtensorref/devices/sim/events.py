@@ -6,7 +6,7 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from ..base import bytes_of, move_bytes
+from ..storages import bytes_of, move_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

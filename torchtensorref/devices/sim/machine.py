@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...base.errors import InvariantError
+from ..storages import storage_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -188,5 +189,5 @@ class Machine:
 
 def address_of(base: Tensor) -> int:
     """Which memory: that of its storage, also where there are no bytes."""
-    address: int = base.untyped_storage()._cdata
+    address: int = storage_of(base)._cdata
     return address

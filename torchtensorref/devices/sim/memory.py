@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...base.errors import InvariantError
 from ...base.options import settings
-from ..base import bytes_of, empty_bytes, fill_bytes, storage_nbytes
 from ..residents import Resident, Residents
+from ..storages import bytes_of, empty_bytes, fill_bytes, storage_nbytes, storage_of
 from .compute import ComputeEngine
 from .faults import FaultPlan
 from .machine import Machine
@@ -166,7 +166,7 @@ class SimMemory:
             self.refuse("refill", base, "was not emptied before")
         self._count_allocation()
         room_ns = self._take_room(nbytes)
-        base.untyped_storage().resize_(nbytes)
+        storage_of(base).resize_(nbytes)
         self.residents.enter_again(resident, nbytes)
         resident.number = self.alloc_count
         resident.room_ns = room_ns
@@ -182,7 +182,7 @@ class SimMemory:
         if leaving is not None:
             leaving.keep_source()
         self.poison_base(base)
-        base.untyped_storage().resize_(0)
+        storage_of(base).resize_(0)
         self.residents.leave(resident)
         self._give_room(resident)
 

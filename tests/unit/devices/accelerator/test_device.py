@@ -15,8 +15,8 @@ from torchTensorRef.devices.accelerator.copies import LinkCopier
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import AcceleratorEvent
 from torchTensorRef.devices.accelerator.vendor import can_refill
-from torchTensorRef.devices.base import bytes_of, storage_nbytes
 from torchTensorRef.devices.host import page_lock
+from torchTensorRef.devices.storages import bytes_of, storage_nbytes
 from torchTensorRef.memory.budget import resolve_budget
 
 from ....support.device_double import ExchangingDevice, LateDevice, LateModule

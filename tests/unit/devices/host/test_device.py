@@ -7,7 +7,7 @@ import time
 import torch
 
 from torchTensorRef.devices import DONE, HostDevice
-from torchTensorRef.devices.base import bytes_of, fill_bytes, move_bytes
+from torchTensorRef.devices.storages import bytes_of, fill_bytes, move_bytes
 
 
 def test_host_memory_can_be_taken_away_and_given_back():

@@ -11,7 +11,6 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
-from torchTensorRef.devices.base import bytes_of
 from torchTensorRef.devices.host import page_lock
 from torchTensorRef.devices.host.page_lock import (
     LEAST_NBYTES,
@@ -21,6 +20,7 @@ from torchTensorRef.devices.host.page_lock import (
 )
 from torchTensorRef.devices.host.page_locked_pool import PageLockedPool
 from torchTensorRef.devices.host.readers import host_readers
+from torchTensorRef.devices.storages import bytes_of
 
 from ....support.device_double import Runtime
 

@@ -6,12 +6,12 @@ import pytest
 
 from torchTensorRef import ConfigError
 from torchTensorRef.devices import registry
-from torchTensorRef.devices.base import empty_bytes
 from torchTensorRef.devices.host.device import HostDevice
 from torchTensorRef.devices.sim.cards import SPECS, read_specs
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.devices.storages import empty_bytes
 
 #: One byte per ns on the link, three of host memory, of which a kernel takes two.
 SPEC = DeviceSpec(

@@ -1,0 +1,104 @@
+"""The bytes under plain tensors: all of a storage, whatever the tensor over it is.
+
+Kernels and programs have no part in these: they are called without the patches that serve
+TensorRefs, and with them a look at a storage takes ten times as long.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, UntypedStorage
+
+__all__ = [
+    "bytes_of",
+    "empty_bytes",
+    "exchange_storage",
+    "fill_bytes",
+    "move_bytes",
+    "storage_nbytes",
+    "storage_of",
+]
+
+
+def storage_of(plain: Tensor) -> UntypedStorage:
+    """The storage under a plain tensor."""
+    import torch
+
+    return torch._C.TensorBase.untyped_storage(plain)
+
+
+def storage_nbytes(base: Tensor) -> int:
+    """The bytes under a base now (0 when it was emptied)."""
+    return storage_of(base).nbytes()
+
+
+def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Uninitialised bytes as a plain tensor, whatever has been patched or set as a default."""
+    import torch
+
+    # Not `torch.empty`: injection replaces that name, and we need a plain tensor.
+    with torch._C.DisableTorchFunction():
+        plain: Tensor = torch._C._VariableFunctions.empty(
+            (nbytes,), dtype=torch.uint8, device=device
+        )
+    return plain
+
+
+def bytes_of(base: Tensor) -> Tensor:
+    """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
+    storage = storage_of(base)
+    return _alias(storage, 0, storage.nbytes())
+
+
+def _alias(storage: UntypedStorage, offset_nbytes: int, nbytes: int) -> Tensor:
+    """Some bytes of a storage under a fresh tensor.
+
+    A fresh one, because a tensor that was made in inference mode refuses in-place writes
+    outside of it, and one that is a leaf of autograd refuses them always.
+    """
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        fresh = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
+        plain: Tensor = fresh.set_(storage, offset_nbytes, (nbytes,), (1,))
+    return plain
+
+
+def _bytes_in(tensor: Tensor) -> Tensor:
+    """The bytes that a dense tensor covers, under a fresh tensor."""
+    width, start = tensor.element_size(), int(tensor.storage_offset())
+    return _alias(storage_of(tensor), start * width, tensor.numel() * width)
+
+
+def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = False) -> None:
+    """Copy the bytes of one dense tensor over those of another, equally large one."""
+    import torch
+
+    target, origin = storage_of(destination), storage_of(source)
+    if target.nbytes() == source.numel() * source.element_size() == origin.nbytes():
+        target.copy_(origin, non_blocking)
+        return
+    with torch._C.DisableTorchFunction():
+        _bytes_in(destination).copy_(_bytes_in(source), non_blocking=non_blocking)
+
+
+def exchange_storage(base: Tensor, nbytes: int) -> None:
+    """Give a base a storage of its own with other bytes; the old one goes with its last view."""
+    import torch
+
+    # What was made in inference mode may be changed there only.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(base.is_inference()):
+        storage = storage_of(empty_bytes(nbytes, base.device))
+        with torch.no_grad():
+            base.set_(storage, 0, (0,), (1,))
+
+
+def fill_bytes(tensor: Tensor, value: int) -> None:
+    """Set each byte of a dense tensor."""
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        _bytes_in(tensor).fill_(value)
