@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,6 +127,74 @@ def test_assignment_to_parts(right):
         y **= 2
         del x
         return y
+
+    right(program)
+
+
+# -- numbers that C++ asks for ------------------------------------------------------------------
+
+OF_NUMBERS = {
+    "Tensor": lambda x: torch.Tensor([x[0], 1.0]),
+    "FloatTensor": lambda x: torch.FloatTensor([[x[0], 1], [x[1], 3]]),
+    "LongTensor": lambda x: torch.LongTensor((x[0].long(), x[1].long())),
+    "BoolTensor": lambda x: torch.BoolTensor([x[0] > 0, False]),
+    "tensor": lambda x: torch.tensor([[x[0], 2], [3, x[1].double()]]),
+    "complex": lambda x: torch.tensor([x[0] + 2j, 1]),
+    "of parts": lambda x: torch.tensor([x[:1], x[1:]]),
+    "of rows": lambda x: torch.tensor([x, x]),
+    "integers": lambda x: torch.tensor([x[0].long()], dtype=torch.int16),
+    "as_tensor": lambda x: torch.as_tensor([[x[0], x[1]], [x[1], x[0]]]),
+    "new": lambda x: x.new([x[0], 1.0]),
+    "new_tensor": lambda x: x.new_tensor([x[0], 1.0], dtype=torch.float64),
+    "sparse": lambda x: torch.sparse_coo_tensor([[x[0].int()]], [x[1]], (4,)).to_dense(),
+    "nested": lambda x: torch.nested.nested_tensor([[x[0], 1.0], [2.0]])[0],
+}
+
+
+@pytest.mark.parametrize("make", OF_NUMBERS.values(), ids=OF_NUMBERS)
+def test_numbers_in_a_list_become_a_tensor(right, make):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.tensor([0.5, 1.5])) + 1
+        return failure(lambda: make(x)) if make is OF_NUMBERS["of rows"] else make(x).tolist()
+
+    right(program)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones(2),)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+}
+LOOKS = {
+    "tolist": lambda x: x.tolist(),
+    "list": lambda x: torch.tensor([[x[0], 1.0], [x[1], 2]]).tolist(),
+    "index": lambda x: torch.arange(5.0)[x.long()].tolist(),
+    "mask": lambda x: x[x > 1].tolist(),
+    "legacy": lambda x: torch.FloatTensor([x[0]]).tolist(),
+    "numpy": lambda x: x.numpy().shape,
+    "float": lambda x: float(x[0]),
+    "storage": lambda x: x.untyped_storage().nbytes(),
+    "is_shared": lambda x: x.is_shared(),
+    "copy": copy.deepcopy,
+    "text": repr,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_looks_at_what_a_transform_has_wrapped(right, transform, look):
+    def program(bring: Bring) -> Any:
+        seen = []
+
+        def function(x: Any) -> Any:
+            kind, what = failure(lambda: seen.append(str(look(x))))
+            seen.append((kind, what[:30]))
+            return (x * x).sum()
+
+        return [transform(function, bring(torch.tensor([0.0, 1.0])) + 1), seen]
 
     right(program)
 

@@ -103,10 +103,10 @@ def own_values_factory(
 ) -> Any:
     """Call `torch.tensor`, and wrap the result."""
     if takes_part(_getframe(1).f_globals.get("__name__")):
-        return _make(functools.partial(with_values, wrapped), args, kwargs, _fresh)
+        return _make(wrapped, args, kwargs, _fresh)
     if state.active and not _is_disabled():
         kwargs = with_known_device(kwargs)
-    return with_values(wrapped, *args, **kwargs)
+    return wrapped(*args, **kwargs)
 
 
 def shared_memory_factory(
@@ -114,10 +114,10 @@ def shared_memory_factory(
 ) -> Any:
     """Call a factory whose result may share memory with its argument, and wrap the result."""
     if takes_part(_getframe(1).f_globals.get("__name__")):
-        return _make(functools.partial(with_values, wrapped), args, kwargs, _adopted)
+        return _make(wrapped, args, kwargs, _adopted)
     if state.active and not _is_disabled():
         kwargs = with_known_device(kwargs)
-    return with_values(wrapped, *args, **kwargs)
+    return wrapped(*args, **kwargs)
 
 
 def with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -170,33 +170,6 @@ def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         residency.evictor.evict_some(device, residency.books.ledgers[device].resident_nbytes)
         device.give_up_caches()
     return wrapped(*args, **kwargs)
-
-
-def with_values(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a factory that reads numbers from its first argument, which may be TensorRefs in a list.
-
-    Torch takes those from their memory, where a TensorRef has none, so it gets plain ones.
-    """
-    try:
-        return wrapped(*args, **kwargs)
-    except RuntimeError:
-        if not args or not isinstance(args[0], (list, tuple)):
-            raise
-        values = _plain_values(args[0])
-        if values is args[0]:
-            raise
-    return wrapped(values, *args[1:], **kwargs)
-
-
-def _plain_values(values: Any) -> Any:
-    core = _core()
-    if isinstance(values, core.TensorRef):
-        return core.manager.ownership.peek(values).clone()
-    if not isinstance(values, (list, tuple)):
-        return values
-    parts = [_plain_values(part) for part in values]
-    same = all(part is before for part, before in zip(parts, values, strict=True))
-    return values if same else parts
 
 
 _CPU = torch.device("cpu")

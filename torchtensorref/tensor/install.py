@@ -27,6 +27,7 @@ from ..interception.onlookers.timeline import Timeline
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import RefType, TensorRef, is_ref, wiring
+from . import numbers
 from . import tensor_ref as tensor_ref
 from .protocols import reduce_for_process
 
@@ -113,6 +114,7 @@ TABLE: tuple[Row, ...] = (
         after=("kernels",),
     ),
     Row("attributes", _give_attributes, "in C++ a TensorRef has no class that could have them"),
+    Row("numbers", numbers.attach, "C++ that fills a tensor from a list leaves out our keys"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
     Row(

@@ -90,10 +90,6 @@ class Protocols:
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
-    def tolist(self: Any) -> Any:
-        """Return the values as nested lists of Python numbers, or one number."""
-        return self._peek().tolist()
-
     # -- gradients --------------------------------------------------------------------------------
 
     def register_hook(self: Any, hook: Any) -> Any:
@@ -218,11 +214,11 @@ class Protocols:
 
     def new_tensor(self: Any, data: Any, **options: Any) -> Any:
         """Return a tensor of these values, with this one's dtype and label unless told others."""
-        return _adopted(empty_like(self).new_tensor(readable(data), **options))
+        return _adopted(empty_like(self).new_tensor(data, **options))
 
     def new(self: Any, *args: Any, **options: Any) -> Any:
         """Return a tensor of a size or of values, with this one's dtype and label."""
-        return _adopted(empty_like(self).new(*map(readable, args), **options))
+        return _adopted(empty_like(self).new(*args, **options))
 
     # -- serialising ----------------------------------------------------------------------------
 
@@ -357,15 +353,6 @@ def _exposed(value: Any) -> Any:
         plain = tensorsManager.ownership.exposed_plain(value, "a function for each element")
         return plain.requires_grad_(value.requires_grad)
     return value
-
-
-def readable(values: Any) -> Any:
-    """Put plain tensors in the place of TensorRefs in nested lists, for C++ that reads numbers."""
-    if isinstance(values, TensorRef):
-        return tensorsManager.ownership.peek(values).clone()
-    if type(values) not in (list, tuple):
-        return values
-    return type(values)(map(readable, values))
 
 
 def _adopted(plain: Tensor) -> Any:

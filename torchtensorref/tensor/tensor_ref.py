@@ -17,7 +17,7 @@ from ..memory.ref import TensorRef
 from . import sparse as sparse
 from .attributes import attach_to_class, attach_to_tensors
 from .device_names import names_any_accelerator
-from .protocols import Protocols, readable
+from .protocols import Protocols
 
 
 class ProxyInfo(NamedTuple):
@@ -71,7 +71,7 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
             return parameter(*data, **options)
         if is_tensor:
             return tensorsManager.adopt(values[0])
-        return tensorsManager.adopt(Tensor(*map(readable, values), **options))
+        return tensorsManager.adopt(Tensor(*values, **options))
 
     def __init__(self, *values: Any, **options: Any) -> None:
         """Nothing more: `__new__` has made it."""

@@ -29,6 +29,8 @@ constexpr auto kAbove = DispatchKey::DeferredInit;
 // by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
+// Functionalization gives what it wraps around a TensorRef the keys of that one besides its own.
+inline bool is_ours(const c10::TensorImpl& impl) { return (impl.key_set() & (kOurs | DispatchKeySet(DispatchKey::Functionalize))) == kOurs; }
 constexpr DispatchKeySet kLazyBits({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
 
 // The frame of Python that this thread is in, to be compared and never looked into.
@@ -144,7 +146,7 @@ struct RefImpl final : c10::TensorImpl {
     return copy(std::move(version), may_change);
   }
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override {
-    TORCH_CHECK(impl->key_set().has_all(kOurs), "a TensorRef can only become what another TensorRef is");
+    TORCH_CHECK(is_ours(*impl), "a TensorRef can only become what another TensorRef is");
     TensorImpl::shallow_copy_from(impl);
     point_at_the_same(*static_cast<RefImpl*>(impl.get()));
   }
@@ -152,7 +154,7 @@ struct RefImpl final : c10::TensorImpl {
 };
 
 inline RefImpl* ref_of(const c10::TensorImpl* impl) {
-  return impl->key_set().has_all(kOurs) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
+  return is_ours(*impl) ? static_cast<RefImpl*>(const_cast<c10::TensorImpl*>(impl)) : nullptr;
 }
 inline RefImpl* ref_of(const at::TensorBase& tensor) { return ref_of(tensor.unsafeGetTensorImpl()); }
 inline bool is_ref(const at::TensorBase& tensor) { return tensor.defined() && ref_of(tensor); }
