@@ -146,6 +146,65 @@ def test_training_on_promises_gives_plain_torchs_gradients(manage):
     assert differences(plain, ours) == []
 
 
+def _gradient(function: Any) -> Any:
+    def program(x: torch.Tensor) -> list[torch.Tensor | None]:
+        x.requires_grad_()
+        function(x).abs().square().sum().backward()
+        return [x.grad]
+
+    return program
+
+
+OTHERWISE_LAID_OUT = {
+    "rfft2": lambda x: [torch.fft.rfft2(x)],
+    "views of rfftn": lambda x: [(y := torch.fft.rfftn(x))[1], y.real.mT.sum(0), y.imag + 1],
+    "eigenvalues": _gradient(torch.linalg.eigvals),
+    "singular values": _gradient(torch.linalg.svdvals),
+    "condition": _gradient(torch.linalg.cond),
+    "out=": lambda x: [torch.fft.rfft2(x, out=torch.empty(0, dtype=torch.complex64))],
+    "a number that is resized": lambda x: [torch.linalg.matrix_rank(x, x.detach().abs())],
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("program", OTHERWISE_LAID_OUT.values(), ids=OTHERWISE_LAID_OUT)
+def test_kernels_may_lay_out_their_results_otherwise(manage, program):
+    """Shape functions say other strides than the kernels have; the values are the same ones."""
+    manager = manage("lru")
+    plain, ours = on_both(lambda: program(torch.rand(4, 4)))
+    assert [one.tolist() for one in ours] == [one.tolist() for one in plain]
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.linalg.cholesky, torch.linalg.inv, lambda x: torch.linalg.solve(x, x) + 1],
+    ids=["cholesky", "inv", "solve"],
+)
+def test_what_a_kernel_refuses_is_refused_when_it_runs(manage, function):
+    manager = manage("lru")
+    x = manager.adopt(-torch.ones(3, 3))
+    with torchTensorRef.promising():
+        promise = function(x)
+        unwanted = function(x)
+    for _ in range(2):
+        with pytest.raises(torch.linalg.LinAlgError):
+            promise.fulfil()
+    del unwanted
+    manager.check()
+
+
+def test_an_assertion_runs_with_what_it_looks_at(manage):
+    manage("lru")
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        right, wrong = x * 2, x * 0
+        torch._assert_async(right.sum() + right.max() > 0)
+        torch._assert_async(wrong.any())
+    assert right.fulfil().tolist() == [2, 2, 2]
+    assert wrong.fulfil().tolist() == [0, 0, 0]  # nobody wants what is asserted
+
+
 def test_what_nobody_wants_is_not_computed(manage, monkeypatch):
     manager = manage("lru")
     with torchTensorRef.promising():

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..devices.storages import empty_bytes
+from ..base.errors import InvariantError
+from ..devices.storages import empty_bytes, storage_of
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
 
@@ -32,7 +33,8 @@ class Cell:
 
     def __init__(self, nbytes: int, real: Block | None = None) -> None:
         self.nbytes = nbytes
-        #: A tensor without bytes; views of it have the metadata of views of the block.
+        #: A tensor without bytes, as a shape function has made or resized it, if one has; views of
+        #: it have the metadata of views of the block.
         self.base = empty_bytes(nbytes, "meta")
         #: The bytes as they are after the last node that has run; None before the first one.
         self.real = real
@@ -91,6 +93,47 @@ class Operand:
         return made
 
 
+class Layout(NamedTuple):
+    """How a result lies in its bytes, as a shape function has said."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Any, nbytes: int) -> Layout:
+        """Describe a tensor whose storage has so many bytes."""
+        stride = tuple(
+            step if count > 1 else 1
+            for count, step in zip(tensor.size(), tensor.stride(), strict=True)
+        )
+        offset, bits = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+        return cls(tensor.size(), stride, offset, tensor.dtype, *bits, nbytes)
+
+    def laid_out(self, real: Any) -> Block:
+        """Return the block of a kernel's result, or one with the same values in this layout.
+
+        Kernels choose strides that torch's shape functions do not know of (those of `torch.fft`);
+        what the program has made of the promise since then follows what it was told.
+        """
+        found = Layout.of(real, real._ttr_block.nbytes)
+        if found == self:
+            return real._ttr_block  # type: ignore[no-any-return]
+        if (found.size, found.dtype) != (self.size, self.dtype):
+            raise InvariantError(
+                f"a shape function said {self.dtype} {tuple(self.size)}, and the kernel has made "
+                f"{found.dtype} {tuple(found.size)}"
+            )
+        made = real.new_empty(self.nbytes // real.element_size())
+        block: Block = made._ttr_block
+        Operand(Cell(0, block), *self[:4], real.device, *self[4:6]).real().copy_(real)
+        return block
+
+
 class Draws:
     """Random numbers that are promised: those that the program would have drawn at once.
 
@@ -137,7 +180,7 @@ class Node:
         Its arguments, with an `Operand` for each tensor.
     uses, writes : iterable of Cell
         What it reads or writes, and what of it it writes.
-    births : list of (int, Cell)
+    births : sequence of (int, Cell)
         The cells of its fresh results, by their places among its flattened results.
     draws : Draws, optional
         Where its random numbers come from; who drew there before runs first.
@@ -147,6 +190,7 @@ class Node:
         "__weakref__",
         "args",
         "births",
+        "checks",
         "deps",
         "draws",
         "is_done",
@@ -169,14 +213,14 @@ class Node:
         *,
         uses: Iterable[Cell] = (),
         writes: Iterable[Cell] = (),
-        births: Iterable[tuple[int, Cell]] = (),
+        births: Sequence[tuple[int, Cell]] = (),
         draws: Draws | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.name, self.where, self.run = name, where, run
         self.args, self.kwargs = args, kwargs
-        self.uses, self.writes = list(uses), list(writes)
-        self.births = [(place, weakref.ref(cell)) for place, cell in births]
+        self.uses, self.writes = list(uses), {cell: _layout_of(cell) for cell in writes}
+        self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
         self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
         self.draws = draws
         if draws is not None:
@@ -184,6 +228,10 @@ class Node:
                 self.deps.append(draws.last)
             draws.last = self
         self.is_done = False
+        #: Operators that look at its results and make none: they run with it, and may refuse.
+        self.checks: list[Node] = []
+        if self.deps and not (self.writes or births):
+            max(self.deps, key=lambda node: node.number).checks.append(self)
         for cell in self.uses:
             cell.users.append(weakref.ref(self))
         for cell in self.writes:
@@ -193,25 +241,40 @@ class Node:
 
     def fulfil(self) -> None:
         """Run it for real; what it uses has its bytes."""
-        args, kwargs = _real(self.args), _real(self.kwargs)
+        operands: list[tuple[Cell, Any]] = []
+
+        def real_of(value: Any) -> Any:
+            if type(value) is not Operand:
+                return value
+            operands.append((value.cell, value.real()))
+            return operands[-1][1]
+
+        args, kwargs = tree_map(real_of, (self.args, self.kwargs))
         if self.draws is None:
             real = self.run(*args, **kwargs)
         else:
             real = self.draws.run(lambda: self.run(*args, **kwargs))
         leaves = tree_leaves(real)
-        for place, reference in self.births:
-            cell = reference()
-            if cell is not None:
-                cell.real = leaves[place]._ttr_block
+        for cell, ref in operands:
+            if cell in self.writes and ref._ttr_block is not cell.real:  # it was resized
+                cell.real = self.writes[cell].laid_out(ref)
+        for place, reference, layout in self.births:
+            born = reference()
+            if born is not None:
+                born.real = layout.laid_out(leaves[place])
+        for check in self.checks:
+            if not check.is_done:
+                check.fulfil()
         self.is_done = True
+        self.checks.clear()
         self.args = self.kwargs = None
         self.deps.clear()
         self.uses.clear()
         self.writes.clear()
 
 
-def _real(values: Any) -> Any:
-    return tree_map(lambda value: value.real() if type(value) is Operand else value, values)
+def _layout_of(cell: Cell) -> Layout:
+    return Layout.of(cell.base, storage_of(cell.base).nbytes())
 
 
 def nodes_before(cell: Cell) -> list[Node]:
@@ -230,6 +293,7 @@ def nodes_before(cell: Cell) -> list[Node]:
             continue
         found[node.number] = node
         waiting.extend(node.deps)
+        waiting.extend(dep for check in node.checks for dep in check.deps)
         for written in node.writes:
             waiting.extend(written.users_before(node.number))
     return [found[number] for number in sorted(found)]

@@ -80,9 +80,12 @@ class PromisedCall:
             out = self._on_metadata()
         except _ASKS_VALUES:
             return self._answered()
+        operands = self._operands
+        # Before its results are there: it may change what it is given (`out=`, `resize_`).
+        args, kwargs = tree_map(self._described, (operands.args, operands.kwargs))
         result = self._wrapped(out)
         if not self._plan.is_true_view:
-            self._note(out)
+            self._note(out, args, kwargs)
         return result
 
     def _on_metadata(self) -> Any:
@@ -123,9 +126,8 @@ class PromisedCall:
 
     # -- what is noted --------------------------------------------------------------------------
 
-    def _note(self, out: Any) -> None:
+    def _note(self, out: Any, args: Any, kwargs: Any) -> None:
         operands, plan = self._operands, self._plan
-        args, kwargs = tree_map(self._described, (operands.args, operands.kwargs))
         written = [self._cells[block] for block in operands.written]
         for block, cell in zip(operands.written, written, strict=True):
             if block.promise is None:
@@ -224,7 +226,7 @@ class PromisedCall:
         nbytes = plain.untyped_storage().nbytes()
         if nbytes != block.nbytes:
             tensorsManager.residency.resized(block, nbytes)
-            self._cells[block].nbytes = nbytes
+            self._cells[block].nbytes, self._cells[block].base = nbytes, plain
         made = self._promises.ref_over(plain, block, ref.device)
         if ref is original:
             replace_metadata(ref, made)

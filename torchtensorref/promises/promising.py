@@ -251,7 +251,8 @@ class Promises:
         if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
             return NotImplemented
         cell = Cell(plain.untyped_storage().nbytes())
-        ref = self.ref_over(plain.detach(), self.promised(cell), asked)
+        cell.base = plain.detach()
+        ref = self.ref_over(cell.base, self.promised(cell), asked)
         usual = {k: v for k, v in kwargs.items() if k != "requires_grad"}
         run = functools.partial(for_real, wrapped, args, usual)
         self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], is_random=_draws(wrapped))
