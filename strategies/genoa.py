@@ -2,27 +2,21 @@
 
 The device then holds one operator's operands and results at a time. It is slow, and it is simple:
 the first thing to try when a result is in doubt, and the smallest budget that can work at all.
+What an interrupted operator left behind goes as it does under `lru`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..strategy import BlockSnapshot, DeviceSnapshot, Strategy
-from .lru import until_freed
+from ..strategy import BlockSnapshot, DeviceSnapshot, OldestFirst
 
 
-class Genoa(Strategy):
+class Genoa(OldestFirst):
     """Give everything back at once."""
 
     name = "genoa"
     allows_compiled = False
-
-    def victims(
-        self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
-    ) -> Iterable[int]:
-        """Return the least recently used blocks: what an interrupted operator left behind."""
-        return until_freed(candidates, need_nbytes)
 
     def after_operator(
         self, device: DeviceSnapshot, used: Sequence[BlockSnapshot]

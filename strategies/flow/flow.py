@@ -21,8 +21,8 @@ from ...strategy import (
     OpSnapshot,
     Prefetch,
     Strategy,
+    until_freed,
 )
-from ..lru import until_freed
 from .at_home import AtHome
 from .forecaster import Forecaster, Look, look_into, newest_of
 from .ghost_cache import Referee

@@ -585,7 +585,7 @@ def test_two_fast_operators_do_not_wait_for_each_other(manage, monkeypatch):
     _ = mine + 1, other + 1
     residency = manager.residency
     waits: list[float] = []
-    monkeypatch.setattr(residency.books.released, "wait", waits.append)
+    monkeypatch.setattr(residency.books, "wait_for_release", waits.append)
     residency.holds.announced[threading.get_ident()] = (mine,)
     residency.holds.announced[-1] = (other,)
     try:

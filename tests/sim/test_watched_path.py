@@ -174,7 +174,8 @@ def test_a_device_that_was_exchanged_meanwhile_is_left_to_the_slow_path(listener
     blocks = [x._ttr_block, weight._ttr_block]
     gone = residency.books.host  # any device that is not the main one by now
     plan = plan_of(aten.mm.default)
-    assert _run_opened(plan, (x, weight), {}, residency, gone, blocks, blocks[1:]) is SLOW
+    operands = dict.fromkeys(blocks)
+    assert _run_opened(plan, (x, weight), {}, residency, gone, operands, [], blocks[1:]) is SLOW
 
 
 def test_what_fits_again_for_long_is_watched_no_more(listener):

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
 __all__ = [
+    "as_bytes",
     "bytes_of",
     "empty_bytes",
     "exchange_storage",
     "fill_bytes",
+    "give_bytes",
     "move_bytes",
     "storage_nbytes",
     "storage_of",
@@ -47,10 +49,34 @@ def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     return plain
 
 
+def give_bytes(base: Tensor, nbytes: int) -> None:
+    """Give bytes to a base whose storage has none; it is a tensor of all of them then."""
+    import torch
+
+    storage = storage_of(base)
+    storage.resize_(nbytes)
+    if base.shape != (nbytes,) and base.dtype is torch.uint8 and not base.is_inference():
+        with torch._C.DisableTorchFunction():
+            base.set_(storage, 0, (nbytes,), (1,))
+
+
 def bytes_of(base: Tensor) -> Tensor:
     """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
     storage = storage_of(base)
     return _alias(storage, 0, storage.nbytes())
+
+
+def as_bytes(base: Tensor) -> Tensor:
+    """`bytes_of` for who does not mind to hold the base itself, where it is such a tensor.
+
+    Most bases are, as `empty_bytes` and `give_bytes` make them, and an alias takes some time.
+    """
+    import torch
+
+    nbytes = storage_nbytes(base)
+    if base.shape == (nbytes,) and base.dtype is torch.uint8 and base.is_contiguous():
+        return bytes_of(base) if base.is_inference() else base
+    return bytes_of(base)
 
 
 def _alias(storage: UntypedStorage, offset_nbytes: int, nbytes: int) -> Tensor:
@@ -78,7 +104,7 @@ def move_bytes(source: Tensor, destination: Tensor, *, non_blocking: bool = Fals
     import torch
 
     target, origin = storage_of(destination), storage_of(source)
-    if target.nbytes() == source.numel() * source.element_size() == origin.nbytes():
+    if target.nbytes() == source.nbytes == origin.nbytes():
         target.copy_(origin, non_blocking)
         return
     with torch._C.DisableTorchFunction():

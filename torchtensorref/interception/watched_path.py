@@ -66,24 +66,34 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency.feed.catch_up()
     device = books.main
     used: dict[Block, None] = {}
+    closed: list[Block] = []
     for arg in flattened(plan, args):
         if isinstance(arg, TensorRef):
-            used[arg._ttr_block] = None
+            block = arg._ttr_block
+            if block not in used:
+                used[block] = None
+                if block.ready is not device:
+                    if block.ready is not None or block.births is not None:
+                        return SLOW  # it is not only they that keep it from the ready path
+                    closed.append(block)
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
-    if plan.writes and not all(isinstance(target, TensorRef) for target in targets(plan, args)):
-        return SLOW  # a formula fills the single number that it has made
-    closed = [block for block in used if block.ready is not device]
-    if not closed or any(b.ready is not None or b.births is not None for b in closed):
-        return SLOW  # it is not only they that keep it from the ready path
+    if not closed:
+        return SLOW
+    written: list[Block] = []
+    for target in targets(plan, args) if plan.writes else ():
+        if not isinstance(target, TensorRef):
+            return SLOW  # a formula fills the single number that it has made
+        written.append(target._ttr_block)
+    call = plan, args, kwargs, residency, device, used, written
     if (
         may_be_watched(residency)
         and all(_is_there(block, device) for block in closed)
-        and all(_may_be_written(target._ttr_block, device) for target in targets(plan, args))
+        and all(_may_be_written(block, device) for block in written)
     ):
-        return _run_opened(plan, args, kwargs, residency, device, list(used), closed)
+        return _run_opened(*call, closed)
     if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
-        return _run_fetched(plan, args, kwargs, residency, device, list(used))
+        return _run_fetched(*call)
     return SLOW
 
 
@@ -108,13 +118,13 @@ def _may_be_written(block: Block, device: Device) -> bool:
 def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:
     if not plan.may_be_fetched:
         return False
+    for block in closed:
+        if not (block.exposure is None and block.sharers is None and block.promise is None):
+            return False
+    if not tensorsManager.unsupported:
+        return True
     dtypes = [arg.dtype for arg in args if isinstance(arg, TensorRef)]
-    if dtypes and (plan.number, dtypes[0]) in tensorsManager.unsupported:
-        return False
-    return all(
-        block.exposure is None and block.sharers is None and block.promise is None
-        for block in closed
-    )
+    return not dtypes or (plan.number, dtypes[0]) not in tensorsManager.unsupported
 
 
 def run_promised(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -130,7 +140,8 @@ def _run_opened(
     kwargs: Any,
     residency: Residency,
     device: Device,
-    used: Sequence[Block],
+    used: dict[Block, None],
+    written: Sequence[Block],
     closed: Sequence[Block],
 ) -> Any:
     residency.holds.begin_operator()
@@ -142,7 +153,6 @@ def _run_opened(
                 return SLOW
             if not all_owned(plan, args):
                 return SLOW
-            written = [arg._ttr_block for arg in targets(plan, args)]
             # Before its results are there, as on the slow path: they are known by what came before.
             residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
             out = WAYS[plan.ready_way](plan, args, kwargs)
@@ -165,19 +175,19 @@ def _run_fetched(
     kwargs: Any,
     residency: Residency,
     device: Device,
-    used: Sequence[Block],
+    used: dict[Block, None],
+    written: Sequence[Block],
 ) -> Any:
-    books = residency.books
+    books, operands = residency.books, list(used)
     residency.holds.begin_operator()
     try:
         if books.main is not device:
             return SLOW
-        written = [arg._ttr_block for arg in targets(plan, args)]
-        residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
+        residency.feed.tell_uses(device, operands, written, plan.kind, ahead=1)
         sizes = _sizes_of(plan, args)
         try:
             expected_nbytes = residency.times.result_nbytes.get(sizes, 0)
-            held = residency.acquire(device, used, written, expected_nbytes)
+            held = residency.acquire(device, operands, written, expected_nbytes)
         except SHORTAGES:
             return SLOW
         try:
@@ -187,19 +197,20 @@ def _run_fetched(
             device.before_operator(
                 [replica.base for replica in held], [b.replicas[device].base for b in written]
             )
-            is_open = residency.readiness.open_held(used, device)
+            is_open = residency.readiness.open_held(operands, device)
             out = WAYS[plan.ready_way](plan, args, kwargs) if is_open else SLOW
         finally:
             residency.release(held)
-            residency.readiness.close_watched(used, device)
+            residency.readiness.close_watched(operands, device)
         if out is SLOW:
             residency.feed.has_not_run(plan.kind)
         else:
-            blocks = list(dict.fromkeys([*used, *_blocks_of(out)]))
-            if len(blocks) > len(used):
-                residency.times.remember_results(sizes, blocks[-1].nbytes)
+            made = [block for block in _blocks_of(out) if block not in used]
+            if made:
+                residency.times.remember_results(sizes, made[-1].nbytes)
+            blocks = [*operands, *dict.fromkeys(made)]
             books.counts.slow_op_count += 1
-            books.counts.costs.note_operator(plan.name, sum(block.nbytes for block in blocks))
+            books.counts.costs.note_operator(plan.name, sum([block.nbytes for block in blocks]))
             residency.feed.tell_deaths()
             residency.after_operator(device, blocks)
         return out

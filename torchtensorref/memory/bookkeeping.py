@@ -111,7 +111,7 @@ class Books:
 
     def __init__(self, host: Device, accelerators: Sequence[Device], log: EventLog) -> None:
         self.host = host
-        self.accelerators = list(accelerators)
+        self._take_into_use(accelerators)
         #: Where operators run that need no decision; nowhere while every operator is to be seen.
         self.ready_device: Any = None
         self.ready_host: Any = None
@@ -133,8 +133,8 @@ class Books:
         self.labels_differ = labels_differ_on(accelerators)
         self.log = log
         self.lock = threading.RLock()
-        #: Told when a hold ends, or a copy has been issued.
-        self.released = threading.Condition(self.lock)
+        self._released = threading.Condition(self.lock)
+        self._waiting_count = 0
         self.ledgers = Ledgers(self.lock)
         self.counts = Counts()
         #: Number of the operator that runs; the clock of recency.
@@ -170,6 +170,19 @@ class Books:
         """Whether each use of a persistent block has to be told: it takes the slow path then."""
         return self.is_pressed and self.watches_accesses
 
+    def wait_for_release(self, seconds: float) -> None:
+        """Wait until a hold ends or a copy has been issued, or for a time (lock held)."""
+        self._waiting_count += 1
+        try:
+            self._released.wait(seconds)
+        finally:
+            self._waiting_count -= 1
+
+    def tell_release(self) -> None:
+        """Tell those who wait that a hold has ended, or a copy has been issued (lock held)."""
+        if self._waiting_count:
+            self._released.notify_all()
+
     def note_use(self, block: Block, tick: int) -> bool:
         """Count a use of a block that is not ready, or was not; True if it is the first."""
         block.last_use = tick
@@ -197,11 +210,10 @@ class Books:
         self.ready_device = NOWHERE if is_closed else self.main
         self.ready_host = NOWHERE if is_closed else self.host
 
-    @property
-    def main(self) -> Device:
-        """The accelerator that operators run on unless a strategy says otherwise."""
-        accelerators = self.accelerators  # looked at once: another thread may exchange them
-        return accelerators[0] if accelerators else self.host
+    def _take_into_use(self, accelerators: Sequence[Device]) -> None:
+        self.accelerators = list(accelerators)
+        #: The one that operators run on unless a strategy says otherwise.
+        self.main: Device = self.accelerators[0] if self.accelerators else self.host
 
     def compute_ns(self) -> int:
         """Return how long the operators of all accelerators in use took, waiting not counted."""
@@ -218,7 +230,7 @@ class Books:
         ones. From here on no block is ready on a device that was left.
         """
         with self.lock:
-            self.accelerators = list(accelerators)
+            self._take_into_use(accelerators)
             self.labels_differ = labels_differ_on(accelerators)
             self.is_pressed = False
             self.reopen()
@@ -261,6 +273,13 @@ class Books:
 
     def bury(self) -> None:
         """Take what the program has let go of out of the ledgers (lock held)."""
+        if self.host.graveyard:
+            self._bury_replicas()
+        for ledger in self.ledgers.values():
+            if ledger.dead:
+                ledger.bury()
+
+    def _bury_replicas(self) -> None:
         while self.host.graveyard:
             death = next_death(self.host)
             ledger = None if death.device is None else self.ledgers.get(death.device)
@@ -269,9 +288,6 @@ class Books:
             # Also of what was not on an accelerator; a living block may have lost one replica.
             if death.block_id not in self.known:
                 self._deaths.append(death.block_id)
-        for ledger in self.ledgers.values():
-            if ledger.dead:
-                ledger.bury()
 
     def remove(self, replica: Replica) -> int:
         """Take a replica that has given its bytes back out of its ledger; return its bytes."""

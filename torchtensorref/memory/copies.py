@@ -9,6 +9,7 @@ import torch
 
 from ..base.errors import LostError, TransferError
 from ..devices.base import Device
+from ..devices.host.readers import host_readers
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
@@ -151,6 +152,8 @@ class Copier:
         -----
         For home `wait_for`, or `is_done`, has seen the end of the copy before.
         """
+        if replica.state is not FILLING:
+            return
         self._holds.wait_for_issue(replica)
         arrival = replica.arrival
         if replica.state is not FILLING or arrival is None:
@@ -218,20 +221,23 @@ class Copier:
         books, holds = self._books, self._holds
         if self.rehousing.waiting:
             self.rehousing.move_some()
-        if self.peers.bring(block, device, ahead=ahead):
+        if books.is_spread and self.peers.bring(block, device, ahead=ahead):
             return
+        if block.exposure is not None or block.promise is not None:
+            self.refresh(block)
         while True:
-            home = self.bring_home(block)
             with books.lock:
-                if block.readable_on(books.host) is not home:
-                    continue  # another thread has written it elsewhere
-                replica = self.replica_on(block, device)
-                if not self.filling.open(block, replica):
-                    return
-            break
+                home = block.readable_on(books.host)
+                if home is not None:
+                    replica = self.replica_on(block, device)
+                    if not self.filling.open(block, replica):
+                        return
+                    break
+            self.bring_home(block)
         try:
             replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
-            self.rehousing.note_copy(home)
+            if host_readers.mirrors:
+                self.rehousing.note_copy(home)
             if ahead:
                 with books.lock:
                     self.in_flight.add(replica)

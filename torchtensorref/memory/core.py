@@ -38,8 +38,8 @@ class PlainLedger:
         """Stop counting a newborn; return its bytes."""
         return 0
 
-    def newborns(self) -> list[Any]:
-        """Return the blocks of living newborns."""
+    def newborns(self, last: int) -> list[Any]:
+        """Return the blocks of living newborns of operators up to a number."""
         return []
 
     def recounted_nbytes(self) -> int:

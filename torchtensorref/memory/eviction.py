@@ -60,13 +60,13 @@ class Evictor:
                 books.bury()
                 self._holds.give_back_stale()
                 ledger = books.ledgers[device]
-                limit_nbytes = ledger.budget.limit_nbytes
-                excess_nbytes = ledger.budget.excess_nbytes(ledger.resident_nbytes, need_nbytes)
-                if excess_nbytes <= 0:
+                resident_nbytes = ledger.resident_nbytes
+                if resident_nbytes + need_nbytes <= ledger.high_nbytes:
                     return
+                excess_nbytes = ledger.budget.excess_nbytes(resident_nbytes, need_nbytes)
                 if not books.is_pressed:
                     self._note_pressure()
-                resident_nbytes = ledger.resident_nbytes
+                limit_nbytes = ledger.most_nbytes
                 must_nbytes = resident_nbytes + need_nbytes - limit_nbytes
                 can_fit = resident_nbytes - self._holds.pinned_nbytes(device) >= must_nbytes
             if can_fit and self._evict_enough(device, excess_nbytes, why, may_fail=may_fail):
@@ -189,17 +189,19 @@ class Evictor:
         """Evict what the strategy names, then the least recently used; return the bytes freed."""
         candidates = Candidates(self._books, self._holds, device)
         chosen = self._feed.victims(device, candidates, need_nbytes, may_fail=may_fail)
-        rest = (block.block_id for block in candidates)
-        freed_nbytes = 0
+        freed_nbytes = leaving_nbytes = 0
         leaving: list[Replica] = []
         why = f"{self._feed.strategy.name}: {why}"
-        for block_id in chain(chosen, rest):
-            replica = candidates.replica(block_id)
+        for replica in chain(map(candidates.replica, chosen), candidates.replicas()):
             if replica is not None:
                 freed_nbytes += self._begin_to_evict(replica, why, leaving)
-            if freed_nbytes + sum(gone.nbytes for gone in leaving) >= need_nbytes:
+            if leaving:
+                leaving_nbytes = sum(gone.nbytes for gone in leaving)
+            if freed_nbytes + leaving_nbytes >= need_nbytes:
                 break
-        return freed_nbytes + sum(self._end_of_evicting(replica, why) for replica in leaving)
+        for replica in leaving:
+            freed_nbytes += self._end_of_evicting(replica, why)
+        return freed_nbytes
 
     # -- one replica ----------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Filling:
         block.owned = False  # and so not ready where it may be written unasked
         books.bury()
         ledger = books.ledgers[device]
-        if not self._holds.take_stale(replica):
+        if not (self._holds.stale and self._holds.take_stale(replica)):
             self._take_room(replica, ledger)
         self._releases.note_fetch(ledger)
         self._holds.issuing[replica] = threading.get_ident()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,8 @@ from .states import CLEAN, DIRTY, FILLING, INVALID
 PATIENCE_S = 0.02
 #: Rounds of waiting before a thread gives up: others may wait for this one.
 PATIENCE_ROUNDS = 500
+
+_NONE: frozenset[Block] = frozenset()
 
 
 class Holds:
@@ -56,7 +59,7 @@ class Holds:
         del self.in_flight[me]
         with books.lock:
             while books.changed_by is not None:
-                books.released.wait(PATIENCE_S)
+                books.wait_for_release(PATIENCE_S)
             self.in_flight[me] = 1
 
     def end_operator(self) -> None:
@@ -80,7 +83,7 @@ class Holds:
         me, books = threading.get_ident(), self._books
         with books.lock:
             while books.changed_by is not None:
-                books.released.wait(PATIENCE_S)
+                books.wait_for_release(PATIENCE_S)
             books.changed_by = me
         try:
             with books.lock:
@@ -95,7 +98,7 @@ class Holds:
             with books.lock:
                 books.changed_by = None
                 books.reopen()
-                books.released.notify_all()
+                books.tell_release()
 
     # -- pins -----------------------------------------------------------------------------------
 
@@ -116,18 +119,16 @@ class Holds:
                     replica.pins -= 1
             if not mine:
                 self.pinned.pop(me, None)
-            if self.stale:
-                self.give_back_stale()
-            self._books.released.notify_all()
+            self.give_back_stale()
+            self._books.tell_release()
 
     def pinned_nbytes(self, device: Device) -> int:
         """Return the bytes on a device that operators on the slow path hold there (lock held)."""
-        held = {replica for mine in self.pinned.values() for replica in mine}
-        return sum(
-            r.nbytes
-            for r in held
-            if r.device is device and (r.state is not INVALID or r in self.stale)
-        )
+        nbytes = 0
+        for replica in set().union(*self.pinned.values()):
+            if replica.device is device and (replica.state is not INVALID or replica in self.stale):
+                nbytes += replica.nbytes
+        return nbytes
 
     @property
     def pins_by_thread(self) -> dict[int, int]:
@@ -168,8 +169,10 @@ class Holds:
 
     # -- announcements --------------------------------------------------------------------------
 
-    def announced_blocks(self) -> set[Block]:
+    def announced_blocks(self) -> AbstractSet[Block]:
         """Return the blocks that other threads' operators use unpinned, and compiled calls."""
+        if not (self.announced or self.native_blocks):
+            return _NONE
         me = threading.get_ident()
         held = {
             operand._ttr_block
@@ -220,6 +223,8 @@ class Holds:
 
     def give_back_stale(self) -> None:
         """Give back what is stale, as far as nobody reads it any more (lock held)."""
+        if not self.stale:
+            return
         stale, self.stale = self.stale, []
         for replica in stale:
             self.give_back(replica)
@@ -242,7 +247,7 @@ class Holds:
         # The order matters: close first, look second. A thread on the ready path announces its
         # operands first and looks at `ready` second, so one of the two sees the other.
         is_used = block.users or block in self.announced_blocks()
-        if is_used or is_exposed_on(block, replica.device):
+        if is_used or (block.exposure is not None and is_exposed_on(block, replica.device)):
             block.ready = ready
             return False
         return True
@@ -273,12 +278,12 @@ class Holds:
     def wait_a_little(self) -> None:
         """Wait until somebody lets go of something, or a short time (lock not needed)."""
         with self._books.lock:
-            self._books.released.wait(PATIENCE_S)
+            self._books.wait_for_release(PATIENCE_S)
 
     def wait_for_issue(self, replica: Replica) -> None:
         """Let another thread that is just issuing the copy into a replica do so (lock held)."""
         while replica.state is FILLING and replica.arrival is None:
-            self._books.released.wait(PATIENCE_S)
+            self._books.wait_for_release(PATIENCE_S)
 
 
 def is_exposed_on(block: Block, device: Device) -> bool:
@@ -287,12 +292,12 @@ def is_exposed_on(block: Block, device: Device) -> bool:
     return exposure is not None and exposure.device is device and exposure.alive
 
 
-def is_free(replica: Replica, block: Block, announced: set[Block]) -> bool:
+def is_free(replica: Replica, block: Block, announced: AbstractSet[Block]) -> bool:
     """Whether a replica holds bytes, and nobody keeps them there."""
     return (
         not (replica.pins or block.is_kept)
         and replica.state in (CLEAN, DIRTY)
         and not block.users
         and block not in announced
-        and not is_exposed_on(block, replica.device)
+        and not (block.exposure is not None and is_exposed_on(block, replica.device))
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from itertools import islice
 
 import torch
 
@@ -19,6 +18,8 @@ from .recency import Recency
 from .states import DIRTY
 
 _weakly = weakref.ref
+#: A number that no operator has reached.
+ALL = (1 << 63) - 1
 
 
 class Ledger(core.LedgerBase):  # type: ignore[misc]
@@ -62,8 +63,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     @budget.setter
     def budget(self, budget: Budget) -> None:
         self._budget = budget
-        #: Resident bytes up to which nothing is evicted.
-        self.high_nbytes = budget.high_nbytes
+        #: The most bytes that may be here, and up to how many nothing is evicted.
+        self.most_nbytes, self.high_nbytes = budget.limit_nbytes, budget.high_nbytes
         #: Results of fewer bytes are not told to the strategy.
         self.tiny_nbytes = int(budget.limit_nbytes * TINY_SHARE)
 
@@ -130,7 +131,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         """Count a replica."""
         with self._lock:
             self._count(replica)
-            self._put_in_order(replica.number, replica.nbytes)
+            self._put_in_order(replica)
 
     def _count(self, replica: Replica) -> None:
         self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
@@ -139,8 +140,9 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def add_if_room(self, replica: Replica) -> bool:
         """Count a replica that is about to be filled; False where the budget has no room for it."""
         with self._lock:
-            self.bury()
-            if self.resident_nbytes + replica.nbytes > self.budget.limit_nbytes:
+            if self.dead:
+                self.bury()
+            if self.resident_nbytes + replica.nbytes > self.most_nbytes:
                 return False
             self._count(replica)
             return True
@@ -153,7 +155,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         """
         with self._lock:
             if replica.number in self._replicas:
-                self._put_in_order(replica.number, replica.nbytes)
+                self._put_in_order(replica)
 
     def is_in_order(self, replica: Replica) -> bool:
         """Whether a replica has a place in that order."""
@@ -176,27 +178,48 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
 
     def replicas(self) -> list[Replica]:
         """Return the living replicas that hold bytes here."""
-        self._settle_all()
+        self._settle_born_until(ALL)
         found = (reference() for _, reference in list(self._replicas.values()))
         return [replica for replica in found if replica is not None]
 
     def oldest(self, count: int) -> list[Replica]:
         """Return the replicas used least recently, in that order: so many, or all there are."""
         with self._lock:
-            self._settle_all()
-            found = (self._replicas[number][1]() for number in self._recency.oldest())
-            return list(islice((replica for replica in found if replica is not None), count))
+            found = self._oldest_settled(count)
+            # Fresh results that nobody has asked for were used after they were made: none of those
+            # made later comes before the last of these.
+            block = found[-1].block if len(found) == count else None
+            if self._settle_born_until(ALL if block is None else block.last_use):
+                found = self._oldest_settled(count)
+            return found
 
-    def _settle_all(self) -> None:
+    def _oldest_settled(self, count: int) -> list[Replica]:
+        found: list[Replica] = []
+        for number in self._recency.oldest():
+            replica = self._replicas[number][1]()
+            if replica is not None:
+                found.append(replica)
+                if len(found) == count:
+                    break
+        return found
+
+    def _settle_born_until(self, last: int) -> bool:
+        """Make the replicas of fresh results of operators up to a number; whether there are any."""
+        settled = self.newborns(last)
         for newborn in list(self._newborn):
             block = newborn()
             if block is not None:
-                self.settle(block)
-        for block in self.newborns():
+                if block.born > last:
+                    break  # they are in the order of their births
+                settled.append(block)
+        for block in settled:
             self.settle(block)
+        return bool(settled)
 
-    def _put_in_order(self, number: int, nbytes: int) -> None:
-        self._recency.add(number, self._last_use_of(number) or 0, nbytes)
+    def _put_in_order(self, replica: Replica) -> None:
+        block = replica.block
+        last_use = block.last_use if block is not None else 0
+        self._recency.add(replica.number, last_use, replica.nbytes)
 
     def _last_use_of(self, number: int) -> int | None:
         _, reference = self._replicas.get(number, (0, None))
@@ -222,11 +245,12 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
                 if block is None or block.births is None:
                     del self._newborn[reference]
             self._recency = Recency(self._last_use_of)
-            for number, (nbytes, replica) in list(self._replicas.items()):
-                if replica() is None:
+            for number, (_, reference) in list(self._replicas.items()):
+                replica = reference()
+                if replica is None:
                     del self._replicas[number]
                 else:
-                    self._put_in_order(number, nbytes)
+                    self._put_in_order(replica)
             counted = sum(nbytes for nbytes, _ in self._replicas.values())
             self.counted_nbytes = counted + sum(self._newborn.values())
 

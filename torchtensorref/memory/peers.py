@@ -44,7 +44,8 @@ class Peers:
         self._transfer = transfer
         self._in_flight = in_flight
         self._replica_on = replica_on
-        #: On their way, and current nowhere else.
+        #: On their way, and current nowhere else; whether any ever was.
+        self._has_moving = False
         self._moving: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._has_moved: weakref.WeakSet[Block] = weakref.WeakSet()
 
@@ -84,6 +85,7 @@ class Peers:
             finally:
                 self._holds.issuing.pop(replica, None)
             if source.state is DIRTY:
+                self._has_moving = True
                 self._moving.add(replica)
                 self._has_moved.add(block)
                 source.become(CLEAN, f"moves to {device.name}")
@@ -97,7 +99,7 @@ class Peers:
 
     def has_arrived(self, replica: Replica) -> None:
         """Note that compute waits for what comes: the only copy there is is dirty (lock held)."""
-        if replica in self._moving:
+        if self._has_moving and replica in self._moving:
             self._moving.discard(replica)
             replica.become(DIRTY, "home has not heard of it")
 

@@ -96,7 +96,10 @@ class Readiness:
     def open_held(self, blocks: Sequence[Block], device: Device) -> bool:
         """Open the ready path to blocks that are held on a device; False if one cannot be."""
         with self._books.lock:
-            return all(block.ready is device or self._open(block, device) for block in blocks)
+            for block in blocks:
+                if block.ready is not device and not self._open(block, device):
+                    return False
+        return True
 
     def lease(self, device: Device, expected: Sequence[int]) -> Lease | None:
         """Open the ready path to blocks that are used next, as far as they are there.
@@ -144,6 +147,8 @@ class Readiness:
     def note_use(self, replica: Replica) -> None:
         """Tell a device who was the last to use a replica, where that can be known (lock held)."""
         block = replica.block
+        if block is not None and block.ready is replica.device:
+            return  # it was forgotten when it was opened
         is_closed = block is not None and block.ready is None and block.exposure is None
         # Another thread on the ready path may have looked before it was closed.
         if is_closed and self._holds.is_alone_on_ready_path():

@@ -49,9 +49,12 @@ class Recency:
         """Yield the numbers, least recently used first. Change nothing meanwhile."""
         self._bring_first_up_to_date()
         heap, entries = self._heap, self._entries
+        if not heap:
+            return
+        given = heap[0][2]
+        yield given  # mostly it is all that is asked for
         # What comes next is among the children of what was passed: nothing is taken out.
-        ahead: list[tuple[_Entry, int]] = [(heap[0], 0)] if heap else []
-        given = -1
+        ahead: list[tuple[_Entry, int]] = [(heap[0], 0)]
         while ahead:
             entry, place = heappop(ahead)
             number = entry[2]

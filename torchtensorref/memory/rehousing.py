@@ -39,7 +39,7 @@ class Rehousing:
 
     def note_copy(self, home: Replica) -> None:
         """See whether the copy just issued from a home fills memory that it could move to."""
-        mirror = host_readers.mirrors.being_filled(home.base) if host_readers.mirrors else None
+        mirror = host_readers.mirrors.being_filled(home.base)
         if mirror is not None and mirror.may_be_home:
             mirror.may_be_home = False  # once
             self.waiting.append((weakref.ref(home), weakref.ref(mirror)))

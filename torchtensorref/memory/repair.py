@@ -62,7 +62,7 @@ class Repair:
             self._feed.repair(books.doubts)
             books.doubts[:] = [d for d in books.doubts if not any(d is one for one in found)]
             books.log.note("-", "repair", "an error came halfway")
-            books.released.notify_all()
+            books.tell_release()
 
     def _has_lost_copies(self, device: Device, idents: set[int]) -> bool:
         with self._books.lock:

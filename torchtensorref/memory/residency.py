@@ -26,7 +26,7 @@ from .prefetch import Prefetcher
 from .readiness import Readiness
 from .repair import Repair
 from .sharing import Sharing
-from .states import CLEAN, INVALID
+from .states import CLEAN, FILLING, INVALID
 from .strategy_feed import StrategyFeed
 
 
@@ -131,7 +131,8 @@ class Residency:
 
     def _pin(self, device: Device, blocks: Sequence[Block]) -> list[Replica]:
         for block in blocks:
-            self.copier.refresh(block)
+            if block.exposure is not None or block.promise is not None:
+                self.copier.refresh(block)
         with self.books.lock:
             held = [self.copier.replica_on(block, device) for block in blocks]
             self.holds.pin(held)  # all or none: nothing above is held yet, this cannot fail
@@ -153,19 +154,23 @@ class Residency:
                 if replica.device.notes_uses:
                     self.readiness.note_use(replica)
             self.holds.unpin(held)
-        for device in {replica.device for replica in held if self.books.is_left(replica.device)}:
-            self.evictor.clear(device)
+        for replica in held:
+            if self.books.is_left(replica.device):
+                self.evictor.clear(replica.device)
 
     def _fetch_missing(self, device: Device, blocks: Sequence[Block], expected: int) -> None:
         books = self.books
+        missing, need_nbytes = [], 0
         with books.lock:
-            missing = [b for b in blocks if b.replicas[device].state is INVALID]
+            for block in blocks:
+                if block.replicas[device].state is INVALID:
+                    missing.append(block)
+                    need_nbytes += block.nbytes
             books.counts.miss_count += len(missing)
             books.counts.slow_hit_count += len(blocks) - len(missing)
             # Also where nothing is missing: the budget may have been lowered.
             ledger = books.ledgers[device]
-            is_over = ledger.resident_nbytes > ledger.budget.limit_nbytes
-        need_nbytes = sum(block.nbytes for block in missing)
+            is_over = ledger.resident_nbytes > ledger.most_nbytes
         if need_nbytes or expected or is_over:
             try:
                 need_all_nbytes = need_nbytes + expected
@@ -177,7 +182,8 @@ class Residency:
             self._fetch_with_room(block, device)
         with books.lock:
             for block in blocks:
-                self.copier.arrive(block.replicas[device])
+                if block.replicas[device].state is FILLING:
+                    self.copier.arrive(block.replicas[device])
 
     def _fetch_with_room(self, block: Block, device: Device) -> None:
         """Fetch into the room that was made; make it again where another thread has taken it.

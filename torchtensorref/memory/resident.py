@@ -112,6 +112,17 @@ class Candidates(_Described):
         return 0 if replica is None else replica.nbytes
 
     def _look(self) -> Iterator[BlockSnapshot]:
+        for block, replica in self._free():
+            self._found[block.block_id] = replica
+            with self._books.lock:
+                snapshot = described(self._books, block, replica)
+            yield snapshot
+
+    def replicas(self) -> Iterator[Replica]:
+        """Yield the replicas of all candidates, without describing them."""
+        return (replica for _, replica in self._free())
+
+    def _free(self) -> Iterator[tuple[Block, Replica]]:
         books, given = self._books, set[int]()
         count = FIRST_COUNT
         while True:
@@ -125,8 +136,7 @@ class Candidates(_Described):
                         continue
                     given.add(replica.number)
                     if is_free(replica, block, announced):
-                        self._found[block.block_id] = replica
-                        found.append(described(books, block, replica))
+                        found.append((block, replica))
             yield from found
             if len(oldest) < count:
                 return

@@ -82,7 +82,7 @@ class Sharing:
         for _ in range(PATIENCE_ROUNDS):
             if not any(replica.pins for replica in block.replicas.values()):
                 return
-            self._books.released.wait(PATIENCE_S)
+            self._books.wait_for_release(PATIENCE_S)
 
     # -- exposure -------------------------------------------------------------------------------
 

@@ -241,8 +241,9 @@ class StrategyFeed:
             The host runs it because the strategy wanted that, where the accelerator might have.
         """
         books, tick = self._books, self._books.tick + ahead
-        told, self._told = self._told, (get_ident(), kind, tick) if ahead else None
-        if told is not None and told == (get_ident(), kind, tick):
+        told, this = self._told, (get_ident(), kind, tick)
+        self._told = this if ahead else None
+        if told == this:
             return  # this very operator, which has taken the slow path after all
         self.catch_up()
         self.tell_births()
@@ -253,11 +254,12 @@ class StrategyFeed:
                 is_first = books.note_use(block, tick)
                 if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
-                if is_at_home or not device.is_host:  # else the accelerator has no need of it
-                    struct = struct_of(kind, block.nbytes)
+                # The accelerator has no need of what the host uses for reasons of its own.
+                if self._checked.hears_uses and (is_at_home or not device.is_host):
+                    struct, writes = struct_of(kind, block.nbytes), block in written
                     by = device if self._books.is_spread and not is_at_home else None
                     self.tell_access(
-                        block, struct, tick, writes=block in written, is_at_home=is_at_home, by=by
+                        block, struct, tick, writes=writes, is_at_home=is_at_home, by=by
                     )
 
     def has_not_run(self, kind: int) -> None:
@@ -281,12 +283,11 @@ class StrategyFeed:
         by : Device, optional
             The main one, where the strategy does not spread.
         """
-        if block.is_persistent:
+        persists, by = block.is_persistent, by or self._books.main
+        if persists:
             self._told_tick = tick
-        by = by or self._books.main
         replica = block.replicas.get(by)
         there = replica is not None and replica.state is not INVALID
-        persists = block.is_persistent
         self._checked.on_access(
             Access(
                 block.block_id, block.nbytes, struct, persists, writes, there, is_at_home, by.name
@@ -337,6 +338,8 @@ class StrategyFeed:
         """
         if may_fail:
             self.catch_up()
+        if not self._checked.names_victims:
+            return []
         with self._books.lock:
             seen = self.device_snapshot(device)
         with self.lock:

@@ -12,7 +12,7 @@ from ..base.errors import TransferError
 from ..base.options import settings
 from ..devices.base import Device, Event
 from ..devices.host.readers import host_readers
-from ..devices.storages import bytes_of, empty_bytes, storage_of
+from ..devices.storages import as_bytes, bytes_of, empty_bytes, storage_of
 from .block import Replica
 from .names import names
 
@@ -53,15 +53,20 @@ class Transfer:
         TransferError
             The copy failed `ATTEMPTS` times; the replica's bytes are undefined, home is untouched.
         """
-        device = replica.device
-        source = bytes_of(home.base)
+        device, base = replica.device, replica.base
+        source = as_bytes(home.base)
         was_exposed = is_exposed(home)
         if was_exposed:
             host_readers.have_changed(home.base)  # or may have, by now: no mirror is trusted
-        with in_profile("prefetch" if ahead else "fetch", replica):
-            event = self._retry(
-                lambda: device.copy_in(source, replica.base, after=device.available(replica.base))
-            )
+
+        def issue() -> Event:
+            return device.copy_in(source, base, after=device.available(base))
+
+        if _is_profiled():
+            with in_profile("prefetch" if ahead else "fetch", replica):
+                event = self._retry(issue)
+        else:
+            event = self._retry(issue)
         if device.prefers_page_locked:
             self._mind_source(home, device, event, was_exposed=was_exposed)
         self._count(event, replica, ahead=ahead)

@@ -22,6 +22,7 @@ from .contract import (
     Prefetch,
     Strategy,
 )
+from .oldest_first import OldestFirst, until_freed
 
 __all__ = [
     "PERSISTENT_AFTER",
@@ -33,8 +34,10 @@ __all__ = [
     "DeviceSnapshot",
     "MissingBlock",
     "Offer",
+    "OldestFirst",
     "OpSnapshot",
     "OperandSnapshot",
     "Prefetch",
     "Strategy",
+    "until_freed",
 ]

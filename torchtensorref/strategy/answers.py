@@ -32,6 +32,7 @@ from .contract import (
     Prefetch,
     Strategy,
 )
+from .oldest_first import OldestFirst
 
 T = TypeVar("T")
 
@@ -77,6 +78,10 @@ class CheckedStrategy:
         self.mixes_devices = bool(strategy.mixes_devices)
         #: Whether it uses every accelerator there is.
         self.spreads = bool(strategy.spreads)
+        #: Whether it has an order of its own for what goes first.
+        self.names_victims = kind.victims is not OldestFirst.victims
+        #: Whether it is told of uses.
+        self.hears_uses = kind.on_access is not Strategy.on_access
         #: Whether it evicts what an operator has used as soon as it has ended.
         self.gives_back = kind.after_operator is not Strategy.after_operator
         #: Whether it asks for copies before they are needed.

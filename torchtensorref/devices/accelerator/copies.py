@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
-from ..storages import bytes_of, move_bytes, storage_nbytes
+from ..storages import as_bytes, bytes_of, move_bytes, storage_nbytes
 from .events import AcceleratorEvent, StagedEvent, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
 from .link_rate import LinkRate
@@ -60,6 +60,8 @@ class Queue(enum.Enum):
     """Copies that end in the order they were given in."""
 
     IN, URGENT_IN, STAGED_IN, OUT, STAGED_OUT, ACROSS = range(6)
+
+    __hash__ = object.__hash__  # there is one object of each; Python's own takes the name
 
 
 class CopiesInFlight:
@@ -171,7 +173,7 @@ class LinkCopier:
 
     def copy_in(self, source: Tensor, base: Tensor, after: Event | None) -> Event:
         """Issue a copy to the accelerator, as `Device.copy_in` does."""
-        target = bytes_of(base)
+        target = as_bytes(base)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, target, after)
         waits = events_of(after)
@@ -195,7 +197,7 @@ class LinkCopier:
 
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
-        source = bytes_of(base)
+        source = as_bytes(base)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.

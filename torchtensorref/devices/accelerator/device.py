@@ -17,7 +17,14 @@ from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker,
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
 from ..residents import Residents
-from ..storages import bytes_of, empty_bytes, exchange_storage, storage_nbytes, storage_of
+from ..storages import (
+    bytes_of,
+    empty_bytes,
+    exchange_storage,
+    give_bytes,
+    storage_nbytes,
+    storage_of,
+)
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
@@ -163,7 +170,6 @@ class AcceleratorDevice(AcceleratorPeers):
                 self._raise_out_of_memory(error)
             if is_copies_own and nbytes:
                 self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
-            self._residents.settle()
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)
@@ -174,8 +180,7 @@ class AcceleratorDevice(AcceleratorPeers):
             resident = self._residents.present.get(id(base))
             if resident is not None:
                 self._residents.leave(resident)
-            leaving = self._copier.copies_of(base)
-            events = [part for event in leaving for part in events_of(event)]
+            events = [part for copy in self._copier.copies_of(base) for part in events_of(copy)]
             if not self._rooms.leave(base, events):
                 # The allocator gives this room out again in the order of the stream it is of.
                 self._compute.fence()
@@ -187,12 +192,16 @@ class AcceleratorDevice(AcceleratorPeers):
         """Give a base other bytes; where its storage cannot have them, another storage."""
         if self.exchanges_storages:
             exchange_storage(base, nbytes)
+        elif nbytes:
+            give_bytes(base, nbytes)
         else:
-            storage_of(base).resize_(nbytes)
+            storage_of(base).resize_(0)
 
     def _settle_rooms(self) -> None:
-        self._residents.settle()
-        self._rooms.settle()
+        if self._residents.dead:
+            self._residents.settle()
+        if self._rooms.dead:
+            self._rooms.settle()
 
     def note_use(self, base: Tensor) -> None:
         """Operators on this base were issued; later ones will be noted again."""
@@ -284,11 +293,11 @@ class AcceleratorDevice(AcceleratorPeers):
     # copies -------------------------------------------------------------------------------
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(_nbytes(source), storage_nbytes(base), "cpu", self.name)
+        _check_sizes(source.nbytes, storage_nbytes(base), "cpu", self.name)
         return self._copier.copy_in(source, base, after)
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(storage_nbytes(base), _nbytes(destination), self.name, "cpu")
+        _check_sizes(storage_nbytes(base), destination.nbytes, self.name, "cpu")
         return self._copier.copy_out(base, destination, after)
 
     def home_memory(self, nbytes: int) -> Tensor | None:
@@ -374,10 +383,6 @@ def _locker_of(vendor: Vendor) -> Locker | None:
         return None
     runtime = vendor.host_runtime()
     return TorchLocker() if runtime is None else RegisteringLocker(runtime, vendor.opened)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _check_sizes(nbytes: int, wanted: int, here: str, there: str) -> None:

@@ -70,8 +70,10 @@ class FreedRoom:
     def free(self, start: int, nbytes: int, events: tuple[Any, ...]) -> None:
         """Note that a range was freed, to be written once the events have fired."""
         stop = start + _in_grains(nbytes)
-        self.take(start, nbytes)
         at = bisect_left(self._starts, start)
+        if not self._is_apart(at, start, stop):
+            self.take(start, nbytes)
+            at = bisect_left(self._starts, start)
         if at and self._pieces[at - 1] == (start, events):
             self._pieces[at - 1] = (stop, events)  # grows the range before it
             return
@@ -90,6 +92,9 @@ class FreedRoom:
         """
         stop = start + _in_grains(nbytes)
         at = bisect_left(self._starts, start)
+        if self._starts[at : at + 1] == [start] and self._pieces[at][0] == stop:  # as it was freed
+            del self._starts[at]
+            return list(self._pieces.pop(at)[1]), True
         if at and self._pieces[at - 1][0] > start:
             at -= 1
         first, reached = at, start
@@ -109,6 +114,11 @@ class FreedRoom:
         self._starts[first:at] = [begin for begin, _ in rest]
         self._pieces[first:at] = [piece for _, piece in rest]
         return events, is_covered and reached >= stop
+
+    def _is_apart(self, at: int, start: int, stop: int) -> bool:
+        """Whether a range has no byte of those that stand before and behind a place."""
+        begins_after = at == len(self._starts) or self._starts[at] >= stop
+        return begins_after and (not at or self._pieces[at - 1][0] <= start)
 
     def settle(self) -> None:
         """Forget events that have fired, and join what waits for nothing any more."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 from typing import Any
 
-__all__ = ["new_stream"]
+__all__ = ["OnSideStream", "new_stream"]
 
 #: Driver interfaces that can make a stream: their libraries, the call, and its flag for a stream
 #: that does not wait for the default one.
@@ -75,3 +76,41 @@ def from_driver(module: Any, device: Any, kind: str, priority: int = USUAL_PRIOR
             return int(handle.value)
         _log.info("torchTensorRef: %s refuses a stream (%s); one of torch's is used.", name, status)
     return None
+
+
+class OnSideStream:
+    """The time in which a thread issues its work on a stream of ours (`Vendor.on`)."""
+
+    __slots__ = ("_device", "_here", "_module", "_on_stream", "_stream", "_was")
+
+    def __init__(self, module: Any, index: int, stream: Any, here: threading.local) -> None:
+        device = getattr(module, "device", None)
+        self._device = None if device is None else device(index)
+        self._module, self._stream, self._here = module, stream, here
+
+    def __enter__(self) -> None:
+        self._was = getattr(self._here, "is_on_side", False)
+        self._here.is_on_side = True
+        try:
+            if self._device is not None:
+                self._device.__enter__()
+            try:
+                self._on_stream = self._module.stream(self._stream)  # it asks for the device
+                self._on_stream.__enter__()
+            except BaseException:
+                self._leave_device()
+                raise
+        except BaseException:
+            self._here.is_on_side = self._was
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._on_stream.__exit__(*error)
+        finally:
+            self._leave_device()
+            self._here.is_on_side = self._was
+
+    def _leave_device(self) -> None:
+        if self._device is not None:
+            self._device.__exit__(None, None, None)

@@ -46,11 +46,11 @@ class Rooms:
         self.freed = FreedRoom()
         self._settle_at = SETTLE_ROOM_FROM
         self._rooms: dict[int, _Room] = {}
-        self._dead: deque[_Room] = deque()
+        self.dead: deque[_Room] = deque()
 
     def take(self, base: Tensor, start: int, nbytes: int) -> None:
         """Note where a base was given its bytes."""
-        room = _Room(base, self._dead.append)
+        room = _Room(base, self.dead.append)
         room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, -1
         room.after, room.is_known = self.freed.take(start, nbytes)
         self._rooms[room.key] = room
@@ -105,8 +105,8 @@ class Rooms:
 
     def settle(self) -> None:
         """Forget the rooms of replicas that died: their last readers are not known."""
-        while self._dead:
-            room = self._dead.popleft()
+        while self.dead:
+            room = self.dead.popleft()
             if self._rooms.get(room.key) is room:
                 del self._rooms[room.key]
 

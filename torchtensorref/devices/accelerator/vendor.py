@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
 from ..host.numa import cpus_near
 from ..storages import empty_bytes
-from .own_stream import new_stream
+from .own_stream import OnSideStream, new_stream
 
 if TYPE_CHECKING:
     import torch
@@ -74,15 +75,9 @@ class Vendor:
         kind = "hip" if is_hip else self._kind
         return new_stream(self._module, self._device, kind, is_urgent=is_urgent)
 
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: Any) -> OnSideStream:
         """Let this thread issue its work on a stream of ours."""
-        was, self._here.is_on_side = self.is_on_side_stream, True
-        try:
-            with self.opened(), self._module.stream(stream):
-                yield
-        finally:
-            self._here.is_on_side = was
+        return OnSideStream(self._module, self._index, stream, self._here)
 
     def opened(self) -> contextlib.AbstractContextManager[Any]:
         """Let this thread's calls of the driver go to this device.
@@ -307,9 +302,14 @@ def has_expandable_segments() -> bool:
     import torch
 
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    said = [ask()] if ask is not None else [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
-    options = [option for text in said for option in text.lower().replace(" ", "").split(",")]
-    return "expandable_segments:true" in options
+    if ask is not None:
+        return _says_expandable(ask())
+    return any(_says_expandable(os.environ.get(name, "")) for name in ALLOCATOR_SETTINGS)
+
+
+@functools.lru_cache(maxsize=8)
+def _says_expandable(settings: str) -> bool:
+    return "expandable_segments:true" in settings.lower().replace(" ", "").split(",")
 
 
 def _raw_stream_of(module: Any) -> Callable[[int], int] | None:

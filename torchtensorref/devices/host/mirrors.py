@@ -107,6 +107,8 @@ class Mirrors:
 
     def of(self, source: Tensor) -> Mirror | None:
         """Return the mirror that has the same bytes as a source, if there is one."""
+        if not self._mirrors:
+            return None
         mirror = self._mirrors.get(source.data_ptr())
         return mirror if mirror is not None and mirror.is_filled and mirror.is_of(source) else None
 

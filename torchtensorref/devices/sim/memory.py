@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...base.errors import InvariantError
 from ...base.options import settings
 from ..residents import Resident, Residents
-from ..storages import bytes_of, empty_bytes, fill_bytes, storage_nbytes, storage_of
+from ..storages import bytes_of, empty_bytes, fill_bytes, give_bytes, storage_nbytes, storage_of
 from .compute import ComputeEngine
 from .faults import FaultPlan
 from .machine import Machine
@@ -166,7 +166,7 @@ class SimMemory:
             self.refuse("refill", base, "was not emptied before")
         self._count_allocation()
         room_ns = self._take_room(nbytes)
-        storage_of(base).resize_(nbytes)
+        give_bytes(base, nbytes)
         self.residents.enter_again(resident, nbytes)
         resident.number = self.alloc_count
         resident.room_ns = room_ns

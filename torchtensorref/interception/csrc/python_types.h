@@ -187,14 +187,14 @@ inline PyObject* recounted_nbytes(PyObject* self, PyObject*) {
   for (Block* block = ledger_of(self)->first; block; block = block->next) sum += block->nbytes.load();
   return PyLong_FromLongLong(sum);
 }
-// The living newborns. Nothing of Python's is made under the lock: that can collect garbage, which
-// comes here.
-inline PyObject* newborns(PyObject* self, PyObject*) {
+// The living newborns of operators up to a number. Nothing of Python's is made under the lock: that
+// can collect garbage, which comes here.
+inline PyObject* newborns(PyObject* self, PyObject* last) {
   std::vector<BlockPtr> kept;
   std::vector<PyObject*> halves;
   {
     std::lock_guard guard(ledger_of(self)->lock);
-    for (Block* block = ledger_of(self)->first; block; block = block->next) {
+    for (auto [block, until] = std::pair(ledger_of(self)->last, PyLong_AsLongLong(last)); block && block->born <= until; block = block->previous) {
       if (auto alive = BlockPtr::if_alive(block))
         kept.push_back(std::move(alive));
       else if (PyObject* half = block->half.load(); half && Py_REFCNT(half) > 0)
@@ -214,7 +214,7 @@ inline PyMethodDef ledger_methods[] = {
     {"count_for", count_for, METH_O, "Count the fresh results of operators on a device."},
     {"take_over", take_over, METH_O, "Stop counting a newborn; return its bytes, 0 for no newborn."},
     {"recounted_nbytes", recounted_nbytes, METH_NOARGS, "Sum the newborns again."},
-    {"newborns", newborns, METH_NOARGS, "List the living newborns."},
+    {"newborns", newborns, METH_O, "List the living newborns of operators up to a number."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -31,7 +31,7 @@ struct Block;
 // The fresh results on one device that nobody has asked about yet, and what may be there.
 struct Ledger {
   std::mutex lock;  // of the list; nobody waits, and nothing of Python's is called, under it
-  Block* first = nullptr;
+  Block *first = nullptr, *last = nullptr;  // the last one was born first
   std::atomic<int64_t> newborn_nbytes{0};  // the sum of the list
   std::atomic<int64_t> counted_nbytes{0};  // what Python's ledger counts beside it
   std::atomic<int64_t> high_nbytes{0};     // the sum up to which nothing is evicted
@@ -72,7 +72,7 @@ struct Block {
     nbytes = size;
     std::lock_guard guard(of->lock);
     ledger = of;
-    if ((next = of->first)) next->previous = this;
+    ((next = of->first) ? next->previous : of->last) = this;
     of->first = this;
   }
   // Stop being counted as a newborn; the bytes that were, or 0.
@@ -82,7 +82,7 @@ struct Block {
     const int64_t size = nbytes.load();
     std::lock_guard guard(of->lock);
     (previous ? previous->next : of->first) = next;
-    if (next) next->previous = previous;
+    (next ? next->previous : of->last) = previous;
     ledger = nullptr;
     of->newborn_nbytes.fetch_sub(size);
     return size;
