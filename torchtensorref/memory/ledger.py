@@ -245,8 +245,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
                 if block is None or block.births is None:
                     del self._newborn[reference]
             self._recency = Recency(self._last_use_of)
-            for number, (_, reference) in list(self._replicas.items()):
-                replica = reference()
+            for number, (_, weakly) in list(self._replicas.items()):
+                replica = weakly()
                 if replica is None:
                     del self._replicas[number]
                 else:
