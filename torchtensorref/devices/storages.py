@@ -94,7 +94,11 @@ def _alias(storage: UntypedStorage, offset_nbytes: int, nbytes: int) -> Tensor:
 
 
 def _bytes_in(tensor: Tensor) -> Tensor:
-    """The bytes that a dense tensor covers, under a fresh tensor."""
+    """The bytes that a dense tensor covers: itself where it is them, else under a fresh tensor."""
+    import torch
+
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.is_inference():
+        return tensor
     width, start = tensor.element_size(), int(tensor.storage_offset())
     return _alias(storage_of(tensor), start * width, tensor.numel() * width)
 

@@ -181,6 +181,9 @@ class Copier:
 
     def end_write_back(self, block: Block) -> None:
         """Order a copy home before an operator that is about to write what it reads, and holds."""
+        home = block.replicas.get(self._books.host)
+        if home is None or home.state is not FILLING:
+            return
         with suppress(TransferError):  # then home is stale, as it is about to be anyway
             finish_issue(self._books, block)
         with self._books.lock:

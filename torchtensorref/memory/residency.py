@@ -117,7 +117,8 @@ class Residency:
                 self._fetch_missing(device, blocks, expected)
                 for block in written:
                     self.copier.end_write_back(block)
-                    self.copier.peers.end_reading(block, device)
+                    if self.books.is_spread:
+                        self.copier.peers.end_reading(block, device)
                 return held
             except HeldByOthersError:
                 self.release(held)

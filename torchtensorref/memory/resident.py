@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import overload
+from dataclasses import fields
+from typing import Any, overload
 
 from ..devices.base import Device
 from ..strategy import BlockSnapshot, DeviceSnapshot
@@ -165,8 +166,31 @@ def _is_on_its_way_home(books: Books, block: Block) -> bool:
     return home is not None and home.state is FILLING
 
 
-def device_snapshot(books: Books, in_flight: InFlight, device: Device) -> DeviceSnapshot:
-    """Describe a device (lock of the books held)."""
+class SeenDevice(DeviceSnapshot):
+    """A device, described when somebody looks: strategies that go by age, or give all, never do."""
+
+    __slots__ = ("_books", "_device", "_in_flight")
+
+    def __init__(self, books: Books, in_flight: InFlight, device: Device) -> None:
+        for name, value in (("_books", books), ("_in_flight", in_flight), ("_device", device)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Describe it, all at once: called for what is not there yet."""
+        if name not in _FACTS:
+            raise AttributeError(name)
+        with self._books.lock:
+            facts = facts_of(self._books, self._in_flight, self._device)
+        for fact, value in facts.items():
+            object.__setattr__(self, fact, value)
+        return facts[name]
+
+
+_FACTS = frozenset(field.name for field in fields(DeviceSnapshot))
+
+
+def facts_of(books: Books, in_flight: InFlight, device: Device) -> dict[str, Any]:
+    """Return what a `DeviceSnapshot` says of a device (lock of the books held)."""
     ledger = books.ledgers[device]
     clocks = device.clocks()
     now_ns = device.now_ns()
@@ -176,19 +200,19 @@ def device_snapshot(books: Books, in_flight: InFlight, device: Device) -> Device
         compute_free_ns = max(compute_free_ns, *(clocks.compute_free_ns for clocks in others))
     # What compute gets to before it is through with what it has been given is no longer ahead.
     filling = in_flight.later_than(device, max(now_ns, compute_free_ns))
-    return DeviceSnapshot(
-        name=device.name,
-        limit_nbytes=ledger.budget.limit_nbytes,
-        resident_nbytes=ledger.resident_nbytes,
-        in_flight_nbytes=sum(r.nbytes for r in filling),
-        in_flight_count=len(filling),
-        now_ns=now_ns,
-        link_free_ns=clocks.link_free_ns,
-        h2d_bytes_per_s=clocks.h2d_bytes_per_s,
-        d2h_bytes_per_s=clocks.d2h_bytes_per_s,
-        compute_ns=clocks.compute_ns or clocks.host_ns,
-        compute_free_ns=compute_free_ns,
-        d2h_free_ns=clocks.d2h_free_ns,
-        stall_ns=device.stall_ns,
-        decision_nbytes=device.decision_nbytes,
-    )
+    return {
+        "name": device.name,
+        "limit_nbytes": ledger.most_nbytes,
+        "resident_nbytes": ledger.resident_nbytes,
+        "in_flight_nbytes": sum(r.nbytes for r in filling),
+        "in_flight_count": len(filling),
+        "now_ns": now_ns,
+        "link_free_ns": clocks.link_free_ns,
+        "h2d_bytes_per_s": clocks.h2d_bytes_per_s,
+        "d2h_bytes_per_s": clocks.d2h_bytes_per_s,
+        "compute_ns": clocks.compute_ns or clocks.host_ns,
+        "compute_free_ns": compute_free_ns,
+        "d2h_free_ns": clocks.d2h_free_ns,
+        "stall_ns": device.stall_ns,
+        "decision_nbytes": device.decision_nbytes,
+    }

@@ -34,7 +34,7 @@ from .bookkeeping import Books, Doubt
 from .copies import Copier
 from .leases import Lease, Use, UseLog, struct_of
 from .readiness import Readiness
-from .resident import Candidates, Resident, device_snapshot, snapshots_of
+from .resident import Candidates, Resident, SeenDevice, snapshots_of
 from .states import INVALID
 
 #: Results remembered until the strategy is told of them; most are dead by then.
@@ -340,8 +340,7 @@ class StrategyFeed:
             self.catch_up()
         if not self._checked.names_victims:
             return []
-        with self._books.lock:
-            seen = self.device_snapshot(device)
+        seen = self.device_snapshot(device)
         with self.lock:
             if self.lease is None:  # else what has gone may have been used before
                 self._tell_departures()
@@ -363,9 +362,8 @@ class StrategyFeed:
         """Ask which of the blocks that an operator has used go at once (no lock held)."""
         with self._books.lock:
             snapshots = snapshots_of(self._books, used)
-            seen = self.device_snapshot(device)
         with self.lock:
-            return set(self._checked.after_operator(seen, snapshots))
+            return set(self._checked.after_operator(self.device_snapshot(device), snapshots))
 
     @property
     def looks_ahead(self) -> bool:
@@ -378,7 +376,7 @@ class StrategyFeed:
         with self._books.lock:
             self._books.bury()
             self._copier.note_arrivals()
-            seen = self.device_snapshot(device)
+        seen = self.device_snapshot(device)
         with self.lock:
             self._tell_departures()
             checked, count = self._checked, len(self._books.known)
@@ -389,11 +387,9 @@ class StrategyFeed:
         """Ask of which blocks the next uses need not be told one by one (no lock held)."""
         if not (self._checked.expects_uses and device.decision_nbytes and self.wants_every_use):
             return []
-        with self._books.lock:
-            seen = self.device_snapshot(device)
         with self.lock:
-            return self._checked.expects(seen, len(self._books.known))
+            return self._checked.expects(self.device_snapshot(device), len(self._books.known))
 
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
-        """Describe a device (lock of the books held)."""
-        return device_snapshot(self._books, self._copier.in_flight, device)
+        """Describe a device, as it is when somebody looks at the description."""
+        return SeenDevice(self._books, self._copier.in_flight, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,6 @@ from .block import Replica
 from .names import names
 
 _is_profiled = torch._C._autograd._profiler_enabled
-_NO_RANGE = nullcontext()
 
 #: A copy that fails is tried again so often; links hiccup, and the source is untouched.
 ATTEMPTS = 3
@@ -59,14 +57,11 @@ class Transfer:
         if was_exposed:
             host_readers.have_changed(home.base)  # or may have, by now: no mirror is trusted
 
-        def issue() -> Event:
-            return device.copy_in(source, base, after=device.available(base))
-
-        if _is_profiled():
-            with in_profile("prefetch" if ahead else "fetch", replica):
-                event = self._retry(issue)
-        else:
-            event = self._retry(issue)
+        event = self._issue(
+            "prefetch" if ahead else "fetch",
+            replica,
+            lambda: device.copy_in(source, base, after=device.available(base)),
+        )
         if device.prefers_page_locked:
             self._mind_source(home, device, event, was_exposed=was_exposed)
         self._count(event, replica, ahead=ahead)
@@ -91,12 +86,13 @@ class Transfer:
             The copy failed `ATTEMPTS` times; the replica's bytes are undefined, the source's whole.
         """
         device, giver = replica.device, source.device
-        with in_profile("fetch across", replica):
-            event = self._retry(
-                lambda: device.copy_across(
-                    giver, source.base, replica.base, after=device.available(replica.base)
-                )
-            )
+        event = self._issue(
+            "fetch across",
+            replica,
+            lambda: device.copy_across(
+                giver, source.base, replica.base, after=device.available(replica.base)
+            ),
+        )
         self._count(event, replica, ahead=ahead)
         self.counts.peer_nbytes += replica.nbytes
         self.counts.peer_count += 1
@@ -120,11 +116,12 @@ class Transfer:
             The copy failed `ATTEMPTS` times; home's bytes are undefined, the replica is untouched.
         """
         device = replica.device
-        destination = bytes_of(home.base)
-        with in_profile("write_back", replica):
-            event = self._retry(
-                lambda: device.copy_out(replica.base, destination, after=device.record())
-            )
+        destination = as_bytes(home.base)
+        event = self._issue(
+            "write_back",
+            replica,
+            lambda: device.copy_out(replica.base, destination, after=device.record()),
+        )
         if settings.sync:
             event.synchronize()
         self.counts.written_back_nbytes += replica.nbytes
@@ -139,6 +136,14 @@ class Transfer:
             lambda: device.copy_out(replica.base, copied, after=device.record())
         ).synchronize()
         return copied
+
+    def _issue(self, kind: str, replica: Replica, issue: Callable[[], Event]) -> Event:
+        """Issue a copy, a range of its own in the traces of `torch.profiler` if one is at work."""
+        if not _is_profiled():
+            return self._retry(issue)
+        name = names.of_block(replica.block_id)
+        with torch.autograd.profiler.record_function(f"ttr::{kind} {name}"):
+            return self._retry(issue)
 
     def _retry(self, issue: Callable[[], Event]) -> Event:
         for attempt in range(1, ATTEMPTS + 1):
@@ -158,14 +163,6 @@ def is_exposed(home: Replica) -> bool:
         if block is not None and block.exposure is not None:
             return True
     return False
-
-
-def in_profile(kind: str, replica: Replica) -> AbstractContextManager[object]:
-    """A range in the traces of `torch.profiler`, where one is at work in this thread."""
-    if not _is_profiled():
-        return _NO_RANGE
-    name = names.of_block(replica.block_id)
-    return torch.autograd.profiler.record_function(f"ttr::{kind} {name}")
 
 
 def copy_of(base: torch.Tensor) -> torch.Tensor:
