@@ -64,6 +64,26 @@ def test_all_that_is_held_stays_under_the_bytes_that_are_given(manage, semiring,
         )
 
 
+def test_gradients_of_terms_one_by_one_stay_under_the_bytes_that_are_given(manage):
+    """Factors too far apart for a matrix product; all terms at once would be 8 MiB."""
+    manager = manage(nbytes=1 << 30)
+    torch.manual_seed(0)
+    plain = [torch.randn(128, 128), torch.randn(128, 128)]
+    plain[0][:, ::2] -= 300
+    plain[1][1::2] -= 300
+    a, b = (manager.adopt(x.clone()).requires_grad_() for x in plain)
+    manager.reset_stats()
+    found = einsum("ij,jk->ik", a, b, semiring="log", budget="1MiB")
+    found.backward(manager.adopt(torch.ones(128, 128)))
+    stats = manager.stats()
+    assert 0 < stats["peak_resident_nbytes"] <= MIB
+    assert stats["host_op_count"] == 0
+    leaves = [x.double().requires_grad_() for x in plain]
+    total = (leaves[0][:, :, None] + leaves[1]).logsumexp(1).sum()
+    for x, other in zip((a, b), torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(manager.release(x.grad).double(), other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("semiring", WITH_GRADIENTS)
 def test_the_budget_of_the_accelerator_is_kept_without_being_named(manage, semiring):
     """Nothing runs on the host, and nothing is evicted to make room for blocks."""

@@ -46,23 +46,21 @@ def _owned(inputs: Sequence[Labels], place: int, reduced: Sequence[Label]) -> li
     return found
 
 
-def told(pointers: Tensor, job: Job, before: Sequence[tuple[Job, Tensor]]) -> Tensor:
+def told(found: Sequence[tuple[Job, Tensor]]) -> Tensor:
     """Return where the best terms are: one index for each summed dimension, in a last dimension.
 
     Parameters
     ----------
-    pointers : Tensor
-        The places in all summed dimensions of the last step, counted as of one.
-    job : Job
-        The last step.
-    before : sequence of pairs
-        The steps before it, the first one first, each with its own pointers.
+    found : sequence of pairs
+        The steps, the last one last, each with the places in all its summed dimensions, counted as
+        of one.
     """
+    *before, (job, pointers) = found
     if not before and len(job.reduced) == 1:
         return pointers.unsqueeze(-1)
     labels = [*job.reduced, *(label for one, _ in reversed(before) for label in one.reduced)]
-    found = pointers.new_empty([*pointers.shape, len(labels)])
-    column = {label: found.select(-1, at) for at, label in enumerate(labels)}
+    whole = pointers.new_empty([*pointers.shape, len(labels)])
+    column = {label: whole.select(-1, at) for at, label in enumerate(labels)}
     _write(pointers, job, column)
     for one, where in reversed(before):
         index = tuple(
@@ -70,7 +68,7 @@ def told(pointers: Tensor, job: Job, before: Sequence[tuple[Job, Tensor]]) -> Te
             for label in one.output
         )
         _write(where[index] if index else where, one, column)
-    return found
+    return whole
 
 
 def _write(pointers: Tensor, job: Job, column: dict[Label, Tensor]) -> None:

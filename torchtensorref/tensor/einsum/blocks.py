@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,8 @@ class Room:
         What these take: for errors.
     is_strict : bool
         A number of bytes was asked for, so more is an error.
+    fast_elements : int
+        How many products are computed at once where memory is no question.
     """
 
     lengths: Mapping[Label, int] = field(default_factory=dict)
@@ -51,6 +54,7 @@ class Room:
     spare_nbytes: int | None = None
     whole_nbytes: int = 0
     is_strict: bool = False
+    fast_elements: int = FAST_ON_HOST
 
     def choose(
         self,
@@ -58,14 +62,15 @@ class Room:
         reduced: Labels,
         sizes: Mapping[Label, int],
         nbytes_of: Callable[[Chunks], int],
-        most_elements: int | None,
+        has_terms: bool = True,
     ) -> Chunks:
         """Return the part of each dimension that one block has.
 
         Notes
         -----
         Dimensions of the result are cut first: what is cut there is added in no other order. Of
-        these the longest is halved until the block fits, then of the summed ones.
+        these the longest is halved until the block fits, then of the summed ones. What has no terms
+        in memory is as large as there is room for.
 
         Raises
         ------
@@ -77,11 +82,11 @@ class Room:
             most = self.lengths.get(label, self.default if label in reduced else None)
             if most is not None:
                 chunks[label] = min(chunks[label], most)
-        if self.lengths or self.default is not None:
-            most_elements = None  # the user knows what is fast
+        # With lengths the user knows what is fast.
+        is_bounded = has_terms and not self.lengths and self.default is None
 
         def fits() -> bool:
-            if most_elements is not None and math.prod(chunks.values()) > most_elements:
+            if is_bounded and math.prod(chunks.values()) > self.fast_elements:
                 return False
             return self.spare_nbytes is None or nbytes_of(chunks) <= self.spare_nbytes
 
@@ -153,6 +158,21 @@ def held_nbytes(tensors: tuple[Tensor, ...]) -> int:
     return sum(found.values())
 
 
-def fast_elements(operands: tuple[Tensor, ...]) -> int:
-    """Return how many products are computed at once where memory is no question."""
-    return FAST_ON_HOST if operands[0].device.type == "cpu" else FAST_ON_ACCELERATOR
+def aligned(x: Tensor, labels: Labels, order: Labels) -> Tensor:
+    """Return a view with the dimensions in an order, so that it broadcasts with all of them."""
+    permutation, missing = _alignment(labels, order)
+    if permutation is not None:
+        x = x.permute(permutation)
+    for place in missing:
+        x = x.unsqueeze(place)
+    return x
+
+
+@functools.lru_cache(maxsize=4096)
+def _alignment(labels: Labels, order: Labels) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return a permutation, if it needs one, and where dimensions are to be put in one by one."""
+    there = tuple(labels.index(label) for label in order if label in labels)
+    first = next((at for at, label in enumerate(order) if label in labels), len(order))
+    rest = order[first:]  # dimensions in front broadcast by themselves
+    missing = tuple(at for at, label in enumerate(rest) if label not in labels)
+    return (there if there != tuple(sorted(there)) else None), missing

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...base.errors import ConfigError, did_you_mean, nearest
-from ...base.units import parse_limit
-from ...memory.manager import tensorsManager
-from ...memory.ref import TensorRef
-from .best_paths import steps_to_best, told
-from .blocks import Room, held_nbytes, of_dtype
-from .equation import Bound, Equation, Label, compiled
-from .grad import apply, kernel_of_products
-from .kernels import Best, Counting, Folding, Job, Kernel, LogSum, wide
-from .log_products import LogProduct, is_worth_it
-from .paths import Step, at_once, elements_between, steps
+from .equation import Equation, Label, compiled
 from .plain import torchs
-from .semirings import SEMIRINGS, Named, Semiring, refuse_dtypes, semiring_of
-
-#: Without a number that must be kept, blocks get this share of the accelerator at least.
-LEAST_SHARE = 1 / 8
+from .plan import Limits, plan_of
+from .semirings import Semiring, semiring_of
 
 
 def einsum(
@@ -101,24 +87,9 @@ def einsum(
         if found is not None:
             return found
     compiled_equation, tensors = _read(equation, operands)
-    ring = semiring_of(semiring)
-    refuse_dtypes(ring, tensors)
-    is_best = isinstance(ring, Named) and ring.name in ("max-plus", "min-plus")
-    if argmax and not is_best:
-        raise ValueError("argmax=True is for the semirings 'max-plus' and 'min-plus'.")
-    bound = compiled_equation.bind([tensor.shape for tensor in tensors])
-    views = compiled_equation.views(tensors)
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    noted = wanted and (not isinstance(ring, Named) or ring.dtype is None)
-    chosen, room = _plan(bound, ring, tensors, noted, argmax, block_size, budget)
-    job = Job(bound.inputs, bound.output, bound.sizes)
-    if argmax and 0 in job.shape(job.reduced) and 0 not in job.shape(job.output):
-        raise ValueError(f"{compiled_equation}: a best of no terms is nowhere; leave out argmax.")
-    results, jobs = _run(bound, ring, views, chosen, room, noted or argmax)
-    found = results[0]
-    if not (isinstance(ring, Named) and ring.dtype):
-        found = of_dtype(found, tensors[0].dtype)
-    return (found, told(results[1], *jobs)) if argmax else found
+    limits = Limits.of(block_size, budget, tensors)
+    plan = plan_of(compiled_equation, semiring_of(semiring), tensors, limits, bool(argmax))
+    return plan.run(tensors)
 
 
 def _read(equation: Any, operands: Sequence[Any]) -> tuple[Equation, tuple[Tensor, ...]]:
@@ -137,148 +108,3 @@ def _read(equation: Any, operands: Sequence[Any]) -> tuple[Equation, tuple[Tenso
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Operand {place} is a {type(tensor).__name__}, not a tensor.")
     return found, tuple(tensors)
-
-
-def _plan(
-    bound: Bound,
-    ring: Semiring | Named,
-    tensors: tuple[Tensor, ...],
-    noted: bool,
-    argmax: bool,
-    block_size: Any,
-    budget: int | str | None,
-) -> tuple[tuple[Step, ...], Room]:
-    """Choose the order in which operands are multiplied, and how large blocks may be."""
-    lengths, default = _lengths(block_size, bound)
-    # Who says how large blocks are gets these, and the same bits on every machine.
-    is_free = block_size is not None and budget is None
-    limit_nbytes = None if is_free else _limit_nbytes(tensors, budget)
-    together = at_once(bound.inputs, bound.output)
-    chosen = together
-    if 0 not in bound.sizes.values():  # no step on the way may add nothing
-        sizes = tuple(bound.sizes.items())
-        chosen = (
-            steps_to_best(bound.inputs, bound.output)
-            if argmax
-            else steps(bound.inputs, bound.output, sizes, ring.commutative)
-        )
-    if ring is not SEMIRINGS["real"]:
-        # What is made on the way may be all terms: of numbers their product is a matrix product's.
-        terms = math.prod(bound.sizes.values())
-        if any(math.prod(bound.sizes[x] for x in step.output) == terms for step in chosen[:-1]):
-            chosen = together
-    if limit_nbytes is None:
-        return chosen, Room(lengths, default)
-    value_nbytes, pointer_nbytes = _item_nbytes(ring, tensors)
-    # With gradients the result's own, too, and for "log" its total without infinities.
-    item_nbytes = value_nbytes * (3 if noted else 1) + pointer_nbytes
-    result_count = math.prod(bound.sizes[label] for label in bound.output)
-    whole_nbytes = held_nbytes(tensors) + result_count * item_nbytes
-    if noted:
-        whole_nbytes += sum(x.numel() * x.element_size() for x in tensors if x.requires_grad)
-    between_nbytes = elements_between(chosen, bound.sizes) * item_nbytes
-    if between_nbytes > (limit_nbytes - whole_nbytes) / 2:
-        chosen, between_nbytes = together, 0
-    whole_nbytes += between_nbytes
-    spare_nbytes = limit_nbytes - whole_nbytes
-    if budget is None:
-        spare_nbytes = max(spare_nbytes, int(limit_nbytes * LEAST_SHARE))
-    return chosen, Room(lengths, default, spare_nbytes, whole_nbytes, budget is not None)
-
-
-def _item_nbytes(ring: Semiring | Named, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Return the most bytes that an element of a result takes, and those of where it is found."""
-    if isinstance(ring, Named) and ring.dtype is not None:
-        return ring.dtype.itemsize, 0
-    return wide(tensors[0].dtype).itemsize, 8 if ring.name in ("max-plus", "min-plus") else 0
-
-
-def _limit_nbytes(tensors: tuple[Tensor, ...], budget: int | str | None) -> int | None:
-    if budget is not None:
-        return parse_limit(budget)
-    if any(isinstance(tensor, TensorRef) for tensor in tensors):
-        books = tensorsManager.residency.books
-        if books.accelerators:
-            return books.ledgers[books.accelerators[0]].limit_nbytes
-    return None
-
-
-def _lengths(block_size: Any, bound: Bound) -> tuple[dict[Label, int], int | None]:
-    """Return the block size by index, and that of the summed dimensions that are not named."""
-    if block_size is None:
-        return {}, None
-    by_label = dict(block_size) if isinstance(block_size, Mapping) else {None: block_size}
-    for length in by_label.values():
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ConfigError(
-                f"A block size is an integer of at least 1, not {length!r}.", name="block_size"
-            )
-    if None in by_label:
-        return {}, by_label[None]
-    known = {("..." if isinstance(label, tuple) else label): label for label in bound.sizes}
-    found = {}
-    for label, length in by_label.items():
-        label = "..." if label is ... else label
-        if label not in known:
-            names = [str(one) for one in known]
-            raise ConfigError(
-                f"The equation has no index {label!r}. {did_you_mean(str(label), names)}",
-                name=str(label),
-                known=tuple(names),
-                nearest=nearest(str(label), names),
-            )
-        for one in bound.sizes:
-            if one == label or (label == "..." and isinstance(one, tuple)):
-                found[one] = length
-    return found, None
-
-
-def _run(
-    bound: Bound,
-    ring: Semiring | Named,
-    views: Sequence[Tensor],
-    chosen: Sequence[Step],
-    room: Room,
-    with_pointers: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Job, list[tuple[Job, Tensor]]]]:
-    """Multiply operands step by step.
-
-    Returns
-    -------
-    tuple
-        The results of the last step; and its job, with the jobs and the pointers of those before.
-    """
-    waiting = list(zip(bound.inputs, views, strict=True))
-    results: tuple[Tensor, ...] = ()
-    job, before = Job((), (), bound.sizes), []
-    for step in chosen:
-        if len(results) > 1:
-            before.append((job, results[1]))
-        taken = [waiting[place] for place in step.places]
-        job = Job(tuple(labels for labels, _ in taken), step.output, bound.sizes)
-        factors = [factor for _, factor in taken]
-        results = apply(job, _kernel(job, ring, factors, with_pointers), factors, room)
-        made = (step.output, results[0])
-        if len(step.places) == 1 and len(waiting) > 1:
-            waiting[step.places[0]] = made
-        else:
-            waiting = [one for at, one in enumerate(waiting) if at not in step.places]
-            waiting.append(made)
-    return results, (job, before)
-
-
-def _kernel(
-    job: Job, ring: Semiring | Named, factors: Sequence[Tensor], with_pointers: bool
-) -> Kernel:
-    """Return the kernel of a semiring."""
-    dtype = factors[0].dtype
-    work = wide(dtype)
-    if isinstance(ring, Semiring):
-        return Folding(dtype, work, ring)
-    if ring.dtype is not None:
-        return Counting(ring.dtype, ring.dtype)
-    if ring.name == "log":
-        return LogProduct(work, work) if is_worth_it(job) else LogSum(work, work)
-    if ring.name == "real":
-        return kernel_of_products(job, ("real",) * len(factors), factors, dtype)
-    return Best(dtype, work, ring.name == "max-plus", with_pointers)

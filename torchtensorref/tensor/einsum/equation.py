@@ -53,7 +53,7 @@ class Equation:
     Equation('[0, 1], [1, 77] -> [0, 77]')
     """
 
-    __slots__ = ("_bound", "inputs", "output", "text")
+    __slots__ = ("inputs", "output", "plans", "text")
 
     def __init__(
         self, inputs: str | Sequence[Sequence[Label]], output: Sequence[Label] | None = None
@@ -64,7 +64,8 @@ class Equation:
             inputs = [_letters(part, inputs) for part in left.split(",")]
         self.inputs: tuple[Labels, ...] = tuple(_checked(labels) for labels in inputs)
         self.output: Labels = _implied(self.inputs) if output is None else _checked(output)
-        self._bound: dict[Any, Bound] = {}
+        #: Of `plan.py`, by what they depend on.
+        self.plans: dict[Any, Any] = {}
         self._refuse_output()
         #: As torch has it; empty where labels are integers.
         self.text = "" if self._has_integers() else str(self)
@@ -89,20 +90,11 @@ class Equation:
         ValueError
             The operands do not fit the equation, or each other.
         """
-        key = tuple(shapes)
-        bound = self._bound.get(key)
-        if bound is None:
-            if len(self._bound) >= 256:  # lengths that change at each call
-                self._bound.clear()
-            bound = self._bound[key] = self._bind(key)
-        return bound
-
-    def _bind(self, shapes: Sequence[torch.Size]) -> Bound:
         if len(shapes) != len(self.inputs):
             raise ValueError(
                 f"{self} is about {len(self.inputs)} operands, and {len(shapes)} are given."
             )
-        spelt = [self._spell_out(place, len(shape)) for place, shape in enumerate(shapes)]
+        spelt = [self.spelt_out(place, len(shape)) for place, shape in enumerate(shapes)]
         sizes: dict[Label, int] = {}
         for place, (labels, shape) in enumerate(zip(spelt, shapes, strict=True)):
             for label, size in zip(labels, shape, strict=True):
@@ -126,7 +118,8 @@ class Equation:
         output = _with_dots(self.output, dots)
         return Bound(tuple(inputs), output, sizes)
 
-    def _spell_out(self, place: int, dim: int) -> Labels:
+    def spelt_out(self, place: int, dim: int) -> Labels:
+        """Return the labels of an operand of so many dimensions, with those of `...`."""
         labels = self.inputs[place]
         dots = dim - (len(labels) - (... in labels))
         if dots < 0 or (dots and ... not in labels):
@@ -136,29 +129,9 @@ class Equation:
             )
         return _with_dots(labels, dots)
 
-    def views(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take diagonals of operands, and drop dimensions that broadcast; no bytes are copied."""
-        bound = self.bind([operand.shape for operand in operands])
-        found = []
-        for place, operand in enumerate(operands):
-            spelt = self._spell_out(place, operand.dim())
-            if spelt == bound.inputs[place]:
-                found.append(operand)
-                continue
-            labels = list(spelt)
-            for label in dict.fromkeys(labels):
-                while labels.count(label) > 1:
-                    first = labels.index(label)
-                    second = labels.index(label, first + 1)
-                    operand = operand.diagonal(0, first, second)  # it becomes the last one
-                    del labels[second], labels[first]
-                    labels.append(label)
-            for label in [label for label in labels if label not in bound.inputs[place]]:
-                operand = operand.select(labels.index(label), 0)
-                labels.remove(label)
-            order = [labels.index(label) for label in bound.inputs[place]]
-            found.append(operand if order == sorted(order) else operand.permute(order))
-        return found
+    def __reduce__(self) -> Any:
+        # Without plans: they are kept by the identity of what a copy has copies of.
+        return Equation, (self.inputs, self.output)
 
     def __repr__(self) -> str:
         return f"Equation({str(self)!r})"
@@ -172,6 +145,23 @@ class Equation:
             return f"{lists} -> {[_shown(one) for one in self.output]}".replace("'...'", "...")
         joined = ["".join(map(_shown, labels)) for labels in (*self.inputs, self.output)]
         return f"{','.join(joined[:-1])}->{joined[-1]}"
+
+
+def view(operand: torch.Tensor, spelt: Labels, kept: Labels) -> torch.Tensor:
+    """Take diagonals of an operand, and drop dimensions that broadcast; no bytes are copied."""
+    labels = list(spelt)
+    for label in dict.fromkeys(labels):
+        while labels.count(label) > 1:
+            first = labels.index(label)
+            second = labels.index(label, first + 1)
+            operand = operand.diagonal(0, first, second)  # it becomes the last one
+            del labels[second], labels[first]
+            labels.append(label)
+    for label in [label for label in labels if label not in kept]:
+        operand = operand.select(labels.index(label), 0)
+        labels.remove(label)
+    order = [labels.index(label) for label in kept]
+    return operand if order == sorted(order) else operand.permute(order)
 
 
 @functools.lru_cache(maxsize=1024)

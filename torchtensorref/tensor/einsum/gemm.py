@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Chunks, count_of
+from .blocks import Chunks, Tile, count_of
 from .equation import Labels
 from .kernels import Job, Kernel, wide
 
@@ -22,6 +22,8 @@ from .kernels import Job, Kernel, wide
 @dataclass(frozen=True, eq=False)
 class MatrixProduct(Kernel):
     """Sums of products of two factors."""
+
+    has_terms = False
 
     def product(self, job: Job, blocks: Sequence[Tensor]) -> Tensor:
         """Return the sum of the products of a block, of the dimensions of the result."""
@@ -47,18 +49,18 @@ class MatrixProduct(Kernel):
         found = found.reshape([sizes[label] for label in order])
         return found if order == job.output else found.permute([order.index(x) for x in job.output])
 
-    def merge(self, state: Any, job: Job, blocks: Sequence[Tensor], is_cut: bool) -> Tensor:
+    def take(self, state: Any, blocks: Sequence[Tensor], job: Job, tile: Tile, is_cut: bool) -> Any:
         """Add the products of a block; where sums are cut, those of halves in float32."""
         if is_cut:
             blocks = [block.to(wide(block.dtype)) for block in blocks]
         found = self.product(job, blocks)
         return found if state is None else state.add_(found)
 
-    def nbytes(self, job: Job, chunks: Chunks, operands: Sequence[Tensor]) -> int:
+    def nbytes(self, job: Job, chunks: Chunks, dtypes: Sequence[torch.dtype]) -> int:
         """Return the most bytes that a block takes: copies of factors, and products twice."""
         size = self.work.itemsize
         is_cut = any(chunks[label] < job.sizes[label] for label in job.reduced)
-        widened = is_cut and wide(operands[0].dtype) != operands[0].dtype
+        widened = is_cut and wide(dtypes[0]) != dtypes[0]
         factors = sum(count_of(labels, chunks) for labels in job.inputs)
         return size * ((1 + widened) * factors + 2 * count_of(job.output, chunks))
 

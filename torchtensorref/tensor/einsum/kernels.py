@@ -10,12 +10,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .blocks import Chunks, Tile, count_of, of_dtype
+from .blocks import Chunks, Tile, aligned, count_of, of_dtype
 from .equation import Label, Labels
 from .extremes import best_of
 from .semirings import Named, Semiring
@@ -49,6 +49,16 @@ class Job:
         every = dict.fromkeys(label for labels in self.inputs for label in labels)
         return tuple(label for label in every if label not in self.output)
 
+    @functools.cached_property
+    def order(self) -> Labels:
+        """All dimensions, as the terms of a block have them: the summed ones last."""
+        return (*self.output, *self.reduced)
+
+    @functools.cached_property
+    def last(self) -> tuple[int, ...]:
+        """The summed dimensions of the terms, counted from the end."""
+        return tuple(range(-len(self.reduced), 0))
+
     def shape(self, labels: Labels) -> list[int]:
         """Return the sizes of some dimensions."""
         return [self.sizes[label] for label in labels]
@@ -71,13 +81,37 @@ class Kernel:
 
     #: Tensors of the size of a block's products that are there at once, for two factors.
     copies = 1
+    #: Whether there are any.
+    has_terms: ClassVar[bool] = True
 
     def start(self, block: Tensor) -> Tensor:
         """Bring a factor to the dtype of the work."""
         return of_dtype(block, self.work)
 
+    def take(self, state: Any, blocks: Sequence[Tensor], job: Job, tile: Tile, is_cut: bool) -> Any:
+        """Add the products of one block to the state; the first state is None.
+
+        Parameters
+        ----------
+        state : object
+            Of the blocks before, of the same part of the result.
+        blocks : sequence of Tensor
+            The parts of the operands.
+        job : Job
+            The whole sum.
+        tile : dict
+            Which part of the summed dimensions it is.
+        is_cut : bool
+            Whether it is a part, and not all.
+        """
+        factors = [
+            aligned(self.start(block), labels, job.order)
+            for block, labels in zip(blocks, job.inputs, strict=True)
+        ]
+        return self.absorb(state, factors, job, tile)
+
     def absorb(self, state: Any, factors: list[Tensor], job: Job, tile: Tile) -> Any:
-        """Add the products of one block to the state; the first state is None."""
+        """Add the products of the factors of a block, which broadcast."""
         raise NotImplementedError
 
     def finish(self, state: Any) -> tuple[Tensor, ...]:
@@ -96,14 +130,14 @@ class Kernel:
         """Return the results of a sum without terms."""
         return (0,)
 
-    def nbytes(self, job: Job, chunks: Chunks, operands: Sequence[Tensor]) -> int:
-        """Return the most bytes that a block takes beside operands and results."""
+    def nbytes(self, job: Job, chunks: Chunks, dtypes: Sequence[torch.dtype]) -> int:
+        """Return the most bytes that a block takes beside operands, of some dtypes, and results."""
         size = self.work.itemsize
-        copies = self.copies + (len(operands) > 2)
-        found = size * copies * count_of((*job.output, *job.reduced), chunks)
+        copies = self.copies + (len(dtypes) > 2)
+        found = size * copies * count_of(job.order, chunks)
         found += 6 * max(size, 8 * (len(self.dtypes()) > 1)) * count_of(job.output, chunks)
-        for labels, operand in zip(job.inputs, operands, strict=True):
-            if operand.dtype != self.work:
+        for labels, dtype in zip(job.inputs, dtypes, strict=True):
+            if dtype != self.work:
                 found += size * count_of(labels, chunks)
         return found
 
@@ -112,20 +146,25 @@ def multiplied(
     factors: Sequence[Tensor],
     new: Callable[[Tensor, Tensor], Tensor],
     into: Callable[[Tensor, Tensor], Any],
+    is_own: bool = False,
 ) -> tuple[Tensor, bool]:
-    """Multiply factors that broadcast; return the product and whether it is a tensor of our own."""
-    product, is_own = factors[0], False
+    """Multiply factors that broadcast; return the product and whether it is a tensor of our own.
+
+    Whether the first one is says the caller.
+    """
+    product = factors[0]
     for factor in factors[1:]:
-        if is_own and torch.broadcast_shapes(product.shape, factor.shape) == product.shape:
+        if is_own and _covers(product.shape, factor.shape):
             into(product, factor)
         else:
             product, is_own = new(product, factor), True
     return product, is_own
 
 
-def last(x: Tensor, count: int) -> list[int]:
-    """Return the last dimensions of a tensor."""
-    return list(range(x.dim() - count, x.dim()))
+def _covers(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether what has the other shape broadcasts to the first."""
+    pairs = zip(reversed(shape), reversed(other), strict=False)
+    return len(other) <= len(shape) and all(size in (1, most) for most, size in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +196,10 @@ class Counting(Kernel):
         """Add the block's products."""
         if self.work is torch.bool:
             product, _ = multiplied(factors, torch.logical_and, Tensor.logical_and_)
-            dims = last(product, len(job.reduced))
-            found = product.any(dims) if dims else product
+            found = product.any(job.last) if job.last else product
             return found if state is None else state.logical_or_(found)
         product, _ = multiplied(factors, torch.mul, Tensor.mul_)
-        dims = last(product, len(job.reduced))
-        found = product.sum(dims, dtype=self.work) if dims else product
+        found = product.sum(job.last, dtype=self.work) if job.last else product
         return found if state is None else state.add_(found)
 
     def start(self, block: Tensor) -> Tensor:
@@ -182,13 +219,15 @@ class LogSum(Kernel):
     def absorb(self, state: Any, factors: list[Tensor], job: Job, tile: Tile) -> Any:
         """Add the block's terms, about the larger maximum."""
         terms, is_own = multiplied(factors, torch.add, Tensor.add_)
-        dims = last(terms, len(job.reduced))
+        dims = job.last
         info = torch.finfo(self.work)
         # Of infinities the differences would be NaN; of finite numbers they are what they should.
         top = (terms.amax(dims) if dims else terms).clamp(info.min, info.max)
         if state is not None:
             top = torch.maximum(top, state[0])
-        shift = top[(..., *(None for _ in dims))]
+        shift = top
+        for _ in dims:
+            shift = shift.unsqueeze(-1)
         scaled = terms.sub_(shift).exp_() if is_own else (terms - shift).exp_()
         found = scaled.sum(dims) if dims else scaled
         if state is not None:
@@ -222,10 +261,9 @@ class SumOfProducts(Kernel):
         product = self._exponential(factors)
         if product is not None:
             reals.insert(0, product)
-        found, _ = multiplied(reals, torch.mul, Tensor.mul_)
-        dims = last(found, len(job.reduced))
-        if dims:
-            found = found.sum(dims)
+        found, _ = multiplied(reals, torch.mul, Tensor.mul_, product is not None)
+        if job.last:
+            found = found.sum(job.last)
         if state is None:
             return found
         return state.add_(found)
@@ -238,7 +276,7 @@ class SumOfProducts(Kernel):
         exponent, is_own = pairs[0][0], False
         for factor, role in pairs[1:]:
             sign = -1 if role == "minus" else 1
-            if is_own and torch.broadcast_shapes(exponent.shape, factor.shape) == exponent.shape:
+            if is_own and _covers(exponent.shape, factor.shape):
                 exponent.add_(factor, alpha=sign)
             else:
                 exponent, is_own = torch.add(exponent, factor, alpha=sign), True
@@ -272,12 +310,12 @@ class Best(Kernel):
         if not self.with_pointers:
             reduce = torch.amax if self.is_greatest else torch.amin
             better = torch.maximum if self.is_greatest else torch.minimum
-            found = reduce(terms, last(terms, count)) if count else terms
+            found = reduce(terms, job.last) if count else terms
             return found if state is None else better(state, found)
         if not count:
             return terms, torch.zeros_like(terms, dtype=torch.int64)
-        lengths = terms.shape[terms.dim() - count :]
-        values, at = best_of(terms.flatten(terms.dim() - count), self.is_greatest)
+        lengths = terms.shape[-count:]
+        values, at = best_of(terms.flatten(-count), self.is_greatest)
         if tile:
             at = _in_whole(at, list(lengths), job, tile)
         return (values, at) if state is None else self._better(state, (values, at))

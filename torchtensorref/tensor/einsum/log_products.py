@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Chunks, count_of, of_dtype
-from .engine import aligned
+from .blocks import Chunks, Tile, aligned, count_of, of_dtype
 from .equation import Labels
 from .gemm import MatrixProduct
 from .kernels import InexactError, Job, Kernel, LogSum
@@ -49,7 +48,7 @@ class LogProduct(MatrixProduct):
         """Return what does it one by one."""
         return LogSum(self.dtype, self.work)
 
-    def merge(self, state: Any, job: Job, blocks: Sequence[Tensor], is_cut: bool) -> Any:
+    def take(self, state: Any, blocks: Sequence[Tensor], job: Job, tile: Tile, is_cut: bool) -> Any:
         """Add the products of a block.
 
         Raises
@@ -93,10 +92,10 @@ class LogProduct(MatrixProduct):
         """Return the logarithm of 0."""
         return (-math.inf,)
 
-    def nbytes(self, job: Job, chunks: Chunks, operands: Sequence[Tensor]) -> int:
+    def nbytes(self, job: Job, chunks: Chunks, dtypes: Sequence[torch.dtype]) -> int:
         """Return the most bytes that a block takes: factors thrice, products six times."""
         factors = sum(count_of(labels, chunks) for labels in job.inputs)
-        widened = operands[0].dtype != self.work
+        widened = dtypes[0] != self.work
         return self.work.itemsize * ((3 + widened) * factors + 6 * count_of(job.output, chunks))
 
 
@@ -107,7 +106,7 @@ class LogShares(MatrixProduct):
     The operands are the gradient of the result, the factor, the other one, and the result.
     """
 
-    def merge(self, state: Any, job: Job, blocks: Sequence[Tensor], is_cut: bool) -> Any:
+    def take(self, state: Any, blocks: Sequence[Tensor], job: Job, tile: Tile, is_cut: bool) -> Any:
         """Add the shares in a block of results.
 
         Raises
@@ -131,10 +130,10 @@ class LogShares(MatrixProduct):
         factor.mul_(aligned(found, there, mine))
         return factor if state is None else state.add_(factor)
 
-    def nbytes(self, job: Job, chunks: Chunks, operands: Sequence[Tensor]) -> int:
+    def nbytes(self, job: Job, chunks: Chunks, dtypes: Sequence[torch.dtype]) -> int:
         """Return the most bytes that a block takes."""
         output, mine, others, _ = (count_of(labels, chunks) for labels in job.inputs)
-        widened = operands[1].dtype != self.work
+        widened = dtypes[1] != self.work
         each = (5 + widened) * output + (4 + widened) * mine + (3 + widened) * others
         return self.work.itemsize * each
 

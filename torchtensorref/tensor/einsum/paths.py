@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .equation import Label, Labels
+
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -19,6 +21,12 @@ class Step(NamedTuple):
 
     places: tuple[int, ...]
     output: Labels
+
+    def replaced(self, waiting: list[T], made: T) -> list[T]:
+        """Return what is left on the list after the step, with what comes of it."""
+        if len(self.places) == 1:
+            return [made if at == self.places[0] else one for at, one in enumerate(waiting)]
+        return [*(one for at, one in enumerate(waiting) if at not in self.places), made]
 
 
 @functools.lru_cache(maxsize=1024)

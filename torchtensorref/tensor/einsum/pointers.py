@@ -66,7 +66,8 @@ class Gathered(torch.autograd.Function):
 
 def _tiles(job: Job) -> Any:
     """Cut what is pointed from: a place takes 8 bytes, and some of them are there at once."""
-    chunks = Room().choose(job.output, (), job.sizes, lambda _: 0, FAST_ON_HOST // 8)
+    room = Room(fast_elements=FAST_ON_HOST // 8)
+    chunks = room.choose(job.output, (), job.sizes, lambda _: 0)
     return tiles(job.output, job.sizes, chunks)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import Room, Tile, fast_elements, part_of, tiles
-from .engine import aligned
+from .blocks import Room, Tile, aligned, part_of, tiles
 from .kernels import Folding, Job
 
 
@@ -33,13 +32,13 @@ def gradients_by_replay(
     found = [torch.zeros_like(x) if need else None for x, need in zip(operands, needs, strict=True)]
     if any(size == 0 for size in job.sizes.values()):
         return found
+    dtypes = [x.dtype for x in operands]
     chunks = room.choose(
         job.output,
         job.reduced,
         job.sizes,
         # A graph keeps what it has computed, and makes as much of gradients.
-        lambda chunks: 3 * kernel.nbytes(job, chunks, operands),
-        fast_elements(tuple(operands)),
+        lambda chunks: 3 * kernel.nbytes(job, chunks, dtypes),
     )
     for tile in tiles(job.output, job.sizes, chunks):
         inners = list(tiles(job.reduced, job.sizes, chunks))
@@ -56,9 +55,8 @@ def gradients_by_replay(
 
 
 def _factors(job: Job, kernel: Folding, blocks: Sequence[Tensor], *tile: Tile) -> list[Tensor]:
-    order = (*job.output, *job.reduced)
     return [
-        aligned(kernel.start(part_of(x, labels, *tile)), labels, order)
+        aligned(kernel.start(part_of(x, labels, *tile)), labels, job.order)
         for x, labels in zip(blocks, job.inputs, strict=True)
     ]
 
