@@ -11,7 +11,7 @@ made on the way, as torch's profiler has counted it, as a share of 16 MiB.
 torch_semiring_einsum, where it is installed, with the same memory: ours with a budget of 16 MiB,
 the other with the largest block size with which it stays within as much, counted in the same way.
 ``best`` is Viterbi: the greatest sum and where it is, forward, which is all that the other does.
-The first equation of these is so small that what is measured is Python; it has no bound.
+The first equation of these is so small that what is measured is Python.
 
 Plain tensors on the host, one thread. A figure is the median of the ratios of neighbouring runs in
 processor time.
@@ -296,9 +296,7 @@ def figures_of(found: dict[str, float]) -> dict[str, Figure]:
     for name, value in found.items():
         part = name.partition("/")[0]
         unit = {"memory": "of 16 MiB", "real": "x torch"}.get(part, "x the other")
-        bound: float | None = {"memory": 1.0, "real": REAL_BOUND}.get(part, OTHERS_BOUND)
-        if str(OTHERS[0]) in name and part != "real":
-            bound = None
+        bound = {"memory": 1.0, "real": REAL_BOUND}.get(part, OTHERS_BOUND)
         figures[name] = Figure(value, unit, bound)
     return figures
 
