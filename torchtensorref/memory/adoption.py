@@ -120,7 +120,7 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     """
     if isinstance(tensor, torch.nn.Parameter) and not isinstance(ref, torch.nn.Parameter):
         ref = as_parameter(ref)
-    known = tensor.__dict__.get("_ttr_ref")
+    known = getattr(tensor, "_ttr_ref", None)
     if known is not None:
         return known
     if try_replace_in_place(tensor, ref):
@@ -135,7 +135,8 @@ def try_replace_in_place(tensor: torch.Tensor, ref: Any) -> bool:
     It keeps what the program has noted on it (transformers marks what it has loaded so), its
     gradient and its hooks.
     """
-    ref.__dict__ = tensor.__dict__ | ref.__dict__
+    if noted := vars(tensor):
+        ref.__dict__ = noted | vars(ref)
     ref.grad = tensor.grad
     try:
         torch.utils.swap_tensors(tensor, ref)

@@ -82,7 +82,7 @@ class Ownership:
             return self._adopt_sparse(tensor, sole=sole)
         if isinstance(tensor, TensorRef) or not is_adoptable(tensor) or tensor.grad_fn is not None:
             return tensor
-        known = tensor.__dict__.get("_ttr_ref")
+        known = getattr(tensor, "_ttr_ref", None)
         if known is not None:
             return known
         if torch.is_inference_mode_enabled() and not tensor.is_inference():
@@ -111,7 +111,7 @@ class Ownership:
 
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
-        known = tensor.__dict__.get("_ttr_ref")
+        known = getattr(tensor, "_ttr_ref", None)
         if known is not None and isinstance(known, TensorRef):
             return known
         entries = self._residency.holds.native_entries
@@ -144,7 +144,7 @@ class Ownership:
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:
         """Make the object `tensor` itself a TensorRef, where possible: see `replace_in_place`."""
         ref = self.adopt_tensor(tensor, sole=True)
-        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref or type(ref) is SparseRef:
+        if ref is tensor or getattr(tensor, "_ttr_ref", None) is ref or type(ref) is SparseRef:
             return ref
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
@@ -158,7 +158,7 @@ class Ownership:
         if tensor._use_count() > 1:  # type: ignore[attr-defined]
             return False
         ref = self.adopt_tensor(tensor)
-        if ref is tensor or tensor.__dict__.get("_ttr_ref") is ref or type(ref) is SparseRef:
+        if ref is tensor or getattr(tensor, "_ttr_ref", None) is ref or type(ref) is SparseRef:
             return False
         if not try_replace_in_place(tensor, ref):
             return False

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .block import Block
+
+#: torch's own weak reference to a storage is a number. What it stands for keeps the address of the
+#: storage from being given to another one: a block may outlive the storage it was adopted from.
+_free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
 class _Row(weakref.ref[Block]):
     """A block, as long as it lives, and the range of a storage that it covers."""
 
     # There is one for each block: slots, and a callback that all of them share.
-    __slots__ = ("hold", "start", "stop")
+    __slots__ = ("key", "start", "stop")
 
+    #: The storage, weakly, until the row is forgotten.
+    key: int
     start: int
     stop: int
-    #: Keeps the address of the storage from being given to another one, as long as the row is
-    #: there: a block may outlive the storage it was adopted from.
-    hold: StorageWeakRef
 
 
 class Table:
@@ -33,10 +36,12 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[int, tuple[_Row, ...]] = {}
+        #: A row by itself is one; most storages have no more.
+        self._blocks: dict[int, _Row | tuple[_Row, ...]] = {}
         #: Filled by callbacks, which run in any thread at any moment and therefore only append.
         self._gone: deque[_Row] = deque()
         self._note_gone = self._gone.append
+        weakref.finalize(self, _free_all, self._blocks, self._gone).atexit = False
 
     def add(self, storage: torch.UntypedStorage, start: int, stop: int, block: Block) -> None:
         """Note that `block` stands for the bytes from `start` to `stop` of a storage.
@@ -46,15 +51,15 @@ class Table:
         while self._gone:
             self._forget(self._gone.popleft())
         row = _Row(block, self._note_gone)
-        row.start, row.stop, row.hold = start, stop, StorageWeakRef(storage)
-        key = row.hold.cdata
-        self._blocks[key] = (*self._living(key), row)
+        row.start, row.stop = start, stop
+        row.key = key = storage._weak_ref()
+        self._put(key, (*self._rows(key), row))
 
     def find(
         self, storage: torch.UntypedStorage, start: int, stop: int
     ) -> tuple[Block, int] | None:
         """Return the block that covers the range, and the byte of the storage where it begins."""
-        for row in self._blocks.get(storage._cdata, ()):
+        for row in self._rows(storage._cdata):
             block = row()
             if block is not None and row.start <= start and stop <= row.stop:
                 return block, row.start
@@ -64,24 +69,37 @@ class Table:
         """Whether a block covers part of the range."""
         return any(
             row() is not None and row.start < stop and start < row.stop
-            for row in self._blocks.get(storage._cdata, ())
+            for row in self._rows(storage._cdata)
         )
 
     def blocks(self) -> list[Block]:
         """Return the living blocks that stand for a plain storage."""
-        rows = [row for rows in list(self._blocks.values()) for row in rows]
+        rows = [row for key in list(self._blocks) for row in self._rows(key)]
         return [block for row in rows if (block := row()) is not None]
 
     def __len__(self) -> int:
-        return sum(row() is not None for rows in self._blocks.values() for row in rows)
+        return len(self.blocks())
 
-    def _living(self, key: int) -> tuple[_Row, ...]:
-        return tuple(row for row in self._blocks.get(key, ()) if row() is not None)
+    def _rows(self, key: int) -> tuple[_Row, ...]:
+        found = self._blocks.get(key, ())
+        return (found,) if isinstance(found, _Row) else found
+
+    def _put(self, key: int, rows: tuple[_Row, ...]) -> None:
+        self._blocks[key] = rows[0] if len(rows) == 1 else rows
 
     def _forget(self, gone: _Row) -> None:
-        key = gone.hold.cdata
-        rows = self._living(key)
+        # Once the number is given back the address may be another storage's: the row goes before.
+        rows = tuple(row for row in self._rows(gone.key) if row is not gone)
         if rows:
-            self._blocks[key] = rows
+            self._put(gone.key, rows)
         else:
-            self._blocks.pop(key, None)
+            self._blocks.pop(gone.key, None)
+        _free(gone.key)
+
+
+def _free_all(blocks: dict[int, _Row | tuple[_Row, ...]], gone: deque[_Row]) -> None:
+    """Give back what a table holds that has died itself."""
+    for found in blocks.values():
+        for row in (found,) if isinstance(found, _Row) else found:
+            _free(row.key)
+    gone.clear()
