@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-from ..devices.storages import bytes_of
+from ..devices.storages import bytes_of, storage_of
+from . import core
 from .block import Block, Exposure, Replica
+from .bookkeeping import Books
+from .readiness import AT_HOME_NBYTES
 from .ref import as_parameter, is_plain
 from .residency import Residency
 from .states import CLEAN
@@ -15,6 +18,8 @@ from .storage_index import Table
 
 #: Users of a storage when only the tensor at hand and our own look at it remain.
 SOLE_USERS = 2
+#: Users of an adopted storage that are ours: its object, a tensor over it, and in C++ the block.
+OWN_USERS = 2 if core.library is None else 3
 #: Users of a storage that a twin was made of: the twin's own hold on it, and the exposure's.
 TWIN_USERS = 2
 
@@ -51,53 +56,106 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * item
 
 
-def block_for(
-    tensor: torch.Tensor, table: Table, residency: Residency, *, sole: bool
-) -> tuple[Block, int] | None:
-    """Find or make the block that stands for a plain tensor's storage.
+class Adopted:
+    """Makes the replicas of adopted blocks when somebody asks for them.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Plain and adoptable.
-    sole : bool
-        The caller gives the tensor up, and knows that memory which came from outside torch (a
-        mapped file, an array) is read by nobody else.
-
-    Returns
-    -------
-    (Block, int) or None
-        The block, and the byte of the tensor's storage where it begins; None where part of the
-        range belongs to a block already: the tensor must stay plain.
+    Until then a block has its storage, and that is all. Plain tensors that shared the bytes when
+    they were adopted may be gone by then, and no twin is needed.
     """
-    storage = tensor.untyped_storage()
-    start, stop = 0, storage.nbytes()
-    if not storage.resizable():
+
+    def __init__(self, books: Books, *, is_sole: bool) -> None:
+        self._books = books
+        self._is_sole = is_sole
+
+    def settle(self, block: Block) -> None:
+        """Give a block its replica at home, over its storage or a twin of that."""
+        host = self._books.host
+        with self._books.lock:
+            base = block.adopted
+            if base is None or block.settled is not None:
+                return
+            exposure = None if self._is_sole else self._exposure_over(base)
+            if exposure is not None:
+                base = twin_of(storage_of(base), 0, block.nbytes)
+                exposure.own_count = TWIN_USERS
+            block.exposure = exposure
+            # In this order: whatever comes in between, the bytes are held.
+            block.replicas = {host: Replica(block, host, base, CLEAN)}
+            block.births = block.adopted = None
+
+    def _exposure_over(self, base: torch.Tensor) -> Exposure | None:
+        """Say who else holds the storage under a tensor of ours; None: nobody does."""
+        exposure = Exposure(
+            self._books.host, storage_of(base), "plain tensors share it", own_count=OWN_USERS
+        )
+        return exposure if exposure.alive else None
+
+
+class Adoptions:
+    """Finds or makes the blocks that stand for plain tensors' storages."""
+
+    def __init__(self, table: Table, residency: Residency) -> None:
+        self._table = table
+        self.books = residency.books
+        self._readiness = residency.readiness
+        self._sole = Adopted(self.books, is_sole=True)
+        self._shared = Adopted(self.books, is_sole=False)
+
+    def block_for(self, tensor: torch.Tensor, *, sole: bool) -> tuple[Block, int] | None:
+        """Find or make the block that stands for a plain tensor's storage (lock held).
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Plain and adoptable.
+        sole : bool
+            The caller gives the tensor up, and knows that memory which came from outside torch (a
+            mapped file, an array) is read by nobody else.
+
+        Returns
+        -------
+        (Block, int) or None
+            The block, and the byte of the tensor's storage where it begins; None where part of the
+            range belongs to a block already: the tensor must stay plain.
+        """
+        number, nbytes, is_resizable = core.storage_under(tensor)
         # A mapped file is one storage under many tensors: each is a block of its own.
-        start, stop = extent_of(tensor)
-    found = table.find(storage, start, stop)
-    if found is not None:
-        return found
-    if table.overlaps(storage, start, stop):
-        return None
-    block = Block(stop - start)
-    whole = start == 0 and stop == storage.nbytes()
-    users: int = torch._C._storage_Use_Count(storage._cdata)
-    base = bytes_of(tensor)
-    if block.nbytes and not (sole and whole and users <= SOLE_USERS and storage.resizable()):
-        base = twin_of(storage, start, stop)
-        if storage.resizable():
-            block.exposure = Exposure(
-                residency.books.host, storage, "plain tensors share it", own_count=TWIN_USERS
-            )
-        elif whole and not sole:
-            block.exposure = Exposure(
-                residency.books.host, None, "memory from outside", forever=True
-            )
-    block.replicas[residency.books.host] = Replica(block, residency.books.host, base, CLEAN)
-    table.add(storage, start, stop, block)
-    residency.readiness.settle_at_home(block)
-    return block, start
+        start, stop = (0, nbytes) if is_resizable else extent_of(tensor)
+        found = self._table.find(number, start, stop)
+        if found is not None:
+            return found
+        if self._table.overlaps(number, start, stop):
+            return None
+        if is_resizable:
+            block = self._block_of_ours(tensor, nbytes, sole=sole)
+        else:
+            block = self._borrowing_block(tensor, start, stop, sole=sole or stop - start < nbytes)
+        self._table.add(core.hold_weakly(tensor), start, stop, block)
+        if block.nbytes <= AT_HOME_NBYTES:
+            self._readiness.settle_at_home(block)
+        return block, start
+
+    def _block_of_ours(self, tensor: torch.Tensor, nbytes: int, *, sole: bool) -> Block:
+        """Make the block of a storage whose memory is torch's."""
+        is_sole = not nbytes or (sole and _user_count(tensor) <= SOLE_USERS)
+        births = self._sole if is_sole else self._shared
+        return Block(nbytes, births=births, adopted=core.bytes_to_keep(tensor))
+
+    def _borrowing_block(self, tensor: torch.Tensor, start: int, stop: int, *, sole: bool) -> Block:
+        """Make the block of memory that came from outside torch."""
+        block = Block(stop - start)
+        host = self.books.host
+        base = bytes_of(tensor)
+        if block.nbytes:
+            base = twin_of(storage_of(tensor), start, stop)
+            if not sole:
+                block.exposure = Exposure(host, None, "memory from outside", forever=True)
+        block.replicas[host] = Replica(block, host, base, CLEAN)
+        return block
+
+
+def _user_count(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(storage_of(tensor)._cdata)
 
 
 def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:

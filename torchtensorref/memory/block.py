@@ -6,7 +6,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -172,20 +172,14 @@ class Exposure:
 
 
 class Births(Protocol):
-    """Who counts fresh results, and makes a replica of one that lives longer than an operator."""
+    """Who keeps less of a block until somebody asks: of fresh results, and of what is adopted."""
 
     def settle(self, block: Block) -> None:
-        """Give a fresh block its `replicas`."""
+        """Give a block its `replicas`, and its `exposure`."""
 
 
-class _SettledWhenAskedFor:
-    """`replicas` of a block that is a fresh result, until somebody asks for them."""
-
-    def __get__(self, block: Block, owner: type) -> dict[Device, Replica]:
-        births = block.births
-        if births is not None:  # else another thread has settled it meanwhile
-            births.settle(block)
-        return block.replicas
+#: By a name, since mypy does not see that the base has the others.
+_SLOTS = ("block_id", "promise", "sharers")
 
 
 class Block(core.BlockBase):  # type: ignore[misc]
@@ -195,21 +189,29 @@ class Block(core.BlockBase):  # type: ignore[misc]
     another and have not been written since share the dictionary `replicas` itself (copy on write).
     """
 
-    use_count = 0
-    #: Operators that were given its number by value (`interception/by_value.py`).
-    given_by_value_count = 0
-    is_persistent = False
-    #: The program wants it to stay where it is (`Pin`): it goes only where room is lacking else.
-    is_kept = False
-    exposure: Exposure | None = None
+    # There is one for each tensor: what is not in these slots stands in the base, which in C++ has
+    # no dictionary either.
+    __slots__ = _SLOTS
+
+    block_id: int
     #: What is to become its bytes (`promises/`); None: it has them.
-    promise: Any = None
+    promise: Any
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
-    sharers: list[weakref.ref[Block]] | None = None
-    #: Whether the bytes at home have changed their storage object: views kept of it are of no use.
-    is_rehoused = False
-    #: The copies, by device.
-    replicas: dict[Device, Replica] = cast("dict[Device, Replica]", _SettledWhenAskedFor())
+    sharers: list[weakref.ref[Block]] | None
+    if TYPE_CHECKING:
+        use_count: int
+        #: Operators that were given its number by value (`interception/by_value.py`).
+        given_by_value_count: int
+        is_persistent: bool
+        #: The program wants it to stay where it is (`Pin`): it goes only for want of other room.
+        is_kept: bool
+        #: Whether the bytes at home have changed their storage object: views kept are of no use.
+        is_rehoused: bool
+        #: The copies, by device. They and `exposure` are settled when somebody asks.
+        replicas: dict[Device, Replica]
+        exposure: Exposure | None
+        #: `replicas` if they have been asked for, or None.
+        settled: dict[Device, Replica] | None
 
     def __init__(
         self,
@@ -218,6 +220,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
         ready: Device | None = None,
         result: torch.Tensor | None = None,
         births: Births | None = None,
+        adopted: torch.Tensor | None = None,
     ) -> None:
         # The ready path reads these of every operand. None has a default in the class: Python finds
         # an attribute of an object several times as fast where the class has none of that name.
@@ -236,8 +239,13 @@ class Block(core.BlockBase):  # type: ignore[misc]
         #: What a kernel has just made, until somebody asks for `replicas`; most results die before.
         self.result = result
         self.births = births
+        #: A plain tensor over the bytes that are to be those at home, until then.
+        self.adopted = adopted
+        self.promise = self.sharers = None
         if births is None:
             self.replicas = {}
+        if adopted is None:
+            self.exposure = None
 
     def base_on(self, device: Device) -> torch.Tensor:
         """Return the tensor that owns the bytes on a device where the block is ready."""
@@ -312,6 +320,7 @@ def _half() -> Block:
     """Make what Python keeps of a block that C++ has made: its result is in the books there."""
     block: Block = Block.__new__(Block)
     block.block_id = next(_block_numbers)
+    block.promise = block.sharers = block.exposure = None
     return block
 
 

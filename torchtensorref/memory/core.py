@@ -12,9 +12,25 @@ import importlib.util
 import logging
 from typing import Any
 
+import torch
+
 from ..base import core_build
 from ..base.options import settings
+from ..devices.storages import bytes_of, storage_of
 from .core_test import BOTH_KEYS, fault_of
+
+
+class _SettledWhenAskedFor:
+    """What a block gets when somebody asks for it: until then whoever made the block keeps less."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, block: Any, owner: type) -> Any:
+        births = block.births
+        if births is not None:  # else another thread has settled it meanwhile
+            births.settle(block)
+        return vars(block)[self._name]
 
 
 class PlainBlock:
@@ -23,6 +39,18 @@ class PlainBlock:
     #: Operators in C++ that run on it now.
     users = 0
     logged_as = 0
+    use_count = 0
+    given_by_value_count = 0
+    is_persistent = is_kept = is_rehoused = False
+    #: See `Block`. In C++ only a storage is kept of what is adopted.
+    adopted: Any = None
+    replicas: Any = _SettledWhenAskedFor()
+    exposure: Any = _SettledWhenAskedFor()
+
+    @property
+    def settled(self) -> Any:
+        """The replicas, if they have been asked for."""
+        return vars(self).get("replicas")
 
 
 class PlainLedger:
@@ -100,6 +128,37 @@ KEY_NAMES = BOTH_KEYS[:1] if library is None else BOTH_KEYS
 BlockBase: Any = PlainBlock if library is None else library.BlockBase
 LedgerBase: Any = PlainLedger if library is None else library.LedgerBase
 BooksBase: Any = PlainBooks if library is None else library.BooksBase
+
+
+def storage_under(plain: torch.Tensor) -> tuple[int, int, bool]:
+    """Return the number of a tensor's storage, its bytes, and whether it could have others.
+
+    Torch keeps the object that Python has of a storage as long as the storage: here none is made.
+    """
+    if library is not None:
+        found: tuple[int, int, bool] = library.storage_under(plain, False)
+        return found
+    storage = storage_of(plain)
+    return storage._cdata, storage.nbytes(), storage.resizable()
+
+
+def bytes_to_keep(plain: torch.Tensor) -> torch.Tensor:
+    """Return what a block is given of a tensor to adopt; in C++ it keeps the storage only."""
+    return plain if library is not None else bytes_of(plain)
+
+
+def hold_weakly(plain: torch.Tensor) -> int:
+    """Keep the number of a tensor's storage from becoming another one's, until it is let go."""
+    if library is None:
+        held: Any = storage_of(plain)._weak_ref()
+    else:
+        held, _, _ = library.storage_under(plain, True)
+    return int(held)
+
+
+def let_go(storage: int) -> None:
+    """Give back the number of a storage."""
+    torch.UntypedStorage._free_weak_ref(storage)
 
 
 def running_elsewhere() -> int:

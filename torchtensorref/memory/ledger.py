@@ -240,7 +240,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             self.dead.clear()
             for reference in list(self._newborn):
                 block = reference()
-                if block is not None and "replicas" in vars(block):
+                if block is not None and block.settled is not None:
                     block.result = block.births = None
                 if block is None or block.births is None:
                     del self._newborn[reference]

@@ -15,9 +15,10 @@ from ..base.errors import ConfigError, nearest
 from ..base.listeners import listeners
 from ..base.progress import Bar
 from ..devices.base import Device
+from ..devices.storages import storage_of
 from ..operators.layouts import SPARSE
 from .adoption import (
-    block_for,
+    Adoptions,
     has_bytes_at_home,
     is_adoptable,
     replace_in_place,
@@ -27,7 +28,7 @@ from .block import Block
 from .budget import OutOfBudgetError
 from .guard import Guarded, guards
 from .names import names
-from .plain_views import alias_of, make_ref, plain_on, view_over, view_with
+from .plain_views import alias_of, make_ref, plain_on, ref_like, view_over, view_with
 from .ref import TensorRef, as_parameter
 from .residency import Residency
 from .sparse import SparseRef, sparse_over
@@ -51,6 +52,7 @@ class Ownership:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self.table = Table()
+        self._adoptions: Adoptions | None = None
 
     @property
     def _residency(self) -> Residency:
@@ -128,7 +130,10 @@ class Ownership:
     def _ref_over(self, tensor: torch.Tensor, *, sole: bool) -> Any:
         residency = self._residency
         with residency.books.lock:
-            found = block_for(tensor, self.table, residency, sole=sole)
+            adoptions = self._adoptions
+            if adoptions is None or adoptions.books is not residency.books:
+                adoptions = self._adoptions = Adoptions(self.table, residency)
+            found = adoptions.block_for(tensor, sole=sole)
         if found is None:
             return None
         return self.ref_over(found[0], tensor, found[1])
@@ -137,8 +142,9 @@ class Ownership:
         """Make the TensorRef with a plain tensor's metadata over a block that begins at `start`."""
         host = self._residency.books.host
         offset = tensor.storage_offset() - start // tensor.element_size()
-        base = block.replicas[host].base
-        plain = view_with(tensor, base.untyped_storage(), offset)
+        if block.ready is not host:
+            return ref_like(tensor, offset, block)
+        plain = view_with(tensor, storage_of(block.replicas[host].base), offset)
         return make_ref(plain, block, host, tensor.device)
 
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:

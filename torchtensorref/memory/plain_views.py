@@ -72,7 +72,7 @@ def make_ref(plain: torch.Tensor, block: Block, device: Device, label: torch.dev
 def bare_ref(
     size: torch.Size,
     stride: tuple[int, ...],
-    offset: int,
+    offset: int | torch.SymInt,
     dtype: torch.dtype,
     label: torch.device,
     block: Block | None,
@@ -93,6 +93,22 @@ def bare_ref(
     )
     ref._ttr_block = block
     ref._ttr_plain = ref._ttr_device = None
+    return ref
+
+
+def ref_like(plain: torch.Tensor, offset: int | torch.SymInt, block: Block) -> Any:
+    """Make a TensorRef with a plain tensor's metadata over a block, elsewhere in its storage.
+
+    The plain tensor itself is not kept: a view over a replica is made when an operator needs one.
+    """
+    if not wiring.is_done:
+        wiring.do()
+    size, stride, label = plain.size(), plain.stride(), plain.device
+    if core.library is not None:
+        return core.library.bare_ref(plain, size, stride, offset, block, label)
+    ref = bare_ref(size, stride, offset, plain.dtype, label, block)
+    if plain.is_conj() or plain.is_neg():
+        _set_lazy_bits(ref, plain)
     return ref
 
 

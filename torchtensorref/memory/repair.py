@@ -84,6 +84,7 @@ class Repair:
         self._holds.recount_pins(r for block in blocks for r in block.replicas.values())
         for block in blocks:
             block.ready = None
+            block.births = block.adopted = None  # it has its replicas
             self._mend_states(block, block in written)
         self._holds.stale = [r for r in self._holds.stale if r.device is not device]
         device.recover([(replica.base, replica.state is not INVALID) for replica in there])

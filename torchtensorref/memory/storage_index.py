@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 
-import torch
-
+from . import core
 from .block import Block
-
-#: torch's own weak reference to a storage is a number. What it stands for keeps the address of the
-#: storage from being given to another one: a block may outlive the storage it was adopted from.
-_free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
 class _Row(weakref.ref[Block]):
@@ -21,7 +15,8 @@ class _Row(weakref.ref[Block]):
     # There is one for each block: slots, and a callback that all of them share.
     __slots__ = ("key", "start", "stop")
 
-    #: The storage, weakly, until the row is forgotten.
+    #: The storage, by its number. It is no other one's until the row is forgotten: a block may
+    #: outlive the storage it was adopted from.
     key: int
     start: int
     stop: int
@@ -43,33 +38,31 @@ class Table:
         self._note_gone = self._gone.append
         weakref.finalize(self, _free_all, self._blocks, self._gone).atexit = False
 
-    def add(self, storage: torch.UntypedStorage, start: int, stop: int, block: Block) -> None:
+    def add(self, storage: int, start: int, stop: int, block: Block) -> None:
         """Note that `block` stands for the bytes from `start` to `stop` of a storage.
 
-        The caller holds the lock: only here rows change.
+        The caller holds the lock: only here rows change. The storage is given as the number that
+        holds it weakly (`core.hold_weakly`), and is let go of with the block.
         """
         while self._gone:
             self._forget(self._gone.popleft())
         row = _Row(block, self._note_gone)
-        row.start, row.stop = start, stop
-        row.key = key = storage._weak_ref()
-        self._put(key, (*self._rows(key), row))
+        row.key, row.start, row.stop = storage, start, stop
+        self._put(storage, (*self._rows(storage), row))
 
-    def find(
-        self, storage: torch.UntypedStorage, start: int, stop: int
-    ) -> tuple[Block, int] | None:
+    def find(self, storage: int, start: int, stop: int) -> tuple[Block, int] | None:
         """Return the block that covers the range, and the byte of the storage where it begins."""
-        for row in self._rows(storage._cdata):
+        for row in self._rows(storage):
             block = row()
             if block is not None and row.start <= start and stop <= row.stop:
                 return block, row.start
         return None
 
-    def overlaps(self, storage: torch.UntypedStorage, start: int, stop: int) -> bool:
+    def overlaps(self, storage: int, start: int, stop: int) -> bool:
         """Whether a block covers part of the range."""
         return any(
             row() is not None and row.start < stop and start < row.stop
-            for row in self._rows(storage._cdata)
+            for row in self._rows(storage)
         )
 
     def blocks(self) -> list[Block]:
@@ -94,12 +87,12 @@ class Table:
             self._put(gone.key, rows)
         else:
             self._blocks.pop(gone.key, None)
-        _free(gone.key)
+        core.let_go(gone.key)
 
 
 def _free_all(blocks: dict[int, _Row | tuple[_Row, ...]], gone: deque[_Row]) -> None:
     """Give back what a table holds that has died itself."""
     for found in blocks.values():
         for row in (found,) if isinstance(found, _Row) else found:
-            _free(row.key)
+            core.let_go(row.key)
     gone.clear()

@@ -22,14 +22,9 @@ void add_class(py::module_& module, const char* name, PyTypeObject& type) {
 }
 
 // Give C++ the functions that it calls.
-void set_up(py::object of_dispatch, py::object of_run_whole, py::object of_describe,
-            py::object of_bear, py::object of_adopt, py::object of_written) {
-  dispatch = of_dispatch.release().ptr();
-  run_whole = of_run_whole.release().ptr();
-  describe = of_describe.release().ptr();
-  bear = of_bear.release().ptr();
-  adopt = of_adopt.release().ptr();
-  written = of_written.release().ptr();
+void set_up(const py::args& functions) {
+  PyObject** places[] = {&dispatch, &run_whole, &describe, &bear, &adopt, &written};
+  for (size_t i = 0; i < std::size(places); ++i) *places[i] = py::object(functions[i]).release().ptr();
 }
 
 // What Python finds on a TensorRef beside a tensor's own attributes, by name.
@@ -82,8 +77,7 @@ py::list take_uses() {
 
 int64_t peak_of(int kind, const py::args& arguments) {
   Stack values;
-  for (auto argument : arguments)
-    values.push_back(argument.is_none() ? IValue() : IValue(argument.cast<at::Tensor>()));
+  for (auto argument : arguments) values.push_back(argument.is_none() ? IValue() : IValue(argument.cast<at::Tensor>()));
   return peak_nbytes(static_cast<Peak>(kind), values.data());
 }
 
@@ -104,6 +98,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", &ref_over);
   module.def("alias_of", &alias_of);
+  // The number of the storage under a plain tensor, to be held from now on or not; its bytes, and whether
+  // they may become others.
+  module.def("storage_under", [](const at::Tensor& plain, bool is_held) {
+    c10::StorageImpl* storage = plain.storage().unsafeGetStorageImpl();
+    if (is_held) c10::raw::intrusive_ptr::make_weak(storage);
+    return py::make_tuple(reinterpret_cast<intptr_t>(storage), storage->nbytes(), storage->resizable());
+  });
   module.def("bare_ref", &bare_ref);
   module.def("as_class", &as_class);
   module.def("attributes", &attributes);

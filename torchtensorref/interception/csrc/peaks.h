@@ -29,8 +29,7 @@ inline int64_t peak_of_matmul(const at::Tensor& a, const at::Tensor& b) {
   return nbytes_of(a) + nbytes_of(b) + nbytes_of(a) / a.size(-1) * b.size(-1);
 }
 
-inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                 const IValue& mask) {
+inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const IValue& mask) {
   if (mask.isTensor() && mask.toTensor().requires_grad()) return kUnknown;
   if (query.dim() != 4 || key.dim() != 4 || !key.numel()) return kUnknown;
   const int64_t heads = query.size(1), rows = query.size(2), held = key.size(2), width = query.size(3);

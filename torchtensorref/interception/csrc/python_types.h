@@ -3,6 +3,7 @@
 
 #include "state.h"
 
+#include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -14,7 +15,11 @@ namespace ttr {
 struct PyBlock {
   PyObject_HEAD
   Block* core;
-  PyObject* births;
+  PyObject *births, *replicas, *exposure;  // the latter two: null until `births` settles them
+  PyObject* weak_references;
+  c10::Storage adopted;  // whose bytes are to be those at home, until then
+  int use_count, given_by_value_count;
+  bool is_persistent, is_kept, is_rehoused;
 };
 struct PyLedger {
   PyObject_HEAD
@@ -46,26 +51,44 @@ inline Device* device_of(PyObject* object) {
   return found;
 }
 
-inline PyObject* object_of(const Device* device) {
-  return Py_NewRef(device ? PyWeakref_GetObject(device->weak) : Py_None);
-}
+inline PyObject* object_of(const Device* device) { return Py_NewRef(device ? PyWeakref_GetObject(device->weak) : Py_None); }
 
-// -- blocks ---------------------------------------------------------------------------------------
+// -- numbers and flags, wherever they stand -------------------------------------------------------
 
 inline Block* core_of(PyObject* self) { return reinterpret_cast<PyBlock*>(self)->core; }
+inline Ledger* ledger_of(PyObject* self) { return reinterpret_cast<PyLedger*>(self)->core; }
+inline World* world_of(PyObject*) { return &world; }
+
+template <auto of, auto member>
+PyObject* get_number(PyObject* self, void*) { return PyLong_FromLongLong(of(self)->*member); }
+template <auto of, auto member>
+int set_number(PyObject* self, PyObject* value, void*) {
+  const int64_t number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) return -1;
+  return of(self)->*member = number, 0;
+}
+template <auto of, auto member>
+PyObject* get_flag(PyObject* self, void*) { return PyBool_FromLong((of(self)->*member).load()); }
+template <auto of, auto member>
+int set_flag(PyObject* self, PyObject* value, void*) { return (of(self)->*member).store(PyObject_IsTrue(value) == 1), 0; }
+
+// -- blocks ---------------------------------------------------------------------------------------
 
 inline PyObject* new_block(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) return nullptr;
   Block* core = std::exchange(block_of_half, nullptr);
   reinterpret_cast<PyBlock*>(self)->core = core ? core : new Block();
+  new (&reinterpret_cast<PyBlock*>(self)->adopted) c10::Storage();
   core_of(self)->half = self;
   return self;
 }
 
 inline void free_block(PyObject* self) {
   auto* block = reinterpret_cast<PyBlock*>(self);
-  Py_CLEAR(block->births);
+  if (block->weak_references) PyObject_ClearWeakRefs(self);
+  for (PyObject** part : {&block->births, &block->replicas, &block->exposure}) Py_CLEAR(*part);
+  block->adopted.~Storage();
   delete std::exchange(block->core, nullptr);
   Py_TYPE(self)->tp_free(self);
 }
@@ -80,66 +103,82 @@ inline PyObject* half_of(Block* block) {
 }
 
 inline PyObject* get_ready(PyObject* self, void*) { return object_of(core_of(self)->ready.load()); }
-inline int set_ready(PyObject* self, PyObject* value, void*) {
-  return core_of(self)->ready.store(device_of(value)), 0;
-}
-inline PyObject* get_owned(PyObject* self, void*) { return PyBool_FromLong(core_of(self)->owned.load()); }
-inline int set_owned(PyObject* self, PyObject* value, void*) {
-  return core_of(self)->owned.store(PyObject_IsTrue(value) == 1), 0;
-}
-inline PyObject* get_users(PyObject* self, void*) { return PyLong_FromLong(core_of(self)->users.load()); }
-
-template <auto member>
-PyObject* get_number(PyObject* self, void*) {
-  return PyLong_FromLongLong(core_of(self)->*member);
-}
-template <auto member>
-int set_number(PyObject* self, PyObject* value, void*) {
-  const int64_t number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) return -1;
-  core_of(self)->*member = number;
+inline int set_ready(PyObject* self, PyObject* value, void*) { return core_of(self)->ready.store(device_of(value)), 0; }
+inline int set_nbytes(PyObject* self, PyObject* value, void*) {
+  if (set_number<core_of, &Block::nbytes>(self, value, nullptr)) return -1;
   if (core_of(self)->face) core_of(self)->face.set_nbytes(core_of(self)->nbytes.load());
   return 0;
 }
 
-inline PyObject* get_result(PyObject* self, void*) {
-  const at::Tensor& result = core_of(self)->result;
-  return result.defined() ? THPVariable_Wrap(result) : Py_NewRef(Py_None);
-}
+inline PyObject* or_none(const at::Tensor& tensor) { return tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None); }
+inline at::Tensor tensor_in(PyObject* value) { return value == Py_None ? at::Tensor() : THPVariable_Unpack(value); }
+inline PyObject* get_result(PyObject* self, void*) { return or_none(core_of(self)->result); }
 inline int set_result(PyObject* self, PyObject* value, void*) {
-  at::Tensor given = value == Py_None ? at::Tensor() : THPVariable_Unpack(value);
+  at::Tensor given = tensor_in(value);
   return std::swap(core_of(self)->result, given), 0;
 }
 
-// Who counts it as a newborn: Python's ledger that has made it, or that of our list.
+// Who makes its replicas when somebody asks: what adopts, Python's ledger, or that of our list.
 inline PyObject* get_births(PyObject* self, void*) {
   PyObject* births = reinterpret_cast<PyBlock*>(self)->births;
-  if (!births)
+  if (!births || births == Py_None)
     if (Ledger* ledger = core_of(self)->ledger.load()) births = ledger->object;
   return Py_NewRef(births ? births : Py_None);
 }
-inline int set_births(PyObject* self, PyObject* value, void*) {
-  PyObject* given = value == Py_None ? nullptr : Py_NewRef(value);
-  Py_XDECREF(std::exchange(reinterpret_cast<PyBlock*>(self)->births, given));
-  return 0;
+template <PyObject* PyBlock::*member>
+PyObject* get_settled(PyObject* self, void*) {
+  PyObject*& found = reinterpret_cast<PyBlock*>(self)->*member;
+  if (found) return Py_NewRef(found);
+  auto births = py::reinterpret_steal<py::object>(get_births(self, nullptr));
+  // Where there are none another thread has settled it meanwhile.
+  PyObject* done = births.is_none() ? Py_NewRef(Py_None) : PyObject_CallMethod(births.ptr(), "settle", "O", self);
+  if (done && !found) PyErr_SetString(PyExc_AttributeError, "the block has not been settled");
+  Py_XDECREF(done);
+  return done ? Py_XNewRef(found) : nullptr;
+}
+template <PyObject* PyBlock::*member>
+int set_part(PyObject* self, PyObject* value, void*) {
+  return Py_XDECREF(std::exchange(reinterpret_cast<PyBlock*>(self)->*member, Py_XNewRef(value))), 0;
+}
+
+// A tensor of bytes over what was adopted; of what it is set to, the storage is kept and no more.
+inline PyObject* get_adopted(PyObject* self, void*) {
+  const c10::Storage& storage = reinterpret_cast<PyBlock*>(self)->adopted;
+  if (!storage) Py_RETURN_NONE;
+  auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                   caffe2::TypeMeta::Make<uint8_t>());
+  made->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
+  return THPVariable_Wrap(at::Tensor(std::move(made)));
+}
+inline int set_adopted(PyObject* self, PyObject* value, void*) {
+  c10::Storage given = value == Py_None ? c10::Storage() : THPVariable_Unpack(value).storage();
+  return std::swap(reinterpret_cast<PyBlock*>(self)->adopted, given), 0;
 }
 
 inline PyGetSetDef block_fields[] = {
-    {"ready", get_ready, set_ready, nullptr, nullptr},
-    {"owned", get_owned, set_owned, nullptr, nullptr},
-    {"logged_as", get_number<&Block::logged_as>, set_number<&Block::logged_as>, nullptr, nullptr},
-    {"users", get_users, nullptr, nullptr, nullptr},
-    {"last_use", get_number<&Block::last_use>, set_number<&Block::last_use>, nullptr, nullptr},
-    {"born", get_number<&Block::born>, set_number<&Block::born>, nullptr, nullptr},
-    {"nbytes", get_number<&Block::nbytes>, set_number<&Block::nbytes>, nullptr, nullptr},
-    {"result", get_result, set_result, nullptr, nullptr},
-    {"births", get_births, set_births, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    {"ready", get_ready, set_ready}, {"users", get_number<core_of, &Block::users>},
+    {"owned", get_flag<core_of, &Block::owned>, set_flag<core_of, &Block::owned>},
+    {"logged_as", get_number<core_of, &Block::logged_as>, set_number<core_of, &Block::logged_as>},
+    {"last_use", get_number<core_of, &Block::last_use>, set_number<core_of, &Block::last_use>},
+    {"born", get_number<core_of, &Block::born>, set_number<core_of, &Block::born>},
+    {"nbytes", get_number<core_of, &Block::nbytes>, set_nbytes},
+    {"result", get_result, set_result}, {"adopted", get_adopted, set_adopted},
+    {"births", get_births, set_part<&PyBlock::births>},
+    {"replicas", get_settled<&PyBlock::replicas>, set_part<&PyBlock::replicas>},
+    {"exposure", get_settled<&PyBlock::exposure>, set_part<&PyBlock::exposure>},
+    {},
+};
+// What only Python reads and writes.
+inline PyMemberDef block_members[] = {
+    {"settled", T_OBJECT, offsetof(PyBlock, replicas), READONLY},  // the replicas if they are there, or None
+    {"use_count", T_INT, offsetof(PyBlock, use_count)},
+    {"given_by_value_count", T_INT, offsetof(PyBlock, given_by_value_count)},
+    {"is_persistent", T_BOOL, offsetof(PyBlock, is_persistent)}, {"is_kept", T_BOOL, offsetof(PyBlock, is_kept)},
+    {"is_rehoused", T_BOOL, offsetof(PyBlock, is_rehoused)},
+    {},
 };
 
 // -- ledgers --------------------------------------------------------------------------------------
-
-inline Ledger* ledger_of(PyObject* self) { return reinterpret_cast<PyLedger*>(self)->core; }
 
 inline PyObject* new_ledger(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
@@ -154,22 +193,12 @@ inline void free_ledger(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-template <auto member>
-PyObject* get_sum(PyObject* self, void*) {
-  return PyLong_FromLongLong((ledger_of(self)->*member).load());
-}
-template <auto member>
-int set_sum(PyObject* self, PyObject* value, void*) {
-  const int64_t number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) return -1;
-  return (ledger_of(self)->*member).store(number), 0;
-}
 inline PyGetSetDef ledger_fields[] = {
-    {"counted_nbytes", get_sum<&Ledger::counted_nbytes>, set_sum<&Ledger::counted_nbytes>, nullptr, nullptr},
-    {"newborn_nbytes", get_sum<&Ledger::newborn_nbytes>, nullptr, nullptr, nullptr},
-    {"tiny_nbytes", get_sum<&Ledger::tiny_nbytes>, set_sum<&Ledger::tiny_nbytes>, nullptr, nullptr},
-    {"high_nbytes", get_sum<&Ledger::high_nbytes>, set_sum<&Ledger::high_nbytes>, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    {"counted_nbytes", get_number<ledger_of, &Ledger::counted_nbytes>, set_number<ledger_of, &Ledger::counted_nbytes>},
+    {"newborn_nbytes", get_number<ledger_of, &Ledger::newborn_nbytes>},
+    {"tiny_nbytes", get_number<ledger_of, &Ledger::tiny_nbytes>, set_number<ledger_of, &Ledger::tiny_nbytes>},
+    {"high_nbytes", get_number<ledger_of, &Ledger::high_nbytes>, set_number<ledger_of, &Ledger::high_nbytes>},
+    {},
 };
 
 inline PyObject* count_for(PyObject* self, PyObject* device) {
@@ -215,7 +244,7 @@ inline PyMethodDef ledger_methods[] = {
     {"take_over", take_over, METH_O, "Stop counting a newborn; return its bytes, 0 for no newborn."},
     {"recounted_nbytes", recounted_nbytes, METH_NOARGS, "Sum the newborns again."},
     {"newborns", newborns, METH_O, "List the living newborns of operators up to a number."},
-    {nullptr, nullptr, 0, nullptr},
+    {},
 };
 
 // -- books ----------------------------------------------------------------------------------------
@@ -236,20 +265,6 @@ int set_place(PyObject* self, PyObject* value, void*) {
   Py_XDECREF(std::exchange(books->*member, Py_NewRef(value)));
   return reopen(books), 0;
 }
-template <std::atomic<bool> World::*member>
-PyObject* get_flag(PyObject*, void*) {
-  return PyBool_FromLong((world.*member).load());
-}
-template <std::atomic<bool> World::*member>
-int set_flag(PyObject*, PyObject* value, void*) {
-  return (world.*member).store(PyObject_IsTrue(value) == 1), 0;
-}
-inline PyObject* get_tick(PyObject*, void*) { return PyLong_FromLongLong(world.tick.load()); }
-inline int set_tick(PyObject*, PyObject* value, void*) {
-  const int64_t number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) return -1;
-  return world.tick.store(number), 0;
-}
 inline void free_books(PyObject* self) {
   auto* books = reinterpret_cast<PyBooks*>(self);
   Py_CLEAR(books->ready_device);
@@ -257,18 +272,18 @@ inline void free_books(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 inline PyGetSetDef books_fields[] = {
-    {"tick", get_tick, set_tick, nullptr, nullptr},
-    {"is_pressed", get_flag<&World::is_pressed>, set_flag<&World::is_pressed>, nullptr, nullptr},
-    {"labels_differ", get_flag<&World::labels_differ>, set_flag<&World::labels_differ>, nullptr, nullptr},
-    {"ready_device", get_place<&PyBooks::ready_device>, set_place<&PyBooks::ready_device>, nullptr, nullptr},
-    {"ready_host", get_place<&PyBooks::ready_host>, set_place<&PyBooks::ready_host>, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    {"tick", get_number<world_of, &World::tick>, set_number<world_of, &World::tick>},
+    {"is_pressed", get_flag<world_of, &World::is_pressed>, set_flag<world_of, &World::is_pressed>},
+    {"labels_differ", get_flag<world_of, &World::labels_differ>, set_flag<world_of, &World::labels_differ>},
+    {"ready_device", get_place<&PyBooks::ready_device>, set_place<&PyBooks::ready_device>},
+    {"ready_host", get_place<&PyBooks::ready_host>, set_place<&PyBooks::ready_host>},
+    {},
 };
 
 // -- the classes ----------------------------------------------------------------------------------
 
 inline PyTypeObject base_class(const char* name, size_t size, newfunc make, destructor free, PyGetSetDef* fields,
-                               PyMethodDef* methods) {
+                               PyMethodDef* methods, PyMemberDef* members = nullptr, size_t weak_references = 0) {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = name;
   type.tp_basicsize = static_cast<Py_ssize_t>(size);
@@ -277,10 +292,12 @@ inline PyTypeObject base_class(const char* name, size_t size, newfunc make, dest
   type.tp_dealloc = free;
   type.tp_getset = fields;
   type.tp_methods = methods;
+  type.tp_members = members;
+  type.tp_weaklistoffset = static_cast<Py_ssize_t>(weak_references);
   return type;
 }
-inline PyTypeObject block_type =
-    base_class("torchTensorRef.core.BlockBase", sizeof(PyBlock), new_block, free_block, block_fields, nullptr);
+inline PyTypeObject block_type = base_class("torchTensorRef.core.BlockBase", sizeof(PyBlock), new_block, free_block, block_fields,
+                                            nullptr, block_members, offsetof(PyBlock, weak_references));
 inline PyTypeObject ledger_type =
     base_class("torchTensorRef.core.LedgerBase", sizeof(PyLedger), new_ledger, free_ledger, ledger_fields, ledger_methods);
 inline PyTypeObject books_type =

@@ -38,8 +38,7 @@ class Operands {
 
   // Announce one and look; false where something has to be decided about it.
   bool add(RefImpl* ref, bool is_written) {
-    all.emplace_back();
-    Operand& operand = all.back();
+    Operand& operand = all.emplace_back();
     operand.ref = ref;
     operand.is_written = is_written;
     RefImpl::Locked guard(*ref);
@@ -194,12 +193,9 @@ class ReadyCall {
   bool call() {
     WithFactories no_longer(false);
     try {
-      if (is_above_) {
-        at::AutoDispatchBelowADInplaceOrView nothing_to_note;
-        op_.callBoxed(&stack_);
-      } else {
-        op_.callBoxed(&stack_);
-      }
+      std::optional<at::AutoDispatchBelowADInplaceOrView> nothing_to_note;
+      if (is_above_) nothing_to_note.emplace();
+      op_.callBoxed(&stack_);
     } catch (const c10::OutOfMemoryError&) {
       return false;  // the slow path makes room and tries again
     } catch (const c10::Error&) {

@@ -90,9 +90,7 @@ struct RefImpl final : c10::TensorImpl {
     key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
     look_like(*like.unsafeGetTensorImpl());
   }
-  void look_like(const TensorImpl& other) {
-    set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());
-  }
+  void look_like(const TensorImpl& other) { set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset()); }
   struct Locked {
     explicit Locked(const RefImpl& ref) : flag(ref.lock) {
       while (flag.test_and_set(std::memory_order_acquire)) {
@@ -101,13 +99,12 @@ struct RefImpl final : c10::TensorImpl {
     ~Locked() { flag.clear(std::memory_order_release); }
     std::atomic_flag& flag;
   };
+  std::tuple<at::Tensor, at::Tensor, Device*> views() const {
+    Locked guard(*this);
+    return {plain, home, on};
+  }
   void point_at_the_same(const RefImpl& other) {
-    at::Tensor its_plain, its_home;
-    Device* its_device;
-    {
-      Locked guard(other);
-      its_plain = other.plain, its_home = other.home, its_device = other.on;
-    }
+    auto [its_plain, its_home, its_device] = other.views();
     BlockPtr its_block = other.block;
     Locked guard(*this);  // what they were before is let go behind it
     std::swap(block, its_block);
@@ -194,22 +191,18 @@ inline int set_block(PyObject* self, PyObject* value, void*) {
   }
   return 0;
 }
-template <at::Tensor RefImpl::*member>
+template <size_t place>
 PyObject* get_plain(PyObject* self, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return nullptr;
-  at::Tensor found;
-  {
-    RefImpl::Locked guard(*ref);
-    found = ref->*member;
-  }
-  return found.defined() ? THPVariable_Wrap(found) : Py_NewRef(Py_None);
+  const auto views = ref->views();
+  return or_none(std::get<place>(views));
 }
 template <at::Tensor RefImpl::*member>
 int set_plain(PyObject* self, PyObject* value, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return -1;
-  at::Tensor given = value == Py_None ? at::Tensor() : THPVariable_Unpack(value);
+  at::Tensor given = tensor_in(value);
   RefImpl::Locked guard(*ref);
   if (member == &RefImpl::plain) ref->on = nullptr;  // until it is said where the new one is
   return std::swap(ref->*member, given), 0;
@@ -226,11 +219,10 @@ inline int set_device(PyObject* self, PyObject* value, void*) {
   return ref->on = device, 0;
 }
 inline PyGetSetDef ref_fields[] = {
-    {"_ttr_block", get_block, set_block, nullptr, nullptr},
-    {"_ttr_plain", get_plain<&RefImpl::plain>, set_plain<&RefImpl::plain>, nullptr, nullptr},
-    {"_ttr_home", get_plain<&RefImpl::home>, set_plain<&RefImpl::home>, nullptr, nullptr},
-    {"_ttr_device", get_device, set_device, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
+    {"_ttr_block", get_block, set_block}, {"_ttr_device", get_device, set_device},
+    {"_ttr_plain", get_plain<0>, set_plain<&RefImpl::plain>},
+    {"_ttr_home", get_plain<1>, set_plain<&RefImpl::home>},
+    {},
 };
 
 }  // namespace ttr

@@ -98,11 +98,6 @@ struct Block {
   }
 };
 
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
 // A counted pointer to a block.
 class BlockPtr {
  public:
@@ -110,9 +105,7 @@ class BlockPtr {
   explicit BlockPtr(Block* block) : block_(block) {  // with the GIL held, if it may be the first one
     if (block_ && block_->refs.fetch_add(1) == 0) Py_XINCREF(block_->half.load());
   }
-  BlockPtr(const BlockPtr& other) : block_(other.block_) {
-    if (block_) block_->refs.fetch_add(1, std::memory_order_relaxed);
-  }
+  BlockPtr(const BlockPtr& other) : block_(other.block_) { block_ && block_->refs.fetch_add(1, std::memory_order_relaxed); }
   BlockPtr(BlockPtr&& other) noexcept : block_(std::exchange(other.block_, nullptr)) {}
   BlockPtr& operator=(BlockPtr other) noexcept {
     std::swap(block_, other.block_);
@@ -125,8 +118,9 @@ class BlockPtr {
     if (!half) {
       delete block_;
     } else if (Py_IsInitialized()) {
-      Gil gil;
+      const PyGILState_STATE gil = PyGILState_Ensure();
       Py_DECREF(half);
+      PyGILState_Release(gil);
     }
   }
   // For who walks a ledger's list, under its lock: null for one that is dying.
