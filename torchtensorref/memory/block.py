@@ -35,15 +35,17 @@ class Death(weakref.ref["Replica"]):
     """
 
     # There is one for each replica.
-    __slots__ = ("block_id", "device", "number")
+    __slots__ = ("block_id", "counted_nbytes", "device", "number")
 
     device: Device | None
     number: int
     block_id: int
+    #: What it counts for in the ledger of its device, while it is there.
+    counted_nbytes: int
 
 
-#: What the living ones will leave, by their numbers.
-_mortals: dict[int, Death] = {}
+#: What the living ones will leave, by their numbers: ledgers keep that of a replica, and no more.
+mortals: dict[int, Death] = {}
 
 
 def next_death(device: Device) -> Death:
@@ -55,7 +57,7 @@ def next_death(device: Device) -> Death:
     death: Death = device.graveyard.popleft()
     if not hasattr(death, "block_id"):  # an interrupt came before all was known of it
         death.device, death.number, death.block_id = None, 0, 0
-    _mortals.pop(death.number, None)
+    mortals.pop(death.number, None)
     return death
 
 
@@ -94,7 +96,7 @@ class Replica:
         #: The blocks it belongs to, oldest first: one, or all that share it.
         sharers = block.sharers
         self.holders: Sequence[weakref.ref[Block]] = (
-            sharers if sharers is not None else (weakref.ref(block),)
+            sharers if sharers is not None else _alone(block)
         )
         #: Operators that hold the replica where it is.
         self.pins = 0
@@ -102,7 +104,7 @@ class Replica:
         self.arrival: Event | None = None
         death = Death(self, device.graveyard.note)
         death.device, death.number, death.block_id = device, self.number, block.block_id
-        _mortals[self.number] = death
+        mortals[self.number] = death
 
     @property
     def block(self) -> Block | None:
@@ -130,6 +132,13 @@ class Replica:
     def __repr__(self) -> str:
         pins = f", pinned {self.pins}" if self.pins else ""
         return f"<Replica b{self.block_id} {self.device.name} {self.state.value}{pins}>"
+
+
+def _alone(block: Block) -> Sequence[weakref.ref[Block]]:
+    """Return the holders of a replica of a block that shares with nobody: its replicas have one."""
+    for replica in (block.settled or {}).values():
+        return replica.holders
+    return (weakref.ref(block),)
 
 
 class Exposure:
@@ -277,7 +286,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
         self.sharers = None
         for replica in self.replicas.values():
             replica.holders = (weakref.ref(self),)
-            replica.block_id = _mortals[replica.number].block_id = self.block_id
+            replica.block_id = mortals[replica.number].block_id = self.block_id
         return False
 
     @property

@@ -12,7 +12,7 @@ from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..strategy import TINY_SHARE
 from . import core
-from .block import Block, Replica
+from .block import Block, Death, Replica, mortals
 from .budget import Budget
 from .recency import Recency
 from .states import DIRTY
@@ -44,7 +44,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         #: The bytes that are counted here; C++ reads them.
         self.counted_nbytes = 0
         self._lock = threading.RLock()  # again: making objects can collect garbage that comes here
-        self._replicas: dict[int, tuple[int, weakref.ref[Replica]]] = {}
+        self._replicas: dict[int, Death] = {}
         self._recency = Recency(self._last_use_of)
         #: Fresh results and their bytes, by the weak references that tell their deaths.
         self._newborn: dict[weakref.ref[Block], int] = {}
@@ -134,8 +134,10 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             self._put_in_order(replica)
 
     def _count(self, replica: Replica) -> None:
-        self._replicas[replica.number] = (replica.nbytes, weakref.ref(replica))
-        self.counted_nbytes += replica.nbytes
+        death = mortals[replica.number]
+        death.counted_nbytes = nbytes = replica.nbytes
+        self._replicas[replica.number] = death
+        self.counted_nbytes += nbytes
 
     def add_if_room(self, replica: Replica) -> bool:
         """Count a replica that is about to be filled; False where the budget has no room for it."""
@@ -168,7 +170,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def remove_number(self, number: int) -> int:
         """Stop counting a replica that died; return its bytes, 0 if it did not count."""
         with self._lock:
-            nbytes, _ = self._replicas.pop(number, (0, None))
+            death = self._replicas.pop(number, None)
+            nbytes = 0 if death is None else death.counted_nbytes
             self._recency.remove(number)
             self.counted_nbytes -= nbytes
             return nbytes
@@ -179,7 +182,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def replicas(self) -> list[Replica]:
         """Return the living replicas that hold bytes here."""
         self._settle_born_until(ALL)
-        found = (reference() for _, reference in list(self._replicas.values()))
+        found = (death() for death in list(self._replicas.values()))
         return [replica for replica in found if replica is not None]
 
     def oldest(self, count: int) -> list[Replica]:
@@ -196,7 +199,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def _oldest_settled(self, count: int) -> list[Replica]:
         found: list[Replica] = []
         for number in self._recency.oldest():
-            replica = self._replicas[number][1]()
+            replica = self._replicas[number]()
             if replica is not None:
                 found.append(replica)
                 if len(found) == count:
@@ -222,16 +225,15 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         self._recency.add(replica.number, last_use, replica.nbytes)
 
     def _last_use_of(self, number: int) -> int | None:
-        _, reference = self._replicas.get(number, (0, None))
-        replica = reference() if reference is not None else None
+        death = self._replicas.get(number)
+        replica = death() if death is not None else None
         block = replica.block if replica is not None else None
         return block.last_use if block is not None else None
 
     def both_sums(self) -> tuple[int, int]:
         """Return the running sum, and what is counted summed again: they are to be equal."""
         with self._lock:
-            counted = [nbytes for nbytes, _ in self._replicas.values()]
-            mine_nbytes = sum(counted) + sum(self._newborn.values())
+            mine_nbytes = self._replica_nbytes() + sum(self._newborn.values())
             return self.resident_nbytes, mine_nbytes + self.recounted_nbytes()
 
     def recount(self) -> None:
@@ -245,14 +247,16 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
                 if block is None or block.births is None:
                     del self._newborn[reference]
             self._recency = Recency(self._last_use_of)
-            for number, (_, weakly) in list(self._replicas.items()):
-                replica = weakly()
+            for number, death in list(self._replicas.items()):
+                replica = death()
                 if replica is None:
                     del self._replicas[number]
                 else:
                     self._put_in_order(replica)
-            counted = sum(nbytes for nbytes, _ in self._replicas.values())
-            self.counted_nbytes = counted + sum(self._newborn.values())
+            self.counted_nbytes = self._replica_nbytes() + sum(self._newborn.values())
+
+    def _replica_nbytes(self) -> int:
+        return sum(death.counted_nbytes for death in self._replicas.values())
 
     def __repr__(self) -> str:
         return (
