@@ -14,7 +14,7 @@ from .readiness import AT_HOME_NBYTES
 from .ref import as_parameter, is_plain
 from .residency import Residency
 from .states import CLEAN
-from .storage_index import Table
+from .storage_index import WHOLE, Table
 
 #: Users of a storage when only the tensor at hand and our own look at it remain.
 SOLE_USERS = 2
@@ -130,7 +130,8 @@ class Adoptions:
             block = self._block_of_ours(tensor, nbytes, sole=sole)
         else:
             block = self._borrowing_block(tensor, start, stop, sole=sole or stop - start < nbytes)
-        self._table.add(core.hold_weakly(tensor), start, stop, block)
+        held = core.hold_weakly(tensor)
+        self._table.add(held, start, WHOLE if is_resizable else stop, block)
         if block.nbytes <= AT_HOME_NBYTES:
             self._readiness.settle_at_home(block)
         return block, start

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 
 from . import core
 from .block import Block
 
+#: Where a row stops that covers a storage, however large.
+WHOLE = sys.maxsize
+
 
 class _Row(weakref.ref[Block]):
-    """A block, as long as it lives, and the range of a storage that it covers."""
+    """A block, as long as it lives, that covers a storage."""
 
     # There is one for each block: slots, and a callback that all of them share.
-    __slots__ = ("key", "start", "stop")
+    __slots__ = ("key",)
 
     #: The storage, by its number. It is no other one's until the row is forgotten: a block may
     #: outlive the storage it was adopted from.
     key: int
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = WHOLE
+
+
+class _PartRow(_Row):
+    """One that covers a range."""
+
+    __slots__ = ("start", "stop")
 
 
 class Table:
@@ -39,15 +49,17 @@ class Table:
         weakref.finalize(self, _free_all, self._blocks, self._gone).atexit = False
 
     def add(self, storage: int, start: int, stop: int, block: Block) -> None:
-        """Note that `block` stands for the bytes from `start` to `stop` of a storage.
+        """Note that `block` stands for the bytes from `start` to `stop` of a storage, or all.
 
         The caller holds the lock: only here rows change. The storage is given as the number that
         holds it weakly (`core.hold_weakly`), and is let go of with the block.
         """
         while self._gone:
             self._forget(self._gone.popleft())
-        row = _Row(block, self._note_gone)
-        row.key, row.start, row.stop = storage, start, stop
+        row = (_Row if stop == WHOLE else _PartRow)(block, self._note_gone)
+        row.key = storage
+        if stop != WHOLE:
+            row.start, row.stop = start, stop
         self._put(storage, (*self._rows(storage), row))
 
     def find(self, storage: int, start: int, stop: int) -> tuple[Block, int] | None:

@@ -6,7 +6,7 @@ import torch
 
 from torchTensorRef.memory import core
 from torchTensorRef.memory.block import Block
-from torchTensorRef.memory.storage_index import Table
+from torchTensorRef.memory.storage_index import WHOLE, Table
 
 
 def plain(nbytes=16):
@@ -30,6 +30,14 @@ def test_a_range_is_found_by_whoever_covers_it():
     assert not table.overlaps(whole, 12, 16)
     assert table.find(core.storage_under(plain())[0], 4, 12) is None
     assert table.blocks() == [block]
+
+
+def test_a_block_of_a_whole_storage_covers_what_it_grows_to():
+    table, block = Table(), Block(16)
+    whole = add(table, plain(), 0, WHOLE, block)
+    assert table.find(whole, 0, 16) == (block, 0)
+    assert table.find(whole, 8, 64) == (block, 0)
+    assert table.overlaps(whole, 100, 101)
 
 
 def test_a_finalizer_changes_no_row():
