@@ -209,7 +209,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def _settle_born_until(self, last: int) -> bool:
         """Make the replicas of fresh results of operators up to a number; whether there are any."""
         settled = self.newborns(last)
-        for newborn in list(self._newborn):
+        for newborn in list(self._newborn) if self._has_newborn_until(last) else ():
             block = newborn()
             if block is not None:
                 if block.born > last:
@@ -218,6 +218,17 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         for block in settled:
             self.settle(block)
         return bool(settled)
+
+    def _has_newborn_until(self, last: int) -> bool:
+        """Whether the one made first may be of an operator up to a number."""
+        self.bury()
+        try:
+            block = next(iter(self._newborn))()
+        except StopIteration:
+            return False
+        except RuntimeError:
+            return True  # garbage was collected in between, and with it came others
+        return block is None or block.born <= last
 
     def _put_in_order(self, replica: Replica) -> None:
         block = replica.block
