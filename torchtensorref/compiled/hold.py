@@ -46,13 +46,15 @@ class Hold:
         residency, passing = self.residency, self.structure.passing_nbytes
         if self.device.is_host or self.device.exchanges_storages:
             return False  # the device was changed since this was learned
-        ledger = residency.books.ledgers[self.device]
-        if sum(block.nbytes for block in self.blocks) + passing > ledger.budget.limit_nbytes:
-            return False
+        ledger, nbytes = residency.books.ledgers[self.device], passing
         for block in self.blocks:
-            if block.exposure is not None and block.exposure.alive:
+            nbytes += block.nbytes
+            exposure = block.exposure
+            if exposure is not None and exposure.alive:
                 return False
-        if any(block.is_shared for block in self.own):
+        if nbytes > ledger.most_nbytes:
+            return False
+        if any(block.sharers is not None and block.is_shared for block in self.own):
             return False
         if not self._is_worth_it(ledger, passing):
             return False
@@ -67,7 +69,7 @@ class Hold:
                 residency.evictor.make_room_patiently(
                     self.device, passing, "a compiled function", may_fail=True
                 )
-                if ledger.resident_nbytes + passing > ledger.budget.limit_nbytes:
+                if ledger.resident_nbytes + passing > ledger.most_nbytes:
                     self._withdraw()
                     self._release()
                     return False
@@ -94,7 +96,7 @@ class Hold:
             return True
         if not self.residency.books.is_pressed:
             return True
-        room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
+        room_nbytes = ledger.high_nbytes - ledger.resident_nbytes
         return passing_nbytes <= room_nbytes and all(
             block.readable_on(self.device) is not None for block in self.blocks
         )

@@ -137,24 +137,32 @@ class Readiness:
     def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
         """Close the ready path to those of the blocks whose uses the strategy wants to hear."""
         books = self._books
+        if not books.wants_every_use:
+            return
         with books.lock:
+            closed = []
             for block in blocks:
-                if block.ready is device and block.is_persistent and books.wants_every_use:
+                if block.ready is device and block.is_persistent:
                     block.ready = None
-                    if device.notes_uses:
-                        self.note_use(block.replicas[device])
+                    closed.append(block.replicas[device])
+            if device.notes_uses:
+                self.note_uses(closed)
 
-    def note_use(self, replica: Replica) -> None:
-        """Tell a device who was the last to use a replica, where that can be known (lock held)."""
-        block = replica.block
-        if block is not None and block.ready is replica.device:
-            return  # it was forgotten when it was opened
-        is_closed = block is not None and block.ready is None and block.exposure is None
-        # Another thread on the ready path may have looked before it was closed.
-        if is_closed and self._holds.is_alone_on_ready_path():
-            replica.device.note_use(replica.base)
-        else:
-            replica.device.forget_use(replica.base)
+    def note_uses(self, replicas: Sequence[Replica]) -> None:
+        """Tell a device who was the last to use replicas, where that can be known (lock held)."""
+        is_alone: bool | None = None  # asked once
+        for replica in replicas:
+            block = replica.block
+            if block is not None and block.ready is replica.device:
+                continue  # it was forgotten when it was opened
+            is_closed = block is not None and block.ready is None and block.exposure is None
+            # Another thread on the ready path may have looked before it was closed.
+            if is_closed and is_alone is None:
+                is_alone = self._holds.is_alone_on_ready_path()
+            if is_closed and is_alone:
+                replica.device.note_use(replica.base)
+            else:
+                replica.device.forget_use(replica.base)
 
     def _is_over_budget(self, device: Device) -> bool:
         """Whether the next operator has to make room first: the budget was lowered."""

@@ -151,9 +151,8 @@ class Residency:
     def release(self, held: Sequence[Replica]) -> None:
         """Let go of what `acquire` holds."""
         with self.books.lock:
-            for replica in held:
-                if replica.device.notes_uses:
-                    self.readiness.note_use(replica)
+            if held and held[0].device.notes_uses:  # all are on one device
+                self.readiness.note_uses(held)
             self.holds.unpin(held)
         for replica in held:
             if self.books.is_left(replica.device):
