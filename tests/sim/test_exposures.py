@@ -173,3 +173,43 @@ def test_what_was_written_after_an_operator_has_looked_is_seen(ref):
     array[0] = 5
     del array
     assert (ref + 0).tolist() == [5, *range(1, 8)]
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_what_is_set_to_a_storage_that_was_handed_out_is_a_view_of_its_block(manager, ref, adopts):
+    if adopts:
+        part = manager.adopt(manager.release(ref))[2:4]
+    else:
+        part = manager.adopt(torch.empty(0)).set_(ref.untyped_storage(), 2, (2,), (1,))
+    part.toGPU().add_(10)
+    assert ref.tolist() == [0, 1, 12, 13, 4, 5, 6, 7]
+    ref.toGPU().mul_(2)
+    assert part.tolist() == [24, 26]
+    assert not torch.equal(ref.toGPU() + 1, ref)
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("hand_out", [lambda x: x.numpy(), lambda x: x.untyped_storage()])
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda x: x.resize_(100_000),
+        lambda x: torch.mm(torch.ones(300, 300), torch.ones(300, 300), out=x),
+    ],
+)
+def test_memory_that_somebody_holds_is_not_freed_by_growing(manager, hand_out, grow):
+    x = manager.adopt(torch.arange(8.0).clone())
+    held = hand_out(x)
+    before = list(held)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        grow(x)
+    assert list(held) == before
+    assert x.tolist() == list(range(8))
+    x.resize_(2, 2).add_(1)  # takes no other memory
+    assert list(held) != before
+
+
+def test_what_nobody_holds_any_more_grows(manager):
+    x = manager.adopt(torch.zeros(2)) + 1
+    x.numpy()
+    assert x.resize_(1000).fill_(1).sum().item() == 1000

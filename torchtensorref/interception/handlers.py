@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
-from ..memory.plain_views import make_ref, replace_metadata
+from ..memory.plain_views import for_writing, make_ref, replace_metadata, view_with
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
 from ..operators.row import Special
@@ -81,18 +81,21 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     plain_args = [at_home(arg) for arg in args]
     kwargs = {name: at_home(arg) for name, arg in kwargs.items()}
     residency.forget_accelerators(ref._ttr_block)
+    block: Block = ref._ttr_block
+    host = residency.books.host
     # Another object: the view at hand can be the replica's own base, which keeps its storage.
-    plain = plain_args[0] = plain_args[0].detach()
+    plain = plain_args[0] = for_writing(ref, host).detach()
     before = plain.untyped_storage()
     plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:
         other = tensorsManager.ownership.block_of_storage(plain, args[1:])
         replace_metadata(ref, other)
         return ref
-    block: Block = ref._ttr_block
-    residency.resized(block, before.nbytes())
+    home = block.replicas[host].base.untyped_storage()
+    residency.resized(block, home.nbytes())
     ref._ttr_home = None
-    replace_metadata(ref, make_ref(plain, block, residency.books.host, ref.device))
+    plain = view_with(plain, home, plain.storage_offset())
+    replace_metadata(ref, make_ref(plain, block, host, ref.device))
     return ref
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from ..devices.base import Device
 from ..memory.block import Replica
 from ..memory.manager import TensorsManager
-from ..memory.plain_views import plain_on
+from ..memory.plain_views import for_writing, plain_on
 from ..memory.ref import TensorRef
 from ..operators.layouts import sparse_of
 from .device_labels import exchange_device, is_device_operand
@@ -88,7 +88,9 @@ class Staged:
         plan, accelerator = operands.plan, operands.accelerator
         for ref in operands.refs:
             if id(ref) not in self.plain_of:
-                self.plain_of[id(ref)] = plain_on(ref, device)
+                block = ref._ttr_block
+                is_seen = block.exposure is not None and block in operands.written
+                self.plain_of[id(ref)] = (for_writing if is_seen else plain_on)(ref, device)
         for key, sparse in operands.sparse.items():
             parts = [self.plain_of[id(part)] for part in sparse._ttr_parts]
             is_coalesced = sparse.is_coalesced() if sparse.layout is torch.sparse_coo else False

@@ -171,8 +171,13 @@ class Exposure:
     @property
     def alive(self) -> bool:
         """Whether somebody outside may still read or write the bytes."""
-        if self.forever or self.storage is None:
-            return self.forever
+        return self.forever or self.held
+
+    @property
+    def held(self) -> bool:
+        """Whether the storage that was handed out is still there, raw pointers left aside."""
+        if self.storage is None:
+            return False
         users: int = torch._C._storage_Use_Count(self.storage._cdata)
         # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
         # among the users. Ours are this reference, that of the call, and one that torch itself

@@ -291,7 +291,13 @@ class Ownership:
         recorder = self._residency.recorder
         if recorder is not None:
             recorder.mistrust(f"bytes are handed out: {why}")
-        return self._residency.sharing.expose(block, device, why, forever=forever)
+        storage = self._residency.sharing.expose(block, device, why, forever=forever)
+        if device.is_host:
+            with self._residency.books.lock:
+                # What the program makes over it (`x.set_(storage)`) is a view of the block.
+                if self.table.find(storage._cdata, 0, block.nbytes) is None:
+                    self.table.add(storage._weak_ref(), 0, block.nbytes, block)
+        return storage
 
     def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""

@@ -201,6 +201,22 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
     return view
 
 
+def for_writing(ref: Any, device: Device) -> torch.Tensor:
+    """Return the plain view that a kernel may write, and resize unless it is held outside.
+
+    An array or a storage that the program holds is over memory that a kernel which grows its
+    `out=` would free. One of the twins over it, ours and the one that was handed out, refuses
+    that, with torch's own error.
+    """
+    block: Block = ref._ttr_block
+    exposure = block.exposure
+    if exposure is not None and exposure.device is device and exposure.held:
+        assert exposure.storage is not None
+        if not exposure.storage.resizable():
+            return view_over(ref, exposure.storage)
+    return plain_on(ref, device)
+
+
 def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
     """Make the plain view with a TensorRef's metadata over the storage of `base`."""
     return view_over(ref, base.untyped_storage())
