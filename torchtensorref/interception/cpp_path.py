@@ -21,7 +21,7 @@ from ..memory.ref import TensorRef
 from ..operators import peaks
 from ..operators.plan import OpPlan, ReadyWay, plan_of
 from ..operators.row import Special
-from ..operators.substitutes import ByDevice, stand_ins
+from ..operators.substitutes import ByDevice, Substitute, stand_ins
 from .entry import dispatch
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
@@ -129,7 +129,9 @@ def _may_be_ready(plan: OpPlan) -> bool:
     """Whether C++ may run an operator: not where Python exchanges it, or waits for its number."""
     if plan.ready_way == ReadyWay.NONE or plan.is_number:
         return False
-    return not isinstance(plan.op, ByDevice) or plan.op.is_itself_at_home
+    if isinstance(plan.op, ByDevice):
+        return plan.op.is_itself_at_home
+    return not isinstance(plan.op, Substitute)
 
 
 def _doubting(function: Callable[..., Any]) -> Callable[..., Any]:

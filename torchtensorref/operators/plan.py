@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .python_kernels import OverTwins, has_kernel_in_python
 from .row import FlopRule, PeakRule, Reads, Row, Special
-from .substitutes import ByDevice
+from .substitutes import ByDevice, Substitute
 from .table import flops_of, row_of
 
 _HOLDS_TENSORS = (torch.Tensor, list, tuple)
@@ -41,7 +42,7 @@ class OpPlan:
     """What the runtime needs to know about one overload. Made once, read for every operator."""
 
     #: What is called: the overload, or what is it in everything but the call.
-    op: OpOverload | ByDevice
+    op: OpOverload | Substitute
     number: int
     #: What strategies know its uses by: its number, or that of the operator which it is seen as.
     kind: int
@@ -193,6 +194,8 @@ def compiled(row: Row) -> OpPlan:
     run: Any = op
     if row.elsewhere is not None or row.at_home is not None:
         run = ByDevice(op, row.elsewhere, row.at_home)
+    elif has_kernel_in_python(op):
+        run = OverTwins(op)
     number = next(_numbers)
     if row.seen_as is None:
         _names[number] = str(op)

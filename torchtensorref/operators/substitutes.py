@@ -38,11 +38,22 @@ _AUTOGRAD = [
 ]
 
 
-class ByDevice:
-    """An operator that is another one where its first tensor does not lie on the host.
+class Substitute:
+    """Takes the place of an operator in its plan, and is it in everything but the call."""
 
-    It takes the place of the operator in its plan, and is it in everything else.
-    """
+    op: OpOverload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is in its place."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Be the operator for everybody who asks for its facts."""
+        return getattr(self.op, name)
+
+
+class ByDevice(Substitute):
+    """An operator that is another one where its first tensor does not lie on the host."""
 
     def __init__(
         self,
@@ -68,10 +79,6 @@ class ByDevice:
         """Call what the device has."""
         run = self._at_home if args[0].device.type == "cpu" else self._elsewhere
         return run(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Be the operator for everybody who asks for its facts."""
-        return getattr(self.op, name)
 
 
 def gradients(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..operators.plan import OpPlan
-from ..operators.substitutes import ByDevice
+from ..operators.substitutes import Substitute
 
 __all__ = ["shape_function"]
 
@@ -38,5 +38,5 @@ _OURS: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _grouped_mm}
 def shape_function(plan: OpPlan) -> Callable[..., Any]:
     """Return what gives the results of an operator on tensors without bytes."""
     # What C++ chose for the host has the host's shapes, wherever its bytes will be.
-    op = plan.op.op if isinstance(plan.op, ByDevice) else plan.op
+    op = plan.op.op if isinstance(plan.op, Substitute) else plan.op
     return _OURS.get(plan.name, op)

@@ -1,0 +1,86 @@
+"""Operators whose kernels a program has written in Python (`torch.library`).
+
+Such a kernel may make an array of what it is given, or return a tensor over an array. Either way
+torch takes the storage for one that can never be resized, and so never be emptied: it is given
+other storage objects over the operands' memory, and what it returns is copied where it has to be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from .substitutes import Substitute
+
+#: Without the patches that serve TensorRefs.
+storage_of = torch._C.TensorBase.untyped_storage
+_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+
+def has_kernel_in_python(op: OpOverload) -> bool:
+    """Whether the host runs an operator by what has been given to `torch.library`."""
+    if op.namespace in ("aten", "prims"):
+        return False
+    name = op.name().replace("::", "/")
+    return any(f"{name}/{key}" in torch.library._impls for key in _KEYS)
+
+
+class OverTwins(Substitute):
+    """An operator on plain tensors, whose kernel never gets hold of their storages."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it on twins; what it hands back of them is over the operands again."""
+        #: By the address of a storage object: its other one.
+        twins: dict[int, torch.UntypedStorage] = {}
+        operands: dict[int, torch.UntypedStorage] = {}
+
+        def twin(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not _can_be_an_array(value):
+                return value
+            storage = storage_of(value)
+            if not storage.resizable():
+                return value
+            if storage._cdata not in twins:
+                twins[storage._cdata] = other = _twin_of(storage)
+                operands[other._cdata] = storage
+            return _over(value, twins[storage._cdata])
+
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not _can_be_an_array(value):
+                return value
+            storage = storage_of(value)
+            if storage._cdata in operands:
+                return _over(value, operands[storage._cdata])
+            return value if storage.resizable() else value.clone()
+
+        return tree_map(own, self.op(*tree_map(twin, args), **tree_map(twin, kwargs)))
+
+
+def _can_be_an_array(tensor: Tensor) -> bool:
+    """Whether it is bytes of the host's; a TensorRef, as a factory in a kernel makes it, is not."""
+    is_bytes = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    return is_bytes and not tensor.is_quantized and not hasattr(tensor, "_ttr_block")
+
+
+def _twin_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage object over the same memory."""
+    with torch._C.DisableTorchFunction():
+        whole = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8)
+        whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        return storage_of(torch.from_dlpack(whole))  # type: ignore[attr-defined]
+
+
+def _over(like: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """The same view of another storage object over the same memory."""
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        view: Tensor = torch._C._VariableFunctions.empty((0,), dtype=like.dtype)
+        view.set_(storage, like.storage_offset(), like.size(), like.stride())
+        view = view.conj() if like.is_conj() else view
+        return view._neg_view() if like.is_neg() else view
