@@ -213,3 +213,28 @@ def test_what_nobody_holds_any_more_grows(manager):
     x = manager.adopt(torch.zeros(2)) + 1
     x.numpy()
     assert x.resize_(1000).fill_(1).sum().item() == 1000
+
+
+@pytest.mark.parametrize("how", ["adopt", "set_"])
+def test_part_of_memory_from_outside_is_read_and_written_there(manager, how):
+    array = np.zeros(16, np.float32)
+    whole = torch.from_numpy(array)
+    if how == "adopt":
+        part = manager.adopt(whole[2:6])
+    else:
+        part = manager.adopt(torch.empty(0)).set_(whole.untyped_storage(), 2, (4,), (1,))
+    with pytest.warns(RuntimeWarning, match="memory from outside"):
+        part.toGPU()
+    part.add_(1)
+    assert array.tolist() == [0, 0, 1, 1, 1, 1, *[0] * 10]
+    array[3] = 7
+    assert (part + 0).tolist() == [1, 7, 1, 1]
+
+
+def test_what_was_turned_while_a_target_was_held_is_over_the_replica_itself(ref):
+    target = ref.target
+    ref.unsqueeze_(0)
+    block = ref._ttr_block
+    replica = next(r for device, r in block.replicas.items() if not device.is_host)
+    assert ref._ttr_plain.untyped_storage()._cdata == replica.base.untyped_storage()._cdata
+    assert ref.tolist() == [target.tolist()]

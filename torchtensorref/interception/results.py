@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..devices.base import Device
+from ..devices.storages import storage_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.plain_views import make_ref, replace_metadata, view_with
@@ -190,6 +191,9 @@ class _Results:
             grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
             plain.untyped_storage().resize_(replica.nbytes)
             block, plain = self._residency.born(grown, device), grown
+        else:
+            # Not of the storage that was handed out (`for_writing`), which may be gone tomorrow.
+            plain = view_with(plain, storage_of(replica.base), plain.storage_offset())
         if ref is original:
             replace_metadata(ref, make_ref(plain, block, device, ref.device))
         else:

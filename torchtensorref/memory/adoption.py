@@ -129,7 +129,7 @@ class Adoptions:
         if is_resizable:
             block = self._block_of_ours(tensor, nbytes, sole=sole)
         else:
-            block = self._borrowing_block(tensor, start, stop, sole=sole or stop - start < nbytes)
+            block = self._borrowing_block(tensor, start, stop, sole=sole)
         held = core.hold_weakly(tensor)
         self._table.add(held, start, WHOLE if is_resizable else stop, block)
         if block.nbytes <= AT_HOME_NBYTES:
