@@ -73,7 +73,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             if block not in used:
                 used[block] = None
                 if block.ready is not device:
-                    if block.ready is not None or block.births is not None:
+                    if block.ready is not None or block.result is not None:
                         return SLOW  # it is not only they that keep it from the ready path
                     closed.append(block)
         elif isinstance(arg, _Tensor) and arg.dim():

@@ -35,7 +35,7 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
         return False
     residency.feed.catch_up()
     closed = [block for block in blocks if block.ready is not device]
-    if not closed or any(b.ready is not None or b.births is not None for b in closed):
+    if not closed or any(b.ready is not None or b.result is not None for b in closed):
         return False
     are_there = all(
         (replica := block.replicas.get(device)) is not None and replica.state is not INVALID
