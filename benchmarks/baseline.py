@@ -338,12 +338,12 @@ def measured_on() -> dict[str, str]:
     """Return this machine, and what is installed on it."""
     return {
         "system": platform.platform(),
-        "processor": f"{os.cpu_count()} x {_processor()}",
+        "processor": f"{os.cpu_count()} x {processor()}",
         **versions(),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """Name the processor; platform.processor() does not on Linux."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []

@@ -2,6 +2,7 @@
 
     python -m benchmarks.host_time [--programs decode_32,train] [--shares 50,110]
                                    [--contenders flow,lru] [--rounds 9] [--write-baseline]
+    python -m benchmarks.host_time --calibrate [--processor NAME] [--save FILE]
 
 Virtual time counts kernels and copies; the host decides meanwhile, and a small model waits for it.
 Here widths are small, so that what is measured is Python: the program's own, torch's, and ours. The
@@ -12,6 +13,9 @@ Each program and contender has a process of its own. A figure is the median of t
 neighbouring steps, ours to plain torch's, in processor time with one thread; before, the program
 runs until its flow is learned. Peers run the same program with their hooks, host to host, with all
 weights offloaded: they have no budget to obey.
+
+`--calibrate` measures instead what management takes by path, for the simulated device
+(`calibrate_host.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from torch import nn
 
 from torchTensorRef import disabled, tensorsManager
 
-from .baseline import Figure, Keeper, Tolerance
+from .baseline import Figure, Keeper, Tolerance, processor
+from .calibrate_host import calibrate
 from .overhead_of_dispatch import bring, keep_what_is_freed, open_device, ratio
 
 KEEPER = Keeper("host_time", "python -m benchmarks.host_time", Tolerance(share=0.1, amount=0.1))
@@ -318,8 +323,15 @@ def main() -> int:
         "--shares", default=",".join(map(str, SHARES)), help="percent (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure what management takes by path"
+    )
+    parser.add_argument("--processor", default=processor(), help="its name (%(default)s)")
+    parser.add_argument("--save", help="write what --calibrate finds into this JSON file")
     parser.add_argument("--here", nargs=2, help=argparse.SUPPRESS)
     chosen = KEEPER.parse(parser, None, defaults=["programs", "contenders", "shares", "rounds"])
+    if chosen.calibrate:
+        return calibrate(chosen.processor, chosen.save)
     shares = [int(share) for share in chosen.shares.split(",")]
     if chosen.here:
         measure(*chosen.here, shares, chosen.rounds)

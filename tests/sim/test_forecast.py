@@ -15,10 +15,18 @@ import torchTensorRef
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.host_costs import HostCosts
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.inject import hooks
 
 SPEC = DeviceSpec(name="foretold", capacity_nbytes=1 << 20)
+COSTS = HostCosts(ready_ns=3_000, decided_ns=41_000, fetched_ns=52_000, evicted_ns=37_000)
+#: With costs, and with small blocks that are kept and leased: to decide about them costs more.
+COUNTED = {
+    "counted": SPEC.scaled(host_costs=COSTS, decision_nbytes=1),
+    "leased": SPEC.scaled(host_costs=COSTS, decision_nbytes=3000),
+    "leased for nothing": SPEC.scaled(decision_nbytes=3000),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +75,11 @@ def decoding(model: Decoder, token: torch.Tensor, count: int) -> Any:
             yield f"token {number}"
 
 
-def run_for_real(program: Any, budget: int, strategy: str) -> list[tuple[int, ...]]:
+def run_for_real(
+    program: Any, budget: int, strategy: str, spec: DeviceSpec = SPEC
+) -> list[tuple[int, ...]]:
     """Run a program as if it were the first on a device; return what each part cost."""
-    device, host = SimDevice(SPEC, name="sim:foretold"), registry.resolve("cpu")
+    device, host = SimDevice(spec, name="sim:foretold"), registry.resolve("cpu")
     others, host.machines = host.machines, [device.machine]
     try:
         tensorsManager.device = device
@@ -105,6 +115,25 @@ def test_a_decode_is_foretold_to_the_byte_and_nanosecond(strategy, share):
     real = run_for_real(lambda: decoding(model, token, 6), budget, strategy)
     assert [step.name for step in seen.steps] == [f"token {n}" for n in range(6)]
     assert [costs_of(step) for step in seen.steps] == real
+
+
+@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.5])
+@pytest.mark.parametrize("spec", COUNTED.values(), ids=COUNTED)
+def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, share, spec):
+    torch.manual_seed(0)
+    model = Decoder()
+    token = torch.tensor([3, 1, 4])
+    budget = int(sum(p.nbytes for p in model.parameters()) * share)
+    seen = torchTensorRef.forecast(
+        decoding, model, token, 6, device=spec, budget=budget, strategy=strategy
+    )
+    real = run_for_real(lambda: decoding(model, token, 6), budget, strategy, spec)
+    assert [costs_of(step) for step in seen.steps] == real
+    stats = tensorsManager.stats()
+    assert sum(step.host_ns for step in seen.steps) == stats["host_ns"]
+    assert sum(step.host_stall_ns for step in seen.steps) == stats["host_stall_ns"]
+    assert (stats["host_ns"] > 0) == (spec.host_costs == COSTS)
 
 
 def costs_of(step: Any) -> tuple[int, ...]:

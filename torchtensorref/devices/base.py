@@ -91,7 +91,7 @@ class Device(PeerLinks, ABC):
     #: Has to be told when operators on a replica were issued: `note_use`.
     notes_uses: bool = False
     #: A copy of so many bytes takes no longer than we take to decide about it; 0 where our time is
-    #: not counted, as it is in no virtual one.
+    #: not counted.
     decision_nbytes: int = 0
 
     name: str
@@ -263,6 +263,9 @@ class Device(PeerLinks, ABC):
 
     # operators ----------------------------------------------------------------------------
 
+    def note_decision(self) -> None:
+        """Note that a strategy is told or asked about an operator: a virtual clock advances."""
+
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator that may not touch these bases now. Real devices cannot tell."""
 
@@ -311,6 +314,16 @@ class Device(PeerLinks, ABC):
     @property
     def stall_ns(self) -> int:
         """How long compute stood idle for no other reason than a copy it waited for."""
+        return 0
+
+    @property
+    def host_stall_ns(self) -> int:
+        """How long it stood idle only because the host had not issued its operator yet."""
+        return 0
+
+    @property
+    def host_ns(self) -> int:
+        """What management took of the host's own time; 0 where nobody counts it."""
         return 0
 
     def __repr__(self) -> str:

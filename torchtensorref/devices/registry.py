@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.device_names import no_such_device
@@ -13,13 +14,14 @@ from .host.device import HostDevice
 from .sim.cards import DEFAULT_SPEC_NAME, SPECS
 from .sim.device import SimDevice
 from .sim.faults import FaultPlan
+from .sim.host_costs import HostCosts, host_costs_of
 from .sim.machine import Machine
 from .sim.spec import DeviceSpec
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["accelerators", "default_name", "known_devices", "reset", "resolve"]
+__all__ = ["accelerators", "default_name", "known_devices", "reset", "resolve", "spec_of"]
 
 #: Kinds that torch's device-generic interface serves. "hip" is what its users call it.
 REAL_KINDS = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mps": "mps"}
@@ -65,6 +67,29 @@ def resolve(what: str | torch.device | DeviceSpec | Device) -> Device:
         if found is None:
             found = _devices[name] = _open(name)
         return found
+
+
+def spec_of(what: str | DeviceSpec, host: str | Path | HostCosts | None = None) -> DeviceSpec:
+    """Return the spec of a simulated device, by name or as it is.
+
+    Parameters
+    ----------
+    what : str or DeviceSpec
+        ``"rtx4060"``, ``"sim:h200"``, or a spec.
+    host : str, Path or HostCosts, optional
+        A processor that it is plugged into, whose time for management is counted (`HOST_COSTS`).
+
+    Raises
+    ------
+    ConfigError
+        There is none of that name; the nearest is named.
+    """
+    if not isinstance(what, DeviceSpec):
+        name = str(what)
+        found = resolve(name if name.startswith("sim") else f"sim:{name}")
+        assert isinstance(found, SimDevice)
+        what = found.spec
+    return what if host is None else what.scaled(host_costs=host_costs_of(host))
 
 
 def accelerators(setting: Any) -> list[Device]:

@@ -33,6 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", help="a folder with a config.json, or that file")
     parser.add_argument("--device", default="rtx4060", help="names of cards: rtx4060,h200")
     parser.add_argument("--devices", help="a TOML file with devices of your own")
+    parser.add_argument("--host", help="a processor whose own time is counted, or a file of one")
     parser.add_argument("--budget", help="of each device: 8GB, 50%%; all but 10 percent without")
     parser.add_argument("--strategy", help="genoa, lru, flow, or your own")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
@@ -44,8 +45,9 @@ def add_parser(commands: Any) -> None:
 
 def main(chosen: argparse.Namespace) -> int:
     """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
+    from ..devices.registry import spec_of
     from ..devices.sim.cards import read_specs
-    from ..promises.forecast import Forecast, spec_of
+    from ..promises.forecast import Forecast
     from ..promises.recording import record_of
 
     hooks.load(".tensor.install")  # it connects the parts: the first TensorRef may be a promise
@@ -53,7 +55,7 @@ def main(chosen: argparse.Namespace) -> int:
         raise ConfigError("Give either --model, or a script.")
     if chosen.devices:
         read_specs(chosen.devices)
-    specs = [spec_of(name.strip()) for name in chosen.device.split(",")]
+    specs = [spec_of(name.strip(), chosen.host) for name in chosen.device.split(",")]
     program = _program_of_model(chosen) if chosen.model else _program_of_script(chosen)
     record = record_of(program, values="compute or zeros")
     seen = [Forecast(record, spec, chosen.budget, chosen.strategy) for spec in specs]
@@ -71,12 +73,12 @@ def table(seen: list[Forecast], new_tokens: int) -> str:
     lines = [f"{head} {'of floor':>9}  bound by"]
     for one in seen:
         step, first = one.steady, one.steps[0]
-        floor_ns, bound = one.floor_ns(step)
+        floor_ns, _ = one.floor_ns(step)
         lines.append(
             f"{one.spec.name:16} {format_nbytes(one.budget_nbytes):>11} "
             f"{format_nbytes(one.peak_nbytes):>11} {format_ns(first.time_ns):>10} "
             f"{format_ns(step.time_ns):>10} {1e9 / max(step.time_ns, 1):8.2f} "
-            f"{step.time_ns / max(floor_ns, 1):8.2f}x  {bound}"
+            f"{step.time_ns / max(floor_ns, 1):8.2f}x  {one.bound_by(step)}"
         )
         if new_tokens:
             later = max(new_tokens - len(one.steps), 0) * step.time_ns

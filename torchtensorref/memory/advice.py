@@ -15,14 +15,22 @@ WORTH_TELLING = 0.05
 class Bound(NamedTuple):
     """What took the time of a run.
 
-    `by` is "link", "compute", "host" (with interception), or "" where the device measures nothing;
-    `times_floor` how many times longer it took than its operators alone, or its copies alone.
+    `by` is "link", "compute", "host" (the program's own time, with interception and management), or
+    "" where the device measures nothing; `times_floor` how many times longer it took than its
+    operators alone, or its copies alone.
     """
 
     by: str
     times_floor: float
     compute_ns: int
     link_ns: int
+
+
+#: What makes the host's own time less, or has less wait for it.
+HELPS_THE_HOST = (
+    "larger batches, so that each operator does more; larger blocks; the path in C++ where it is "
+    "not in use"
+)
 
 
 def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Bound:
@@ -32,7 +40,8 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     -----
     The floor is that of the bytes that were copied: another strategy, or a larger budget, may need
     fewer. What is neither computed nor waited for a copy is the host's: the program itself, what
-    runs there, and interception.
+    runs there, and interception. Where its time is counted (`host_ns`), it is the host's also if
+    management took longer than the operators and the copies: these were issued late, too.
     """
     compute_ns, time_ns, stall_ns = stats["compute_ns"], stats["time_ns"], stats["stall_ns"]
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
@@ -48,6 +57,8 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     by = max(waits, key=lambda name: waits[name])
     if by == "compute" and link_ns > compute_ns:
         by = "link"
+    if stats["host_ns"] > max(compute_ns, link_ns):
+        by = "host"
     return Bound(by, time_ns / max(compute_ns, link_ns, 1), compute_ns, link_ns)
 
 
@@ -75,6 +86,13 @@ def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
         return (
             f"{short} operators ran on the host for want of room: a budget of "
             f"{format_nbytes(need)} would have held the largest, {stats['largest_op']}."
+        )
+    if stats["bound_by"] == "host" and stats["host_ns"]:
+        room = "; a larger budget, so that fewer blocks come and go" * bool(stats["evict_count"])
+        share = stats["host_ns"] / max(stats["time_ns"], 1)
+        return (
+            f"the host's own time bounds this run: {share:.0%} of it went into management. What "
+            f"would help: {HELPS_THE_HOST}{room}."
         )
     stall_share = stats["stall_ns"] / max(stats["time_ns"], 1)
     if stall_share > WORTH_TELLING:

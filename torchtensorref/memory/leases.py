@@ -87,12 +87,16 @@ class UseLog:
         self, tick: int, kind: int, operands: Iterable[Any], targets: Iterable[TensorRef]
     ) -> None:
         """Note what an operator uses and writes, as far as that is wanted."""
-        written = [target._ttr_block for target in targets]
-        for operand in operands:
-            if isinstance(operand, TensorRef) and operand._ttr_block.logged_as:
-                block = operand._ttr_block
-                if len(self._uses) < MOST_USES:
-                    self._uses.append(Use(tick, block.block_id, kind, block in written))
+        blocks = [operand._ttr_block for operand in operands if isinstance(operand, TensorRef)]
+        self.note_blocks(tick, kind, blocks, [target._ttr_block for target in targets])
+
+    def note_blocks(
+        self, tick: int, kind: int, blocks: Iterable[Block], written: Sequence[Block]
+    ) -> None:
+        """Note the same of blocks."""
+        for block in blocks:
+            if block.logged_as and len(self._uses) < MOST_USES:
+                self._uses.append(Use(tick, block.block_id, kind, block in written))
 
     def take(self) -> list[Use]:
         """Return the uses in the order of operators, as they are told: a block once for each."""

@@ -76,6 +76,7 @@ class TensorsManager:
         self.open_panel: Any = None
         #: The operators before the counts were started anew, and the clocks then.
         self._first_tick = self._first_ns = self._first_stall_ns = self._first_compute_ns = 0
+        self._first_host_ns = (0, 0)
         self._is_made = True
 
     # -- settings -------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class TensorsManager:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
         books = self.residency.books
         self._first_ns, self._first_stall_ns = self._reached_ns(), books.stall_ns()
-        self._first_compute_ns = books.compute_ns()
+        self._first_compute_ns, self._first_host_ns = books.compute_ns(), books.host_ns()
         self._first_release_count = books.main.release_count()
 
     def _reached_ns(self) -> int:

@@ -185,11 +185,18 @@ def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
     lines = [
         f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}, {share:.0%}"
     ]
+    if stats["host_ns"]:
+        lines.append(
+            f"  host       {format_ns(stats['host_ns'])} of its own time for management; the "
+            f"accelerator was idle {format_ns(stats['host_stall_ns'])} until it had issued"
+        )
     clocks = manager.residency.books.main.clocks()
     bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
     if bound.by:
+        is_counted = bound.by == "host" and stats["host_ns"]
+        by = "the host's own time" if is_counted else WORDS_OF_BOUNDS[bound.by]
         lines.append(
-            f"  bound by   {WORDS_OF_BOUNDS[bound.by]}: operators {format_ns(bound.compute_ns)}, "
+            f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
             f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"
         )
     return lines

@@ -18,6 +18,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
         ledger = books.ledgers.get(main)
         counts, copies = books.counts, residency.copier.transfer.counts
         op_count = max(books.tick - manager._first_tick, 0)
+        host_ns, host_stall_ns = books.host_ns()
         stats = {
             "strategy": residency.feed.strategy.name,
             "device": ",".join(device.name for device in books.accelerators) or main.name,
@@ -62,6 +63,8 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "largest_op_nbytes": counts.costs.largest_op_nbytes,
             "compute_ns": books.compute_ns() - manager._first_compute_ns,
             "stall_ns": books.stall_ns() - manager._first_stall_ns,
+            "host_ns": host_ns - manager._first_host_ns[0],
+            "host_stall_ns": host_stall_ns - manager._first_host_ns[1],
             "time_ns": manager._reached_ns() - manager._first_ns,
         }
         return {**stats, **_judged(manager, stats)}
@@ -74,7 +77,7 @@ def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
     blocks = living_blocks(manager)
     weights = weights_nbytes(blocks)
     bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
-    stats = together(manager, stats)
+    stats = {**together(manager, stats), "bound_by": bound.by}
     return {
         "weights_nbytes": weights,
         "bound_by": bound.by,

@@ -245,6 +245,9 @@ class StrategyFeed:
         self._told = this if ahead else None
         if told == this:
             return  # this very operator, which has taken the slow path after all
+        asked = books.main if device.is_host else device
+        if asked.has_virtual_clock:
+            asked.note_decision()
         self.catch_up()
         self.tell_births()
         with self.lock:

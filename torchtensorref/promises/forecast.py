@@ -9,9 +9,9 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.units import format_nbytes, format_ns
-from ..devices import registry
-from ..devices.sim.device import SimDevice
+from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
+from ..memory.advice import HELPS_THE_HOST, bound_of
 from .files import read, write
 from .record import BlockRecord, OpRecord, Record
 from .recording import record_of
@@ -19,6 +19,9 @@ from .replayer import Replayer, StepCost
 from .teaching import teach
 
 __all__ = ["Forecast", "forecast"]
+
+#: What bounds a part that waits for management.
+HOSTS_TIME = "the host's own time"
 
 
 class Forecast:
@@ -192,6 +195,14 @@ class Forecast:
         bound = max(bounds, key=bounds.__getitem__)
         return bounds[bound], bound
 
+    def bound_by(self, step: StepCost) -> str:
+        """Return what bounds a part under this strategy: of the floor, or the host's own time."""
+        stats = {**step._asdict(), "prefetched_nbytes": 0}  # `fetched_nbytes` has them
+        bound = bound_of(stats, self.spec.h2d_bytes_per_s, self.spec.d2h_bytes_per_s)
+        if bound.by == "host" and step.host_ns:
+            return HOSTS_TIME
+        return self.floor_ns(step)[1]
+
     # -- told -----------------------------------------------------------------------------------
 
     def report(self) -> str:
@@ -208,6 +219,15 @@ class Forecast:
             f"  floor      {step.name}: {step.time_ns / max(floor_ns, 1):.2f} times "
             f"{format_ns(floor_ns)}, which {bound} takes",
         ]
+        if self.spec.host_costs.processor:
+            lines.append(
+                f"  host       {format_ns(step.host_ns)} of its own time for management "
+                f"({self.spec.host_costs.processor}); the device is idle "
+                f"{format_ns(step.host_stall_ns)} until it has issued"
+            )
+        if self.bound_by(step) == HOSTS_TIME:
+            larger = "; a larger budget" * bool(step.fetched_nbytes)
+            lines.append(f"  {HOSTS_TIME} bounds this run. Would help: {HELPS_THE_HOST}{larger}")
         rows = self.steps if len(self.steps) <= 8 else [*self.steps[:3], *self.steps[-3:]]
         lines.append(f"  {'part':24} {'time':>10} {'stalls':>10} {'fetched':>12} {'on host':>8}")
         lines += [
@@ -219,7 +239,7 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Return what is to be expected as plain data."""
-        floor_ns, bound = self.floor_ns(self.steady)
+        floor_ns, _ = self.floor_ns(self.steady)
         return {
             "device": self.spec.name,
             "strategy": self.strategy,
@@ -230,7 +250,7 @@ class Forecast:
             "enough_nbytes": self.enough_nbytes,
             "time_ns": self.time_ns,
             "floor_ns": floor_ns,
-            "bound_by": bound,
+            "bound_by": self.bound_by(self.steady),
             "steps": [step._asdict() for step in self.steps],
         }
 
@@ -276,7 +296,9 @@ class Forecast:
         write(self.record, path)
 
     @classmethod
-    def load(cls, path: str | Path, *, device: Any = "sim", **more: Any) -> Forecast:
+    def load(
+        cls, path: str | Path, *, device: Any = "sim", host: Any = None, **more: Any
+    ) -> Forecast:
         """Read what `save` has written.
 
         Raises
@@ -284,23 +306,7 @@ class Forecast:
         ConfigError
             The file is not one of `save`.
         """
-        return cls(read(path), spec_of(device), **more)
-
-
-def spec_of(device: Any) -> DeviceSpec:
-    """Return the spec of a simulated device, by name or as it is.
-
-    Raises
-    ------
-    ConfigError
-        There is none of that name; the nearest is named.
-    """
-    if isinstance(device, DeviceSpec):
-        return device
-    name = str(device)
-    found = registry.resolve(name if name.startswith("sim") else f"sim:{name}")
-    assert isinstance(found, SimDevice)
-    return found.spec
+        return cls(read(path), spec_of(device, host), **more)
 
 
 def forecast(
@@ -311,6 +317,7 @@ def forecast(
     strategy: Any = None,
     steps: int = 1,
     values: Any = "compute or zeros",
+    host: Any = None,
     **kwargs: Any,
 ) -> Forecast:
     """Find out what a program would do, without running it: no data, no accelerator, any size.
@@ -331,6 +338,9 @@ def forecast(
     values : optional
         As for `promising`. By default a value is computed where what it depends on has values, and
         zero otherwise.
+    host : str or HostCosts, optional
+        A processor whose time for management is counted: a name of `HOST_COSTS`, or a file of
+        ``python -m benchmarks.host_time --calibrate --save FILE``. None: it takes no time.
 
     Returns
     -------
@@ -352,7 +362,7 @@ def forecast(
     True
     """
     record = record_of(call, *args, steps=steps, values=values, **kwargs)
-    return Forecast(record, spec_of(device), budget, strategy)
+    return Forecast(record, spec_of(device, host), budget, strategy)
 
 
 def history_of(setting: Any) -> Forecast | None:

@@ -59,6 +59,8 @@ class OpRecord:
     form: int = 0
     #: The same where its operands are fetched first: a composite operator runs as one then.
     fetched_form: int = 0
+    #: `reads` in the order in which they are fetched then; empty: in that of `reads`.
+    fetched_reads: tuple[int, ...] = ()
     #: Blocks of which the program has made views since the operator before; and those of which
     #: torch makes views on the way to it, where it cannot run at once.
     views: tuple[int, ...] = ()

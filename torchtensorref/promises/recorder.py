@@ -128,6 +128,8 @@ class Recorder:
         elif _is_like(parts, whole):
             parts[0].views, parts[0].inner_views = whole.views, parts[0].views
             parts[0].fetched_form = whole.fetched_form
+            if parts[0].reads != whole.reads:
+                parts[0].fetched_reads = whole.reads
         else:
             return
         if place:

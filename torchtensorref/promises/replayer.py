@@ -45,6 +45,10 @@ class StepCost(NamedTuple):
     #: Of these, run by the host; and those that should have run on the device.
     host_op_count: int
     fallback_count: int
+    #: What management took of the host's own time; how long compute stood idle only because the
+    #: host had not issued its operator yet.
+    host_ns: int = 0
+    host_stall_ns: int = 0
 
 
 class Replayer:
@@ -133,13 +137,12 @@ class Replayer:
         self.device.reset_peak()
         op_count = self._do_all(ops)
         after = self._counts()
-        time, stall, compute, fetched, written, on_host, fallbacks = (
+        time, stall, compute, fetched, written, on_host, fallbacks, host, host_stall = (
             b - a for a, b in zip(before, after, strict=True)
         )
-        peak_nbytes = self.device.peak_nbytes
-        return StepCost(
-            name, time, stall, compute, fetched, written, peak_nbytes, op_count, on_host, fallbacks
-        )
+        moved = fetched, written, self.device.peak_nbytes
+        ran = op_count, on_host, fallbacks
+        return StepCost(name, time, stall, compute, *moved, *ran, host, host_stall)
 
     def _counts(self) -> tuple[int, ...]:
         device, copies = self.device, self.residency.copier.transfer.counts
@@ -151,6 +154,8 @@ class Replayer:
             copies.written_back_nbytes,
             self.residency.books.counts.host_op_count,
             self._fallback_count,
+            device.host_ns,
+            device.host_stall_ns,
         )
 
     def _do_all(self, ops: Sequence[OpRecord]) -> int:
@@ -239,6 +244,9 @@ class Replayer:
             block.last_use = books.tick + 1
         try:
             books.tick += 1
+            if any(block.logged_as for block in blocks):
+                written = [self.blocks[number] for number in op.writes]
+                self.residency.feed.uses.note_blocks(books.tick, op.kind, blocks, written)
             bases = [block.base_on(device) for block in blocks]
             self._charge(op, device, bases, bases[:1] if op.writes else [])
             self._bear(op, device)

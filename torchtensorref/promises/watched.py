@@ -64,11 +64,15 @@ def _run_opened(replayer: Replay, op: OpRecord, blocks: list[Block], closed: lis
     if has_run:
         residency.feed.tell_deaths()
         residency.after_operator(device, ())
+    else:
+        residency.feed.has_not_run(op.kind)
     return has_run
 
 
 def _run_fetched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     residency, device = replayer.residency, replayer.device
+    if op.fetched_reads:
+        blocks = [replayer.blocks[number] for number in op.fetched_reads]
     written = [replayer.blocks[number] for number in op.writes]
     residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
     try:
@@ -93,4 +97,6 @@ def _run_fetched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
         residency.books.counts.slow_op_count += 1
         residency.feed.tell_deaths()
         residency.after_operator(device, [*blocks, *born])
+    else:
+        residency.feed.has_not_run(op.kind)
     return has_run

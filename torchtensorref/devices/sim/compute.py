@@ -30,6 +30,11 @@ class ComputeEngine:
         What its operators took, waiting not counted.
     stall_ns : int
         How long it stood idle only because it waited for a copy.
+    host_stall_ns : int
+        How long it stood idle only because the host, which waited for nothing, had not issued its
+        operator yet.
+    host_ns : int
+        What management took of the host's own time (`DeviceSpec.host_costs`).
 
     Notes
     -----
@@ -38,8 +43,10 @@ class ComputeEngine:
 
     def __init__(self, spec: DeviceSpec, machine: Machine) -> None:
         self.end_ns = self.awaited_ns = self.unnoted_ns = self.worked_ns = self.stall_ns = 0
+        self.host_stall_ns = self.host_ns = 0
         self._machine = machine
         self._dispatch_ns = spec.dispatch_ns
+        self._ready_ns = spec.host_costs.ready_ns
         self._launch_ns = spec.launch_ns
         self._ns_per_byte = 1e9 / spec.memory_bytes_per_s
         self._ns_per_flop = {name: 1e9 / rate for name, rate in spec.flops_per_s.items()}
@@ -57,9 +64,16 @@ class ComputeEngine:
         """Start no later operator before a moment."""
         self.awaited_ns = max(self.awaited_ns, end_ns)
 
+    def manage(self, took_ns: int) -> None:
+        """Let management take so much of the host's own time."""
+        self._machine.now_ns += took_ns
+        self.host_ns += took_ns
+
     def run(self, flops: int, nbytes: int, dtype_name: str) -> int:
         """Issue one operator; return when it ends."""
         machine, queue, slot = self._machine, self._queue, self._queue_next
+        if self._ready_ns:
+            self.manage(self._ready_ns)
         issued_ns = machine.now_ns + self._dispatch_ns
         if queue[slot] > issued_ns:
             issued_ns = queue[slot]
@@ -81,8 +95,12 @@ class ComputeEngine:
         self.end_ns = self.unnoted_ns = max(start_ns + compute_ns, machine.now_ns)
 
     def _start_ns(self, issued_ns: int) -> int:
-        """When an operator starts; the time it waits for a copy is added to the stalls."""
-        start_ns = self.end_ns if self.end_ns > issued_ns else issued_ns
+        """When an operator starts; the time it waits for a copy or the host is added up."""
+        start_ns = self.end_ns
+        if issued_ns > start_ns:
+            idle_from_ns = max(start_ns, self.awaited_ns, self._machine.waited_ns)
+            self.host_stall_ns += max(0, issued_ns - idle_from_ns)
+            start_ns = issued_ns
         if self.awaited_ns > start_ns:
             self.stall_ns += self.awaited_ns - start_ns
             start_ns = self.awaited_ns

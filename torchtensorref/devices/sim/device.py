@@ -5,7 +5,9 @@ one copy engine per direction) has a clock; the host that feeds them has another
 devices of one `Machine`. The rules of time:
 
 * The host issues operators and copies in program order. Its clock advances by `dispatch_ns` per
-  operator, and waits only when it is told to, or when `queue_depth` operators are unfinished.
+  operator, and by what management takes (`host_costs`): for each operator, for each about which a
+  strategy is told, for each block that is brought or given back. It waits only when it is told to,
+  or when `queue_depth` operators are unfinished.
 * An operator starts when compute is free, the host has issued it and the events compute waits
   for have fired. It takes ``launch_ns + max(flops / F, nbytes / bandwidth)``.
 * A copy starts when its engine is free, the host has issued it and `after` has fired. It takes
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from ...base.options import Settings, listeners, parse_faults, settings
 from ..base import Clocks, Device, Event
-from ..storages import empty_bytes
+from ..storages import empty_bytes, storage_nbytes
 from .compute import ComputeEngine, SimStopwatch
 from .copies import CopyEngines
 from .events import Engine
@@ -77,8 +79,11 @@ class SimDevice(Device):
     ----------
     alloc_count, copy_count : int
         How many allocations (also refills and kernels' results) and copies were asked for.
-    stall_ns : int
-        How long compute stood idle only because it waited for a copy.
+    stall_ns, host_stall_ns : int
+        How long compute stood idle only because it waited for a copy; and only because the host,
+        which waited for nothing, had not issued its operator yet.
+    host_ns : int
+        What management took of the host's own time.
 
     Notes
     -----
@@ -112,7 +117,8 @@ class SimDevice(Device):
         self.name = f"sim:{index}" if name is None else name
         self.capacity_nbytes = spec.capacity_nbytes
         self.machine = machine or Machine.of(spec)
-        self.decision_nbytes = spec.decision_nbytes
+        costs = spec.host_costs
+        self.decision_nbytes = spec.decision_nbytes or costs.nbytes_meanwhile(spec.h2d_bytes_per_s)
         self.knows_host = spec.host_kernel_bytes_per_s is not None
         self.poison = poison
         self.page_locked = page_locked
@@ -155,6 +161,8 @@ class SimDevice(Device):
 
     def empty(self, base: Tensor) -> None:  # noqa: D102
         with self._lock:
+            if storage_nbytes(base):
+                self._compute.manage(self.spec.host_costs.evicted_ns)
             self._memory.empty(base)
 
     def account(self, base: Tensor) -> None:  # noqa: D102
@@ -203,6 +211,7 @@ class SimDevice(Device):
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
         with self._lock:
+            self._compute.manage(self.spec.host_costs.fetched_ns)
             return self._copies.copy_in(source, base, after)
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
@@ -230,6 +239,7 @@ class SimDevice(Device):
         assert isinstance(giver, SimDevice)
         rate = self.peer_bytes_per_s(giver)
         with self._lock:
+            self._compute.manage(self.spec.host_costs.fetched_ns)
             return self._copies.copy_across(giver._copies, source, base, after, rate / 1e9)
 
     def end_peer_copies(self, base: Tensor) -> None:  # noqa: D102
@@ -261,6 +271,10 @@ class SimDevice(Device):
                 self._faults.add(kind, number)
 
     # operators ----------------------------------------------------------------------------
+
+    def note_decision(self) -> None:  # noqa: D102
+        with self._lock:
+            self._compute.manage(self.spec.host_costs.decided_ns)
 
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator whose bases are not here, still arriving, or still being copied."""
@@ -303,6 +317,16 @@ class SimDevice(Device):
     def stall_ns(self) -> int:
         """How long compute stood idle only because it waited for a copy."""
         return self._compute.stall_ns
+
+    @property
+    def host_stall_ns(self) -> int:
+        """How long it stood idle only because the host had not issued its operator yet."""
+        return self._compute.host_stall_ns
+
+    @property
+    def host_ns(self) -> int:
+        """What management took of the host's own time."""
+        return self._compute.host_ns
 
     def clocks(self) -> Clocks:  # noqa: D102
         compute, copies = self._compute, self._copies

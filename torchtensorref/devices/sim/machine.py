@@ -108,6 +108,8 @@ class Machine:
     now_ns : int
         The host's clock. The host issues work in program order and runs ahead of the devices;
         only waiting for an event or computing by itself holds it up.
+    waited_ns : int
+        Until when it was held up so the last time.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Machine:
         kernel_bytes_per_s: float | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.now_ns = 0
+        self.now_ns = self.waited_ns = 0
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
         self.flops_per_ns = flops_per_s / 1e9
@@ -170,6 +172,7 @@ class Machine:
                 total_rate=self.memory_bytes_per_ns,
             )
             self.now_ns = math.ceil(max(moved_at, now + flops / self.flops_per_ns))
+            self.waited_ns = self.now_ns
 
     @classmethod
     def of(cls, spec: DeviceSpec) -> Machine:
@@ -184,7 +187,7 @@ class Machine:
         """Let the host stand still until a moment."""
         with self.lock:
             if end_ns > self.now_ns:
-                self.now_ns = end_ns
+                self.now_ns = self.waited_ns = end_ns
 
 
 def address_of(base: Tensor) -> int:

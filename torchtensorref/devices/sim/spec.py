@@ -8,6 +8,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.units import parse_nbytes
+from .host_costs import HostCosts
 
 __all__ = ["DeviceSpec"]
 
@@ -57,13 +58,15 @@ class DeviceSpec:
     #: its own of higher priority; 0: copies are done in the order of their issue
     urgent_nbytes: int = 0
     #: a copy to the device of at most so many bytes takes no longer than the host takes to decide
-    #: about it; 0: decisions take no time, as they take none of the virtual one
+    #: about it; 0: what the link copies in the time of `host_costs`
     decision_nbytes: int = 0
     #: both directions of the link work at once
     duplex: bool = True
     #: of a copy from or to another device of the machine that has this, too (the slower one
     #: counts), past the host's memory; None: what crosses goes through the host
     peer_bytes_per_s: float | None = None
+    #: what management takes of the host's own time; all zero: none, so that it is not counted
+    host_costs: HostCosts = field(default_factory=HostCosts)
 
     def __post_init__(self) -> None:
         speeds: dict[str, float] = {

@@ -7,6 +7,7 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.units import format_nbytes, format_ns
 from ...devices.sim.cards import SPECS
+from ...devices.sim.host_costs import HostCosts
 from ...devices.sim.spec import DeviceSpec
 from ...interception.onlookers.chrome import COMPUTE, HOST
 from ...promises.record import BlockRecord, OpRecord, Record
@@ -99,7 +100,8 @@ def _spec(about: dict[str, Any], device: str | None) -> DeviceSpec:
             f"{about['device']} is a real device, whose speeds are not in the timeline. Name a "
             f"simulated one like it: --device {' or '.join(list(SPECS)[:3])}."
         )
-    return DeviceSpec(**about["spec"])
+    costs = HostCosts(**about["spec"].get("host_costs", {}))
+    return DeviceSpec(**{**about["spec"], "host_costs": costs})
 
 
 def rows_of(recording: Recording, cost: StepCost, replayer: Replayer) -> list[tuple[str, str, str]]:
