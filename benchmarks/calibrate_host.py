@@ -123,17 +123,17 @@ def measured() -> tuple[dict[str, Took], dict[str, float]]:
         took["half"] = shortest(sweeps.managed)
     moves["half fetched"], moves["half evicted"] = fetched[0], evicted[0]
 
+    def still_short() -> None:  # else the strategy is told of nothing any more, after a while
+        tensorsManager.residency.books.short_at = tensorsManager.residency.books.tick
+
     def all_at_home() -> None:
         sweeps.room_for(0.02)
         sweeps.room_for(4)
-        tensorsManager.residency.books.short_at = tensorsManager.residency.books.tick
+        still_short()
 
     with counted("fetch_count") as fetched:
         took["fetched"] = shortest(sweeps.managed, all_at_home)
     moves["fetched"] = fetched[0]
-
-    def still_short() -> None:
-        tensorsManager.residency.books.short_at = tensorsManager.residency.books.tick
 
     sweeps.managed()
     with counted("fetch_count") as fetched, counted("ready_op_count") as ready:

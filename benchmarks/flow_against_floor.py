@@ -17,6 +17,10 @@ weights that are not on the card lie in ordinary memory, pageable or a mapped fi
 copied by a blocking copy when its layer is called. The device models that: 6 GB/s, the high end of
 what is found for pageable copies (`sim_spec.py`), and the host waits for each. The row
 `prefix_resident_page_locked` is the same strategy with our link, so that both causes can be seen.
+
+Virtual time counts nothing of what our own Python takes. With `--host NAME`, a processor of
+`HOST_COSTS`, each cell is measured with that, too, and so is a model of 7 B parameters
+(`with_host.py`): another table, with a baseline of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ from torch.utils._pytree import tree_leaves
 from torchTensorRef import disabled, tensorsManager
 from torchTensorRef.devices.sim.cards import SPECS
 from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.host_costs import host_costs_of
 from torchTensorRef.devices.sim.spec import DeviceSpec
 
+from . import with_host
 from .baseline import EXACT, WIDTH, Figure, Keeper
 from .floor import Recorder
 from .programs import PROGRAMS, Program
@@ -158,7 +164,9 @@ def plain_run(program: Program) -> Plain:
     return Plain(program, spec, recorder, expected, weights_nbytes(model))
 
 
-def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[str, Any]]:
+def rows_of(
+    plain: Plain, budget: int, strategies: list[str], host: str | None
+) -> Iterator[tuple[str, Any]]:
     """Measure the cells of one budget: (strategy, row) one after the other."""
     budget_nbytes = plain.w_nbytes * budget // 100
     least_nbytes = plain.recorder.min_nbytes(budget_nbytes)
@@ -166,9 +174,20 @@ def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[
     for strategy in strategies:
         found, stats = measure(plain.program, plain.spec, budget_nbytes, STRATEGIES[strategy])
         moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+        counted = {}
+        if host is not None:
+            spec = plain.spec.scaled(host_costs=host_costs_of(host))
+            by_host, also = measure(plain.program, spec, budget_nbytes, STRATEGIES[strategy])
+            assert identical(plain.expected, by_host), (plain.program.name, budget, strategy)
+            counted["with_host"] = {
+                "with_host": round(also["time_ns"] / floor_ns, 4),
+                "host_share": round(also["host_ns"] / also["time_ns"], 4),
+                "bound_by": also["bound_by"],
+            }
         yield (
             strategy,
             {
+                **counted,
                 "time_over_floor": round(stats["time_ns"] / floor_ns, 4),
                 "bytes_over_min": round(moved_nbytes / least_nbytes, 4),
                 "stall_share": round(stats["stall_ns"] / stats["time_ns"], 4),
@@ -184,12 +203,22 @@ def rows_of(plain: Plain, budget: int, strategies: list[str]) -> Iterator[tuple[
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and the comparison with the baseline, and a line RESULT with all as JSON."""
     parser = argparse.ArgumentParser(prog="benchmarks.flow_against_floor", description=__doc__)
-    parser.add_argument("--programs", default=",".join(p.name for p in PROGRAMS))
+    every = ",".join(p.name for p in PROGRAMS)
+    parser.add_argument(
+        "--programs", help=f"{every}; with --host {with_host.BASELINE_PROGRAMS} if none are told"
+    )
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--host", help="a processor whose own time is counted, too")
     parts = ("programs", "strategies", "budgets")
     options = KEEPER.parse(parser, arguments, defaults=parts)
+    if options.write_baseline and options.host not in (None, with_host.BASELINE_HOST):
+        parser.error(f"--write-baseline is of --host {with_host.BASELINE_HOST}")
+    host_costs_of(options.host)  # a name that nobody knows ends it here
+    options.programs = options.programs or (with_host.BASELINE_PROGRAMS if options.host else every)
     results = measured(options)
+    if options.host is not None:
+        return with_host.conclude(results, options)
     Console(width=WIDTH).print(table_of(results))
     if options.write_baseline:
         KEEPER.path.with_suffix(".md").write_text(markdown_of(results))
@@ -209,7 +238,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             plain = plain_run(program)
             for budget in budgets:
                 progress.update(task, description=f"{program.name} {budget} %")
-                for strategy, row in rows_of(plain, budget, strategies):
+                for strategy, row in rows_of(plain, budget, strategies, options.host):
                     results.setdefault(program.name, {}).setdefault(budget, {})[strategy] = row
                     progress.advance(task)
                 rows = results[program.name][budget].items()

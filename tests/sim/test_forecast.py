@@ -15,7 +15,7 @@ import torchTensorRef
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
-from torchTensorRef.devices.sim.host_costs import HostCosts
+from torchTensorRef.devices.sim.host_costs import HOST_COSTS, HostCosts
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.inject import hooks
 
@@ -266,6 +266,23 @@ def test_kept_and_read_again(tmp_path):
     (tmp_path / "wrong.json").write_text("{}")
     with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json is no forecast"):
         torchTensorRef.Forecast.load(tmp_path / "wrong.json")
+
+
+def test_a_host_by_name_is_that_of_its_costs():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(10)))
+    given = {"device": SPEC, "budget": 4_000, "strategy": "lru", "steps": 3}
+    without = torchTensorRef.forecast(model, torch.ones(1, 16), **given)
+    seen = torchTensorRef.forecast(model, torch.ones(1, 16), host="epyc", **given)
+    assert seen.spec.host_costs == HOST_COSTS["epyc"].costs
+    assert (without.steady.host_ns, seen.steady.host_ns > 0) == (0, True)
+    assert seen.bound_by(seen.steady) == "the host's own time"
+    assert without.bound_by(without.steady) != "the host's own time"
+    assert seen.to_json()["bound_by"] == "the host's own time"
+    assert seen.time_ns > without.time_ns
+    assert seen.floor_ns(seen.steady) == without.floor_ns(without.steady)
+    with pytest.raises(torchTensorRef.ConfigError, match="epyc") as caught:
+        torchTensorRef.forecast(model, torch.ones(1, 16), host="epycs", **given)
+    assert caught.value.nearest == "epyc"
 
 
 def test_an_unknown_device_names_the_nearest():

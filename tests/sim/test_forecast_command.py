@@ -50,6 +50,25 @@ def test_a_script(script):
     assert done.returncode == 0, done.stderr
     assert "['--flag', 'x'] 0." in done.stdout
     assert "rtx3060" in done.stdout
+    assert "for management" not in done.stdout
+
+
+def test_a_script_on_a_host_whose_time_is_counted(script):
+    path = script(
+        """
+        import torch
+        layers = [torch.nn.Linear(64, 64) for _ in range(40)]
+        for _ in range(3):
+            x = torch.ones(1, 64)
+            for layer in layers:
+                x = layer(x)
+        """
+    )
+    done = forecast("--device", "rtx3060", "--host", "epyc", "--budget", "200KB", path)
+    assert done.returncode == 0, done.stderr
+    assert "AMD EPYC" in done.stdout
+    assert "the host's own time bounds this run" in done.stdout
+    assert "a larger budget" in done.stdout
 
 
 def test_a_script_that_begins_with_a_tensor(script):
@@ -67,6 +86,7 @@ def test_a_script_that_begins_with_a_tensor(script):
         (("nothing.py",), "There is no program"),
         (("--model", "nowhere"), "There is no nowhere"),
         (("--device", "rtx9060", "x.py"), "rtx"),
+        (("--host", "epic", "x.py"), "epyc"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, said):

@@ -6,11 +6,13 @@ from torch import nn
 
 from torchTensorRef.__main__ import main
 from torchTensorRef.base.errors import ConfigError
+from torchTensorRef.devices.sim.host_costs import HostCosts
 from torchTensorRef.diagnostics.traces.recording import read
 from torchTensorRef.diagnostics.traces.replay import replay
 
 #: Of the weights, about 400 KB, half fits.
 BUDGET = 220_000
+COSTS = HostCosts(ready_ns=3_000, decided_ns=41_000, fetched_ns=52_000, evicted_ns=37_000)
 
 
 class Decoder(nn.Module):
@@ -42,9 +44,9 @@ def decode(manager, model, count=10):
     return found
 
 
-def run(manage, strategy, path):
+def run(manage, strategy, path, **spec):
     """Record a decode; return what it has moved, by the counts."""
-    manager = manage(strategy, nbytes=BUDGET)
+    manager = manage(strategy, nbytes=BUDGET, **spec)
     torch.manual_seed(0)
     model = manager.adopt(Decoder())
     manager.reset_stats()
@@ -64,6 +66,22 @@ def test_replay_moves_the_bytes_that_running_moves(manage, tmp_path, recorded_wi
         counts = replayer.residency.copier.transfer.counts
         found = [counts.fetched_nbytes, counts.prefetched_nbytes, counts.written_back_nbytes]
         assert found == expected, strategy
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_replay_takes_the_time_that_management_took(manage, tmp_path, strategy):
+    path = tmp_path / "run.json"
+    apart_ns = []
+    for costs in (HostCosts(), COSTS):
+        run(manage, strategy, path, host_costs=costs)
+        recording = read(path)
+        cost, _ = replay(recording)
+        assert cost.host_ns == recording.stats["host_ns"]
+        assert (cost.host_ns > 0) == (costs == COSTS)
+        apart_ns.append(cost.time_ns - recording.stats["time_ns"])
+    # What the host copied when the first token was adopted, before the timeline begins.
+    assert apart_ns[0] == apart_ns[1]
+    assert abs(apart_ns[0]) < 20
 
 
 def test_the_command_compares(manage, tmp_path, capsys):

@@ -9,6 +9,10 @@ import weakref
 import pytest
 import torch
 
+from torchTensorRef import tensorsManager
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.host_costs import HostCosts
+
 from ..support.device_double import LateDevice
 from ..support.programs import linears, sweep
 
@@ -111,6 +115,53 @@ def test_time_and_stalls_begin_with_the_counts(manage):
     again = manager.stats()
     assert again["time_ns"] >= again["stall_ns"] > 0
     assert again["time_ns"] < 2 * before["time_ns"]
+
+
+def test_a_run_that_the_hosts_own_time_bounds_says_so(manage):
+    costs = HostCosts(ready_ns=0, decided_ns=100_000, fetched_ns=200_000, evicted_ns=300_000)
+    manager = manage("lru", nbytes=10_000, host_costs=costs)
+    weights = [manager.adopt(torch.rand(500)) for _ in range(10)]
+    manager.reset_stats()
+    for _ in range(3):
+        for weight in weights:
+            weight + 1
+    stats = manager.stats()
+    assert stats["host_ns"] > stats["compute_ns"] + stats["stall_ns"]
+    assert stats["host_stall_ns"] > stats["host_ns"] / 2
+    assert stats["bound_by"] == "host"
+    assert "the host's own time bounds this run" in stats["advice"]
+    assert "a larger budget" in stats["advice"]
+    text = manager.report()
+    assert "bound by   the host's time" in text
+    assert "of its own time for management" in text
+    assert max(map(len, text.splitlines())) <= 100
+    manager.reset_stats()
+    assert (manager.stats()["host_ns"], manager.stats()["host_stall_ns"]) == (0, 0)
+
+
+def test_a_host_that_waits_itself_is_not_late(manage):
+    costs = HostCosts(ready_ns=100, decided_ns=100, fetched_ns=100, evicted_ns=100)
+    manage("lru", host_costs=costs)
+    manager = tensorsManager
+    device = manager.residency.books.main
+    manager.device = SimDevice(device.spec, name="sim:pageable", page_locked=False)
+    weights = [manager.adopt(torch.rand(20_000)) for _ in range(10)]
+    manager.reset_stats()
+    for weight in weights:
+        weight + 1
+    stats = manager.stats()
+    assert stats["bound_by"] == "host"  # it has waited for each copy
+    assert stats["host_ns"] > 0
+    assert "the host's own time" not in stats["advice"]
+    assert "bound by   the host and interception" in manager.report()
+
+
+def test_without_costs_the_host_is_not_told_of(manage):
+    manager = manage("lru")
+    manager.adopt(torch.rand(500)) + 1
+    assert manager.stats()["host_ns"] == 0
+    assert "for management" not in manager.report()
+    assert "the host's own time" not in manager.report()
 
 
 def test_on_a_clock_on_the_wall_time_begins_with_the_device(manage):

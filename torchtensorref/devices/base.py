@@ -318,7 +318,7 @@ class Device(PeerLinks, ABC):
 
     @property
     def host_stall_ns(self) -> int:
-        """How long it stood idle only because the host had not issued its operator yet."""
+        """How long compute stood idle while the host had not issued its operator."""
         return 0
 
     @property

@@ -33,6 +33,12 @@ HELPS_THE_HOST = (
 )
 
 
+def waits_for_management(stats: dict[str, Any]) -> bool:
+    """Say whether a host whose own time is counted was late, rather than waiting itself."""
+    rest_ns = stats["time_ns"] - stats["compute_ns"] - stats["stall_ns"]
+    return bool(stats["host_ns"]) and 2 * stats["host_stall_ns"] > rest_ns
+
+
 def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Bound:
     """Say what bounds a run, from its counts and the speeds of the link.
 
@@ -40,8 +46,8 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     -----
     The floor is that of the bytes that were copied: another strategy, or a larger budget, may need
     fewer. What is neither computed nor waited for a copy is the host's: the program itself, what
-    runs there, and interception. Where its time is counted (`host_ns`), it is the host's also if
-    management took longer than the operators and the copies: these were issued late, too.
+    runs there, and interception. Where management's time is counted and is what is waited for, it
+    is the host's also if that is longer than the operators and the copies: they were issued late.
     """
     compute_ns, time_ns, stall_ns = stats["compute_ns"], stats["time_ns"], stats["stall_ns"]
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
@@ -57,7 +63,7 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     by = max(waits, key=lambda name: waits[name])
     if by == "compute" and link_ns > compute_ns:
         by = "link"
-    if stats["host_ns"] > max(compute_ns, link_ns):
+    if waits_for_management(stats) and stats["host_ns"] > max(compute_ns, link_ns):
         by = "host"
     return Bound(by, time_ns / max(compute_ns, link_ns, 1), compute_ns, link_ns)
 
@@ -87,7 +93,7 @@ def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
             f"{short} operators ran on the host for want of room: a budget of "
             f"{format_nbytes(need)} would have held the largest, {stats['largest_op']}."
         )
-    if stats["bound_by"] == "host" and stats["host_ns"]:
+    if stats["bound_by"] == "host" and waits_for_management(stats):
         room = "; a larger budget, so that fewer blocks come and go" * bool(stats["evict_count"])
         share = stats["host_ns"] / max(stats["time_ns"], 1)
         return (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.units import format_nbytes, format_ns
-from .advice import GIB, advice_of, bound_of
+from .advice import GIB, advice_of, bound_of, waits_for_management
 from .block import Block
 from .costs import BlockCost
 from .ref import TensorRef
@@ -187,14 +187,14 @@ def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
     ]
     if stats["host_ns"]:
         lines.append(
-            f"  host       {format_ns(stats['host_ns'])} of its own time for management; the "
-            f"accelerator was idle {format_ns(stats['host_stall_ns'])} until it had issued"
+            f"  host       {format_ns(stats['host_ns'])} of its own time for management; "
+            f"the accelerator stood idle {format_ns(stats['host_stall_ns'])} for it"
         )
     clocks = manager.residency.books.main.clocks()
     bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
     if bound.by:
-        is_counted = bound.by == "host" and stats["host_ns"]
-        by = "the host's own time" if is_counted else WORDS_OF_BOUNDS[bound.by]
+        is_late = bound.by == "host" and waits_for_management(stats)
+        by = "the host's time" if is_late else WORDS_OF_BOUNDS[bound.by]
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
             f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"

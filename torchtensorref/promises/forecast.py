@@ -11,7 +11,7 @@ from ..base.errors import ConfigError
 from ..base.units import format_nbytes, format_ns
 from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
-from ..memory.advice import HELPS_THE_HOST, bound_of
+from ..memory.advice import HELPS_THE_HOST, bound_of, waits_for_management
 from .files import read, write
 from .record import BlockRecord, OpRecord, Record
 from .recording import record_of
@@ -199,7 +199,7 @@ class Forecast:
         """Return what bounds a part under this strategy: of the floor, or the host's own time."""
         stats = {**step._asdict(), "prefetched_nbytes": 0}  # `fetched_nbytes` has them
         bound = bound_of(stats, self.spec.h2d_bytes_per_s, self.spec.d2h_bytes_per_s)
-        if bound.by == "host" and step.host_ns:
+        if bound.by == "host" and waits_for_management(stats):
             return HOSTS_TIME
         return self.floor_ns(step)[1]
 
@@ -222,8 +222,8 @@ class Forecast:
         if self.spec.host_costs.processor:
             lines.append(
                 f"  host       {format_ns(step.host_ns)} of its own time for management "
-                f"({self.spec.host_costs.processor}); the device is idle "
-                f"{format_ns(step.host_stall_ns)} until it has issued"
+                f"({self.spec.host_costs.processor}); the device stands idle "
+                f"{format_ns(step.host_stall_ns)} for it"
             )
         if self.bound_by(step) == HOSTS_TIME:
             larger = "; a larger budget" * bool(step.fetched_nbytes)

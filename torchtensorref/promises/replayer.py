@@ -45,8 +45,8 @@ class StepCost(NamedTuple):
     #: Of these, run by the host; and those that should have run on the device.
     host_op_count: int
     fallback_count: int
-    #: What management took of the host's own time; how long compute stood idle only because the
-    #: host had not issued its operator yet.
+    #: What management took of the host's own time; how long compute stood idle while the host had
+    #: not issued its operator.
     host_ns: int = 0
     host_stall_ns: int = 0
 

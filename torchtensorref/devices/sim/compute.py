@@ -31,8 +31,8 @@ class ComputeEngine:
     stall_ns : int
         How long it stood idle only because it waited for a copy.
     host_stall_ns : int
-        How long it stood idle only because the host, which waited for nothing, had not issued its
-        operator yet.
+        How long it stood idle while the host, which waited for nothing, had not issued its
+        operator; copies that it has issued late have not arrived then either.
     host_ns : int
         What management took of the host's own time (`DeviceSpec.host_costs`).
 
@@ -98,8 +98,7 @@ class ComputeEngine:
         """When an operator starts; the time it waits for a copy or the host is added up."""
         start_ns = self.end_ns
         if issued_ns > start_ns:
-            idle_from_ns = max(start_ns, self.awaited_ns, self._machine.waited_ns)
-            self.host_stall_ns += max(0, issued_ns - idle_from_ns)
+            self.host_stall_ns += max(0, issued_ns - max(start_ns, self._machine.waited_ns))
             start_ns = issued_ns
         if self.awaited_ns > start_ns:
             self.stall_ns += self.awaited_ns - start_ns

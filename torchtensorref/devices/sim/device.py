@@ -80,8 +80,8 @@ class SimDevice(Device):
     alloc_count, copy_count : int
         How many allocations (also refills and kernels' results) and copies were asked for.
     stall_ns, host_stall_ns : int
-        How long compute stood idle only because it waited for a copy; and only because the host,
-        which waited for nothing, had not issued its operator yet.
+        How long compute stood idle only because it waited for a copy; and while the host, which
+        waited for nothing, had not issued its operator.
     host_ns : int
         What management took of the host's own time.
 
@@ -320,7 +320,7 @@ class SimDevice(Device):
 
     @property
     def host_stall_ns(self) -> int:
-        """How long it stood idle only because the host had not issued its operator yet."""
+        """How long compute stood idle while the host had not issued its operator."""
         return self._compute.host_stall_ns
 
     @property
