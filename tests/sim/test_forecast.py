@@ -136,6 +136,35 @@ def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, s
     assert (stats["host_ns"] > 0) == (spec.host_costs == COSTS)
 
 
+def test_operands_are_brought_in_the_order_in_which_a_run_brings_them(monkeypatch):
+    """`linear` as a whole has its weight before its bias, and in its parts behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    copied: list[int] = []
+    copy_in = SimDevice.copy_in
+
+    def noted(self: SimDevice, source: Any, base: Any, **after: Any) -> Any:
+        copied.append(source.numel())
+        return copy_in(self, source, base, **after)
+
+    def program() -> Any:
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(2, 32))
+                yield
+
+    seen = torchTensorRef.forecast(program, device=SPEC, budget=9_000, strategy="lru")
+    monkeypatch.setattr(SimDevice, "copy_in", noted)
+    assert len(seen.steps) == 3
+    foretold = list(copied)
+    copied.clear()
+    run_for_real(program, 9_000, "lru")
+    assert foretold == copied
+    biases = [i for i, n in enumerate(copied) if n == 128]
+    weights = [i for i, n in enumerate(copied) if n == 4096]
+    assert weights[-1] < biases[-1]  # fetched as a whole by then
+
+
 def costs_of(step: Any) -> tuple[int, ...]:
     return step.time_ns, step.fetched_nbytes, step.written_back_nbytes, step.peak_nbytes
 
