@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from ..base.errors import ConfigError
@@ -227,7 +228,8 @@ class Forecast:
             )
         if self.bound_by(step) == HOSTS_TIME:
             larger = "; a larger budget" * bool(step.fetched_nbytes)
-            lines.append(f"  {HOSTS_TIME} bounds this run. Would help: {HELPS_THE_HOST}{larger}")
+            said = f"  advice     {HOSTS_TIME} bounds this run. What would help: "
+            lines += wrap(said + HELPS_THE_HOST + larger, 100, subsequent_indent=" " * 13)
         rows = self.steps if len(self.steps) <= 8 else [*self.steps[:3], *self.steps[-3:]]
         lines.append(f"  {'part':24} {'time':>10} {'stalls':>10} {'fetched':>12} {'on host':>8}")
         lines += [
