@@ -296,7 +296,8 @@ class Ownership:
             with self._residency.books.lock:
                 # What the program makes over it (`x.set_(storage)`) is a view of the block.
                 if self.table.find(storage._cdata, 0, block.nbytes) is None:
-                    self.table.add(storage._weak_ref(), 0, block.nbytes, block)
+                    number: Any = storage._weak_ref()
+                    self.table.add(number, 0, block.nbytes, block)
         return storage
 
     def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
