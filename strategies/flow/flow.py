@@ -289,8 +289,16 @@ class Flow(Strategy):
         return LONG_QUEUE_COUNT if self._is_brief else self.queue_count
 
     def _queue_nbytes(self, device: DeviceSnapshot) -> float:
-        share = LONG_QUEUE_SHARE if self._is_brief else QUEUE_SHARE
-        return min(QUEUE_NBYTES, device.limit_nbytes * share)
+        """Bytes under way at most: what is queued is room that nothing else has.
+
+        What is heard of late needs no more than the link copies meanwhile, of many small blocks;
+        a large one gives time enough by itself.
+        """
+        nbytes = device.limit_nbytes * QUEUE_SHARE
+        if self._is_brief:
+            meanwhile_nbytes = LONG_QUEUE_COUNT * device.decision_nbytes
+            nbytes = max(nbytes, min(device.limit_nbytes * LONG_QUEUE_SHARE, meanwhile_nbytes))
+        return min(QUEUE_NBYTES, nbytes)
 
     def _missing(self) -> Iterator[_Wanted]:
         """Yield the blocks that will be used and are not there, in the order of use."""

@@ -260,3 +260,44 @@ def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, mon
     (often, missed), (seldom, missed_now) = found.values()
     assert seldom < often * 2 / 3
     assert missed_now <= missed + 16  # of 768 uses
+
+
+class Layers(nn.Module):
+    """Two small weights for each large one, as layers with norms have them."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(torch.rand(width) for _ in range(2 * count))
+        self.weights = nn.ParameterList(torch.rand(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, weight in enumerate(self.weights):
+            x = x * self.norms[2 * index] + self.norms[2 * index + 1]
+            x = (x @ weight).softmax(-1)
+        return x
+
+
+def test_small_weights_do_not_take_the_room_of_large_ones_for_copies_ahead(manage, monkeypatch):
+    plain, x = Layers(96, 64), torch.rand(1, 64)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    under_way: list[int] = []
+    manager = manage("flow", nbytes // 2, decision_nbytes=300, h2d_bytes_per_s=3e8)
+    strategy = manager.residency.feed.strategy
+    prefetch = strategy.prefetch
+
+    def note(device: Any, resident: Any) -> Any:
+        queued = prefetch(device, resident)
+        nbytes = sum(strategy.history.nbytes(one.block_id) for one in queued)
+        under_way.append(device.in_flight_nbytes + nbytes)
+        return queued
+
+    monkeypatch.setattr(strategy, "prefetch", note)
+    model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
+    with torch.no_grad():
+        for _ in range(6):
+            model(x_there)
+        under_way.clear()
+        for _ in range(4):
+            assert not list(differences(plain(x), model(x_there)))
+    assert strategy.history.confidence > 0.9
+    assert 0 < max(under_way) <= 2 * plain.weights[0].nbytes
