@@ -154,7 +154,8 @@ def multiplied(
     """
     product = factors[0]
     for factor in factors[1:]:
-        if is_own and _covers(product.shape, factor.shape):
+        shape = product.shape
+        if is_own and (shape == factor.shape or _covers(shape, factor.shape)):
             into(product, factor)
         else:
             product, is_own = new(product, factor), True

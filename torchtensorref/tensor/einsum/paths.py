@@ -26,7 +26,8 @@ class Step(NamedTuple):
         """Return what is left on the list after the step, with what comes of it."""
         if len(self.places) == 1:
             return [made if at == self.places[0] else one for at, one in enumerate(waiting)]
-        return [*(one for at, one in enumerate(waiting) if at not in self.places), made]
+        left = [one for at, one in enumerate(waiting) if at not in self.places]
+        return [*left, made]
 
 
 @functools.lru_cache(maxsize=1024)
