@@ -171,9 +171,13 @@ class SeenDevice(DeviceSnapshot):
 
     __slots__ = ("_books", "_device", "_in_flight")
 
-    def __init__(self, books: Books, in_flight: InFlight, device: Device) -> None:
+    @classmethod
+    def of(cls, books: Books, in_flight: InFlight, device: Device) -> SeenDevice:
+        """Return a device as it is when somebody looks; a copy of that is made of facts."""
+        seen = object.__new__(cls)
         for name, value in (("_books", books), ("_in_flight", in_flight), ("_device", device)):
-            object.__setattr__(self, name, value)
+            object.__setattr__(seen, name, value)
+        return seen
 
     def __getattr__(self, name: str) -> Any:
         """Describe it, all at once: called for what is not there yet."""

@@ -395,4 +395,4 @@ class StrategyFeed:
 
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device, as it is when somebody looks at the description."""
-        return SeenDevice(self._books, self._copier.in_flight, device)
+        return SeenDevice.of(self._books, self._copier.in_flight, device)
