@@ -127,21 +127,24 @@ class _Noted:
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Callable[..., Any], int]] = deque()
-        #: The piece of our code that was interrupted first, and when.
-        self.within: FrameType | None = None
+        #: The piece of our code that was interrupted first, by its `id`, and when. The frame itself
+        #: would hold all that it and its callers hold, where nobody tells us that it has ended: a
+        #: debugger may have taken the tracing. Another frame at its place is not found stuck before
+        #: a signal has waited for long, and then it is no worse a piece to be left.
+        self.within = 0
         self.since_s = 0.0
         self.is_delivering = False
         self.tracer: Any = None
 
     def is_stuck_in(self, section: FrameType) -> bool:
         """Whether a signal has waited for the very same call of ours for long."""
-        return self.within is section and time.monotonic() - self.since_s > PATIENCE_S
+        return self.within == id(section) and time.monotonic() - self.since_s > PATIENCE_S
 
     def forget(self, signum: int) -> None:
         """Drop what has waited for the same signal: it is about to be handled."""
         self.waiting = deque(noted for noted in self.waiting if noted[1] != signum)
         if not self.waiting:
-            self.within = None  # a frame holds all that it and its callers hold
+            self.within = 0
 
     def note(self, handler: Callable[..., Any], signum: int, section: FrameType) -> None:
         """Call a handler when the frame that has called ours goes on."""
@@ -150,8 +153,8 @@ class _Noted:
             _send_again(handler, signum)  # a moment later the program may be itself
             return
         self.waiting.append((handler, signum))
-        if self.within is not section:
-            self.within, self.since_s = section, time.monotonic()
+        if self.within != id(section):
+            self.within, self.since_s = id(section), time.monotonic()
         self.watch(frame)
 
     def watch(self, frame: FrameType) -> None:
@@ -189,7 +192,7 @@ class _Noted:
 
     def deliver(self, frame: FrameType) -> None:
         """Call the handlers that have waited, in their order."""
-        self.within = None
+        self.within = 0
         tracer, self.tracer = self.tracer, None
         if sys.gettrace() == self._on_call:
             sys.settrace(None)

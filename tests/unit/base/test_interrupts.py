@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,7 +194,34 @@ def test_our_code_that_is_stuck_is_left_by_a_second_signal(monkeypatch):
     with pytest.raises(Told):
         section()
     assert not interrupts._noted.waiting
-    assert interrupts._noted.within is None  # a frame holds the program's tensors and files
+    assert not interrupts._noted.within
+
+
+def test_a_signal_that_nobody_delivers_holds_nothing_of_the_program():
+    class Thing:
+        """What a program has in hand."""
+
+    signal.signal(ALARM, lambda signum, frame: None)
+    section = ours(HALFWAY + "    stop()", stop=stop)["section"]
+
+    def program() -> weakref.ref[Thing]:
+        thing = Thing()
+        section([])
+        return weakref.ref(thing)
+
+    try:
+        thing = program()
+        assert interrupts._noted.waiting
+        assert thing() is None
+    finally:
+        interrupts._noted.forget(ALARM)
+
+
+def stop() -> None:
+    """Take the tracing away, as a debugger does that begins."""
+    frame = sys._getframe(2)
+    frame.f_trace, frame.f_trace_opcodes = None, False
+    sys.settrace(None)
 
 
 def test_what_a_handler_raises_in_a_finalizer_is_not_lost(recwarn):
