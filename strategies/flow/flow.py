@@ -289,11 +289,7 @@ class Flow(Strategy):
         return LONG_QUEUE_COUNT if self._is_brief else self.queue_count
 
     def _queue_nbytes(self, device: DeviceSnapshot) -> float:
-        """Bytes under way at most: what is queued is room that nothing else has.
-
-        What is heard of late needs no more than the link copies meanwhile, of many small blocks;
-        a large one gives time enough by itself.
-        """
+        # What is queued has room that nothing else has: no more than the link copies meanwhile.
         nbytes = device.limit_nbytes * QUEUE_SHARE
         if self._is_brief:
             meanwhile_nbytes = LONG_QUEUE_COUNT * device.decision_nbytes
