@@ -12,7 +12,7 @@ from itertools import islice
 from ...strategy import Access, BlockSnapshot
 from .by_next_use import ByKey
 from .eviction_order import EvictionOrder
-from .forecaster import Forecaster, Look
+from .forecaster import Forecaster, Look, Wanted
 from .history import NEVER
 from .scores import SMALL_TOTAL_SHARE, UNFORESEEN, small_limit_nbytes
 
@@ -344,15 +344,17 @@ class Stock:
         """How many blocks are foreseen and not there."""
         return len(self._missing)
 
-    def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield (distance, block) of what is foreseen and not there, in the order of use."""
+    def missing(self) -> Iterator[Wanted]:
+        """Yield what is foreseen and not there, in the order of use."""
         forecaster = self._forecaster
+        cursor = forecaster.cursor
+        for passed in self._missing.take_below(cursor):
+            self._note_missing(passed)  # it was not used where it was foreseen
+        limit = cursor + horizon_of(forecaster)
         for position, block_id in self._missing.ascending():
-            distance = position - forecaster.cursor
-            if distance >= 0:
-                yield int(distance), block_id
-                continue
-            self._note_missing(block_id)  # it was not used where it was foreseen
+            if position >= limit:
+                return
+            yield int(position) - cursor, block_id, forecaster.nbytes(block_id)
 
     def oldest_dirty(self, look: Look) -> Iterator[BlockSnapshot]:
         """Yield dirty blocks, those written first first, of which `dirty_ones` says as much."""
