@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 #: Outdated entries tolerated, as a multiple of the living ones.
 _SLACK = 4
@@ -25,37 +26,46 @@ class ByKey:
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._near: list[Entry] = []  # sorted, and before all of the others
+        self._near: list[Entry] = []  # sorted, none outdated, and before all of the others
         self._far: list[Entry] = []  # a heap
+        self._most_far = 64  # more entries than that are looked through for outdated ones
 
     def note(self, number: int, key: float) -> None:
         """Give a number its key."""
         entries, near, far = self._entries, self._near, self._far
         known = entries.get(number)
-        if known is not None and known[0] == key:
-            return
+        if known is not None:
+            if known[0] == key:
+                return
+            self._outdate(known)
         entry = entries[number] = (key, number)
         if near and entry < near[-1]:
             insort(near, entry)
             if len(near) > _NEAR_COUNT:
-                self._let_go_of_half()
+                self._let_go_from(_NEAR_COUNT // 2)
         else:
             heappush(far, entry)
-            if len(far) > _SLACK * len(entries) + 64:
+            if len(far) > self._most_far:
                 far[:] = [entry for entry in far if entries.get(entry[1]) is entry]
                 heapify(far)
+                self._most_far = _SLACK * len(far) + 64
 
-    def _let_go_of_half(self) -> None:
-        """Look at the later half of the near ones as at those that nobody has looked at."""
-        half = len(self._near) // 2
-        for entry in self._near[half:]:
-            if self._entries.get(entry[1]) is entry:
-                heappush(self._far, entry)
-        del self._near[half:]
+    def _let_go_from(self, place: int) -> None:
+        """Look at the near ones from a place on as at those that nobody has looked at."""
+        for entry in self._near[place:]:
+            heappush(self._far, entry)
+        del self._near[place:]
 
     def forget(self, number: int) -> None:
         """Leave a number out from now on; one that is not there is left out already."""
-        self._entries.pop(number, None)
+        entry = self._entries.pop(number, None)
+        if entry is not None:
+            self._outdate(entry)
+
+    def _outdate(self, entry: Entry) -> None:
+        near = self._near
+        if near and entry <= near[-1]:
+            del near[bisect_left(near, entry)]
 
     def clear(self) -> None:
         """Leave every number out."""
@@ -92,34 +102,35 @@ class ByKey:
                 break
             taken.append(number)
         for number in taken:
-            del self._entries[number]
+            self.forget(number)
         return taken
 
     def pop(self) -> Entry | None:
-        """Take out the entry with the smallest key, to be handed to `put_back`; None without."""
-        entries, near, far = self._entries, self._near, self._far
-        while near or far:
-            entry = near.pop(0) if near else heappop(far)
-            if entries.get(entry[1]) is entry:
+        """Take out the entry with the smallest key; None without.
+
+        Whoever pops some hands them to `put_back` before anybody looks through the others.
+        """
+        if self._near:
+            self._let_go_from(0)
+        while self._far:
+            entry = heappop(self._far)
+            if self._entries.get(entry[1]) is entry:
                 return entry
         return None
 
     def put_back(self, entry: Entry) -> None:
         """Put back what was popped, unless it is outdated by now."""
         if self._entries.get(entry[1]) is entry:
-            del self._entries[entry[1]]
-            self.note(entry[1], entry[0])
+            heappush(self._far, entry)
 
     def ascending(self) -> Iterator[Entry]:
         """Yield (key, number), smallest key first. Note none meanwhile; some may be forgotten."""
-        entries, near, far = self._entries, self._near, self._far
-        while near and entries.get(near[0][1]) is not near[0]:
-            del near[0]
-        for entry in near:
-            if entries.get(entry[1]) is entry:
-                yield entry
-        while far:
-            entry = heappop(far)
-            if entries.get(entry[1]) is entry:
-                near.append(entry)
+        return chain(tuple(self._near), self._draw())
+
+    def _draw(self) -> Iterator[Entry]:
+        """Yield those that nobody has looked at, which are near from now on."""
+        while self._far:
+            entry = heappop(self._far)
+            if self._entries.get(entry[1]) is entry:
+                self._near.append(entry)
                 yield entry

@@ -120,7 +120,9 @@ class Stock:
         if self.is_void:
             return
         self._put(block_id, nbytes)
-        # What was not used where it was foreseen is foreseen elsewhere, or not at all.
+
+    def _put_passed_again(self) -> None:
+        """Put what was not used where it was foreseen where it is foreseen now, if it is."""
         for passed in self._due.take_below(self._forecaster.cursor):
             is_named = self._order.is_named(passed)
             self._put_again(passed, self._there[passed][1], is_named=is_named)
@@ -240,7 +242,9 @@ class Stock:
         for distance, block_id in forecaster.upcoming(horizon):
             if block_id not in self._there and block_id not in self._missing:
                 self._missing.note(block_id, forecaster.cursor + distance)
-                self._note_small(block_id, forecaster.nbytes(block_id))
+                nbytes = forecaster.nbytes(block_id)
+                if nbytes <= self._small_limit:
+                    self._note_small(block_id, nbytes)
 
     def _put_again(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use is by now; a temporary may be foreseen no more."""
@@ -266,7 +270,8 @@ class Stock:
         else:
             position = forecaster.cursor + distance
             self._due.note(block_id, position)
-            self._note_small(block_id, nbytes)
+            if nbytes <= self._small_limit:
+                self._note_small(block_id, nbytes)
         is_dirty, is_small = block_id in self.may_be_dirty, block_id in self._small
         self._order.note(
             block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small, is_named=is_named
@@ -275,7 +280,7 @@ class Stock:
             self._dirty.note(block_id, -position)
 
     def _note_small(self, block_id: int, nbytes: int) -> None:
-        if nbytes <= self._small_limit and block_id not in self._small:
+        if block_id not in self._small:
             self._small[block_id] = nbytes
             self._small_nbytes += nbytes
 
@@ -318,6 +323,7 @@ class Stock:
 
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
+        self._put_passed_again()
         cursor, with_small = self._forecaster.cursor, not self._keeps_small
         return self._order.best_first(
             cursor, newest, look, with_small=with_small, with_fresh=False, with_named=False
@@ -325,6 +331,7 @@ class Stock:
 
     def all_victims(self, look: Look, newest: int) -> Iterator[BlockSnapshot]:
         """Yield what may be given back, best first, and at last what is small and recurs."""
+        self._put_passed_again()
         keeps_small, yielded = self._keeps_small, set()
         for _, block in self._best_first(look, newest, with_small=not keeps_small):
             yielded.add(block.block_id)
@@ -378,6 +385,7 @@ class Stock:
         """
         if not self._dirty:
             return
+        self._put_passed_again()
         near = self._distance_of_the_next(WRITE_BACK_SHARE * self._limit_nbytes)
         cursor, least = self._forecaster.cursor, max(near, soon)
         for key, block_id in self._dirty.ascending():
