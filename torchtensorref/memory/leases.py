@@ -47,25 +47,27 @@ class Lease:
         self.result_nbytes = result_nbytes
         self.nbytes = {block.block_id: block.nbytes for block in blocks}
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._logged: list[weakref.ref[Block]] = []
+        self._results: list[weakref.ref[Block]] = []
         for block in blocks:
-            self.log(block)
+            block.logged_as = block.block_id
 
-    def log(self, block: Block) -> None:
-        """Have the uses of a block noted: of one of them, or of a result that is made meanwhile."""
+    def log_result(self, block: Block) -> None:
+        """Have the uses of a result noted that is made meanwhile."""
         block.logged_as = block.block_id
-        self._logged.append(weakref.ref(block))
+        self._results.append(weakref.ref(block))
 
     def blocks(self) -> list[Block]:
         """Return the blocks that are alive."""
-        return [block for reference in self._blocks if (block := reference()) is not None]
+        return _alive(self._blocks)
 
     def end(self) -> None:
         """Note no more uses."""
-        for reference in self._logged:
-            block = reference()
-            if block is not None:
-                block.logged_as = 0
+        for block in _alive(self._blocks) + _alive(self._results):
+            block.logged_as = 0
+
+
+def _alive(references: list[weakref.ref[Block]]) -> list[Block]:
+    return [block for reference in references if (block := reference()) is not None]
 
 
 class Use(NamedTuple):

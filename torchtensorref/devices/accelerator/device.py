@@ -28,7 +28,7 @@ from ..storages import (
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
-from .rooms import Rooms
+from .rooms import UNNOTED, Rooms
 from .streams import ComputeStreams
 from .vendor import Vendor
 
@@ -203,17 +203,17 @@ class AcceleratorDevice(AcceleratorPeers):
         if self._rooms.dead:
             self._rooms.settle()
 
-    def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued; later ones will be noted again."""
-        self._rooms.note_use(base)
+    def note_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators on these bases were issued; later ones will be noted again."""
+        self._rooms.mark(bases, self._rooms.marks.mark)
 
-    def forget_use(self, base: Tensor) -> None:
-        """Operators may use this base from now on without a note."""
-        self._rooms.forget_use(base)
+    def forget_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators may use these bases from now on without a note."""
+        self._rooms.mark(bases, UNNOTED)
 
     def about_to_change(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
-        self.forget_use(base)
+        self.forget_uses([base])
 
     def available(self, base: Tensor) -> Event | None:
         """The last readers of what was in this room before; all of compute if they are unknown."""
