@@ -340,10 +340,19 @@ class History:
                 distance += 1
 
     def next_ones(self, limit: int) -> Iterator[int]:
-        """Yield the blocks whose accesses are forecast next, while they are alive."""
-        coming = self.upcoming(min(limit, self.period))
-        for expected, (distance, block_id) in enumerate(coming):
-            if distance != expected:
+        """Yield the blocks whose accesses are forecast next, while they are alive.
+
+        What is to be made until then is passed over.
+        """
+        cursor, names = self.cursor, self._names
+        if cursor < 0:
+            return
+        first = cursor - self.start
+        for position, symbol in enumerate(self._symbols[first : first + limit], cursor):
+            if symbol in names.born_at and names.next_birth(symbol, cursor) <= position:
+                continue
+            block_id = self._bearer_of.get(symbol, symbol)
+            if block_id not in self._nbytes:
                 return
             yield block_id
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..devices.base import Device
 from .block import Block, Replica
@@ -156,7 +157,8 @@ class Readiness:
 
     def note_uses(self, device: Device, replicas: Sequence[Replica]) -> None:
         """Tell a device who used its replicas last, where that can be known (lock held)."""
-        known, unknown = [], []
+        known: list[Any] = []
+        unknown: list[Any] = []
         is_alone: bool | None = None  # asked once
         for replica in replicas:
             block = replica.block
@@ -167,8 +169,10 @@ class Readiness:
             if is_closed and is_alone is None:
                 is_alone = self._holds.is_alone_on_ready_path()
             (known if is_closed and is_alone else unknown).append(replica.base)
-        device.note_uses(known)
-        device.forget_uses(unknown)
+        if known:
+            device.note_uses(known)
+        if unknown:
+            device.forget_uses(unknown)
 
     def _let_arrive(self, replica: Replica, minds_time: bool) -> bool:
         """Let compute wait for what is on its way; False if something is to be decided about it."""

@@ -217,7 +217,7 @@ class StrategyFeed:
     def tell_deaths(self) -> None:
         """Tell which blocks are gone (no lock held)."""
         deaths = self._books.take_deaths()
-        if deaths:
+        if deaths and self._checked.hears_deaths:
             with self.lock:
                 for block_id in deaths:
                     self._checked.on_death(block_id)
@@ -303,10 +303,11 @@ class StrategyFeed:
         """Tell what the program is about to use, make and let go of (the feed's lock held)."""
         self._checked.on_foretold(events)
 
-    def tell_prefetch(self, block: Block) -> None:
-        """Tell that a copy which the strategy asked for has been issued (no lock held)."""
+    def tell_prefetches(self, blocks: Sequence[Block]) -> None:
+        """Tell that copies which the strategy asked for have been issued (no lock held)."""
         with self.lock:
-            self._checked.on_prefetch(block.block_id, block.nbytes)
+            for block in blocks:
+                self._checked.on_prefetch(block.block_id, block.nbytes)
 
     # -- asked ----------------------------------------------------------------------------------
 
