@@ -160,7 +160,8 @@ class Referee:
     def death(self, block_id: int) -> None:
         """Hear of a block that is gone."""
         self._lru.death(block_id)
-        self._forecast.death(block_id)
+        if not self.is_followed:
+            self._forecast.death(block_id)
 
     def _weigh(self, excess_nbytes: float, limit_nbytes: int) -> None:
         self._excess_nbytes = max(0.0, self._excess_nbytes + excess_nbytes)

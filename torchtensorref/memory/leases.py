@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..devices.base import Device
 from ..operators.plan import plan_of
@@ -70,13 +70,9 @@ def _alive(references: list[weakref.ref[Block]]) -> list[Block]:
     return [block for reference in references if (block := reference()) is not None]
 
 
-class Use(NamedTuple):
-    """One use of a block by a ready operator, noted to be told later."""
-
-    tick: int
-    block_id: int
-    kind: int
-    is_written: bool
+#: One use of a block by a ready operator, noted to be told later: the operator's number, the
+#: block's, the operator's kind, whether it writes.
+Use = tuple[int, int, int, bool]
 
 
 class UseLog:
@@ -98,18 +94,18 @@ class UseLog:
         """Note the same of blocks."""
         for block in blocks:
             if block.logged_as and len(self._uses) < MOST_USES:
-                self._uses.append(Use(tick, block.block_id, kind, block in written))
+                self._uses.append((tick, block.block_id, kind, block in written))
 
     def take(self) -> list[Use]:
         """Return the uses in the order of operators, as they are told: a block once for each."""
         uses, self._uses = self._uses, []
         for tick, block_id, op, is_written in core.take_uses():
-            uses.append(Use(tick, block_id, plan_of(op).kind, is_written))
+            uses.append((tick, block_id, plan_of(op).kind, is_written))
         found: dict[tuple[int, int], Use] = {}
         for use in uses:
-            key = use.tick, use.block_id
-            if key not in found or use.is_written:
-                found[key] = use
+            tick, block_id, _, is_written = use
+            if is_written or (tick, block_id) not in found:
+                found[tick, block_id] = use
         return [found[key] for key in sorted(found)]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..base.errors import TransferError
 from ..devices.base import Device
+from ..strategy import Prefetch
 from .block import Block
 from .bookkeeping import Books
 from .copies import Copier
@@ -38,18 +39,30 @@ class Prefetcher:
             replica = block.replicas.get(device) if block is not None else None
             if replica is not None and replica.state is DIRTY:
                 self._evictor.try_write_back(replica)
+        self.prefetch(device, coming)
+
+    def prefetch(self, device: Device, wishes: Sequence[Prefetch]) -> list[Block]:
+        """Issue copies ahead of need until one is refused, and tell the strategy of all at once.
+
+        Returns
+        -------
+        list of Block
+            Those whose copies were issued.
+        """
         issued: list[Block] = []
         try:
-            for wish in coming:
+            for wish in wishes:
                 if not self._prefetch(device, wish.block_id, wish.victims, issued):
                     break
         finally:
-            self._feed.tell_prefetches(issued)
+            if issued:
+                self._feed.tell_prefetches(issued)
+        return issued
 
     def _prefetch(
         self, device: Device, block_id: int, victims: Sequence[int], issued: list[Block]
     ) -> bool:
-        """Issue the copy of one block ahead of need, in the room of its victims.
+        """Issue the copy of one block ahead of need, in the room of its victims, and note it.
 
         Returns
         -------

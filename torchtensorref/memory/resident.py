@@ -174,6 +174,8 @@ class SeenDevice(DeviceSnapshot):
     def __init__(self, books: Books, in_flight: InFlight, device: Device) -> None:
         for name, value in (("_books", books), ("_in_flight", in_flight), ("_device", device)):
             object.__setattr__(self, name, value)
+        # All that is asked before most operators under pressure, and always the same.
+        object.__setattr__(self, "decision_nbytes", device.decision_nbytes)
 
     def __getattr__(self, name: str) -> Any:
         """Describe it, all at once: called for what is not there yet."""

@@ -150,7 +150,7 @@ class StrategyFeed:
                 return
             books.counts.slow_hit_count += len(uses)
             if uses:
-                self.tell_births(before=uses[0].tick)
+                self.tell_births(before=uses[0][0])
             for tick, block_id, kind, is_written in uses:
                 if self._unheard and self._unheard[0][0] < tick:
                     self.tell_births(before=tick)
