@@ -242,9 +242,7 @@ class Stock:
         for distance, block_id in forecaster.upcoming(horizon):
             if block_id not in self._there and block_id not in self._missing:
                 self._missing.note(block_id, forecaster.cursor + distance)
-                nbytes = forecaster.nbytes(block_id)
-                if nbytes <= self._small_limit:
-                    self._note_small(block_id, nbytes)
+                self._note_small(block_id, forecaster.nbytes(block_id))
 
     def _put_again(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use is by now; a temporary may be foreseen no more."""
@@ -270,8 +268,7 @@ class Stock:
         else:
             position = forecaster.cursor + distance
             self._due.note(block_id, position)
-            if nbytes <= self._small_limit:
-                self._note_small(block_id, nbytes)
+            self._note_small(block_id, nbytes)
         is_dirty, is_small = block_id in self.may_be_dirty, block_id in self._small
         self._order.note(
             block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small, is_named=is_named
@@ -280,7 +277,7 @@ class Stock:
             self._dirty.note(block_id, -position)
 
     def _note_small(self, block_id: int, nbytes: int) -> None:
-        if block_id not in self._small:
+        if nbytes <= self._small_limit and block_id not in self._small:
             self._small[block_id] = nbytes
             self._small_nbytes += nbytes
 

@@ -126,10 +126,8 @@ class StrategyFeed:
         """Remember a fresh result that is not tiny, to be told of if it lives."""
         if self.wants_every_use:
             lease = self.lease
-            if lease is not None:
-                lease.log_result(
-                    block
-                )  # if it turns out to stay, its uses are told as those of others
+            if lease is not None:  # if it turns out to stay, its uses are told as those of others
+                lease.log_result(block)
                 lease.result_nbytes -= block.nbytes
                 if lease.result_nbytes < 0:
                     self._readiness.close_watched(lease.blocks(), lease.device)
