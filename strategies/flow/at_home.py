@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ...strategy import Access, DeviceSnapshot, Offer, OpSnapshot
+from .forecaster import Wanted
 from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
@@ -103,13 +104,13 @@ class AtHome:
         device: DeviceSnapshot,
         gate: LatestStart,
         cursor: int,
-        missing: Iterable[tuple[int, int, int]],
-    ) -> Iterator[tuple[int, int, int]]:
+        missing: Iterable[Wanted],
+    ) -> Iterator[Wanted]:
         """Leave out what the link would bring too late, and what is computed at home meanwhile.
 
         Parameters
         ----------
-        missing : iterable of (distance, block, bytes)
+        missing : iterable of Wanted
             In the order of use.
         """
         ns_per_link_byte = 1e9 / device.h2d_bytes_per_s

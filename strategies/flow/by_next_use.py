@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 #: Outdated entries tolerated, as a multiple of the living ones.
 _SLACK = 4
+#: Entries kept sorted between two looks; half as many once there are more.
+_NEAR_COUNT = 512
 
 Entry = tuple[float, int]
 
 
 class ByKey:
-    """A heap of numbers, each with a key that is given anew when it changes.
+    """Numbers by a key that is given anew when it changes: sorted as far as somebody has looked.
 
     While a forecast holds, the position of a block's next use does not change until the block is
-    used, so one entry per use is enough, and an event takes O(log n) in the long run. Outdated
+    used, so one entry per use is enough. The first ones are looked at again and again: they are in
+    a sorted list, the others in a heap, so that an event takes O(log n) in the long run. Outdated
     entries are dropped when they are met.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        self._heap: list[Entry] = []
-        self._out_count = 0  # entries that are popped and come back
+        self._near: list[Entry] = []  # sorted, none outdated, and before all of the others
+        self._far: list[Entry] = []  # a heap
+        self._most_far = 64  # more entries than that are looked through for outdated ones
 
     def note(self, number: int, key: float) -> None:
         """Give a number its key."""
-        entries = self._entries
+        entries, near, far = self._entries, self._near, self._far
         known = entries.get(number)
-        if known is not None and known[0] == key:
-            return
+        if known is not None:
+            if known[0] == key:
+                return
+            self._outdate(known)
         entry = entries[number] = (key, number)
-        heap = self._heap
-        heappush(heap, entry)
-        if len(heap) > _SLACK * len(entries) + 64 and not self._out_count:
-            self._heap = list(entries.values())
-            heapify(self._heap)
+        if near and entry < near[-1]:
+            insort(near, entry)
+            if len(near) > _NEAR_COUNT:
+                self._let_go_from(_NEAR_COUNT // 2)
+        else:
+            heappush(far, entry)
+            if len(far) > self._most_far:
+                far[:] = [entry for entry in far if entries.get(entry[1]) is entry]
+                heapify(far)
+                self._most_far = _SLACK * len(far) + 64
+
+    def _let_go_from(self, place: int) -> None:
+        """Look at the near ones from a place on as at those that nobody has looked at."""
+        for entry in self._near[place:]:
+            heappush(self._far, entry)
+        del self._near[place:]
 
     def forget(self, number: int) -> None:
         """Leave a number out from now on; one that is not there is left out already."""
-        self._entries.pop(number, None)
+        entry = self._entries.pop(number, None)
+        if entry is not None:
+            self._outdate(entry)
+
+    def _outdate(self, entry: Entry) -> None:
+        near = self._near
+        if near and entry <= near[-1]:
+            del near[bisect_left(near, entry)]
 
     def clear(self) -> None:
         """Leave every number out."""
         self._entries.clear()
-        self._heap.clear()
+        self._near.clear()
+        self._far.clear()
 
     def __contains__(self, number: int) -> bool:
         return number in self._entries
@@ -67,38 +94,43 @@ class ByKey:
 
     def take_below(self, limit: float) -> list[int]:
         """Leave out the numbers whose key is below a limit; return them."""
-        heap, entries = self._heap, self._entries
+        if self._near and self._near[0][0] >= limit:
+            return []
         taken = []
-        while heap and heap[0][0] < limit:
-            entry = heappop(heap)
-            if entries.get(entry[1]) is entry:
-                del entries[entry[1]]
-                taken.append(entry[1])
+        for key, number in self.ascending():
+            if key >= limit:
+                break
+            taken.append(number)
+        for number in taken:
+            self.forget(number)
         return taken
 
     def pop(self) -> Entry | None:
-        """Take out the entry with the smallest key, to be handed to `put_back`; None without."""
-        heap, entries = self._heap, self._entries
-        while heap:
-            entry = heappop(heap)
-            if entries.get(entry[1]) is entry:
-                self._out_count += 1
+        """Take out the entry with the smallest key; None without.
+
+        Whoever pops some hands them to `put_back` before anybody looks through the others.
+        """
+        if self._near:
+            self._let_go_from(0)
+        while self._far:
+            entry = heappop(self._far)
+            if self._entries.get(entry[1]) is entry:
                 return entry
         return None
 
     def put_back(self, entry: Entry) -> None:
         """Put back what was popped, unless it is outdated by now."""
-        self._out_count -= 1
         if self._entries.get(entry[1]) is entry:
-            heappush(self._heap, entry)
+            heappush(self._far, entry)
 
     def ascending(self) -> Iterator[Entry]:
-        """Yield (key, number), smallest key first, as far as somebody looks."""
-        passed: list[Entry] = []
-        try:
-            while (entry := self.pop()) is not None:
-                passed.append(entry)
+        """Yield (key, number), smallest key first. Note none meanwhile; some may be forgotten."""
+        return chain(tuple(self._near), self._draw())
+
+    def _draw(self) -> Iterator[Entry]:
+        """Yield those that nobody has looked at, which are near from now on."""
+        while self._far:
+            entry = heappop(self._far)
+            if self._entries.get(entry[1]) is entry:
+                self._near.append(entry)
                 yield entry
-        finally:
-            for entry in passed:
-                self.put_back(entry)

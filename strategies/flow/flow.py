@@ -9,8 +9,7 @@ is not worth following, which two ghost caches and its own record of hits tell, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, starmap, takewhile
-from typing import NamedTuple
+from itertools import chain, islice, takewhile
 
 from ...strategy import (
     Access,
@@ -24,7 +23,7 @@ from ...strategy import (
     until_freed,
 )
 from .at_home import AtHome
-from .forecaster import Forecaster, Look, look_into, newest_of
+from .forecaster import Forecaster, Look, Wanted, look_into, newest_of
 from .ghost_cache import Referee
 from .history import History
 from .latest_start import LatestStart
@@ -59,14 +58,6 @@ LOOK_AGAIN_SHARE = 3 / 4
 STAYS_AFTER = 100
 #: Uses that are expected at once.
 EXPECTED_COUNT = 32
-
-
-class _Wanted(NamedTuple):
-    """A block that is missing and will be used."""
-
-    distance: int
-    block_id: int
-    nbytes: int
 
 
 class Flow(Strategy):
@@ -205,7 +196,7 @@ class Flow(Strategy):
             return ()
         look = look_into(resident)
         wanted = self._wanted(device, look)
-        self._present_until = history.end + (wanted[0].distance if wanted else horizon)
+        self._present_until = history.end + (wanted[0][0] if wanted else horizon)
         if not wanted or self._can_wait(device):
             return ()
         return self._issue(device, look, wanted, newest_of(resident))
@@ -296,22 +287,14 @@ class Flow(Strategy):
             nbytes = max(nbytes, min(device.limit_nbytes * LONG_QUEUE_SHARE, meanwhile_nbytes))
         return min(QUEUE_NBYTES, nbytes)
 
-    def _missing(self) -> Iterator[_Wanted]:
-        """Yield the blocks that will be used and are not there, in the order of use."""
-        history, horizon = self.history, horizon_of(self.history)
-        for distance, block_id in self._stock.missing():
-            if distance >= horizon:
-                return
-            yield _Wanted(distance, block_id, history.nbytes(block_id))
-
-    def _to_fetch(self, device: DeviceSnapshot) -> Iterator[_Wanted]:
+    def _to_fetch(self, device: DeviceSnapshot) -> Iterator[Wanted]:
         """Yield of the blocks missing those that are not better used at home."""
+        missing = self._stock.missing()
         if not self._at_home.is_open:
-            return self._missing()
-        in_time = self._at_home.in_time(device, self._gate, self.history.cursor, self._missing())
-        return starmap(_Wanted, in_time)
+            return missing
+        return self._at_home.in_time(device, self._gate, self.history.cursor, missing)
 
-    def _wanted(self, device: DeviceSnapshot, look: Look) -> list[_Wanted]:
+    def _wanted(self, device: DeviceSnapshot, look: Look) -> list[Wanted]:
         """Return the first blocks to fetch, as many as may be queued."""
         wanted = list(islice(self._to_fetch(device), self._queue_count))
         here = [block_id for _, block_id, _ in wanted if look(block_id) is not None]
@@ -324,13 +307,12 @@ class Flow(Strategy):
         if not device.compute_ns:
             return False
         history = self.history
-        queue = ((wanted.distance, wanted.nbytes) for wanted in self._to_fetch(device))
         decisions_nbytes = device.decision_nbytes * self._stock.missing_count
         bounds = (
             history.living_nbytes + decisions_nbytes,
             history.largest_nbytes + device.decision_nbytes,
         )
-        slack_ns = self._gate.slack_ns(device, history.cursor, queue, bounds)
+        slack_ns = self._gate.slack_ns(device, history.cursor, self._to_fetch(device), bounds)
         if not device.compute_free_ns:
             # By the host's clock: the host may wait for the program's own reasons, and nothing is
             # started meanwhile.
@@ -340,7 +322,7 @@ class Flow(Strategy):
         return slack_ns > 0
 
     def _issue(
-        self, device: DeviceSnapshot, look: Look, wanted: list[_Wanted], newest: int
+        self, device: DeviceSnapshot, look: Look, wanted: list[Wanted], newest: int
     ) -> list[Prefetch]:
         """Choose copies and their victims until the queue is full or the next would do harm."""
         history, room_nbytes = self.history, device.free_nbytes

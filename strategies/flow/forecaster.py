@@ -9,6 +9,8 @@ from ...strategy import BlockSnapshot
 
 #: Describes a block that the device holds; None for any other.
 Look = Callable[[int], BlockSnapshot | None]
+#: A block that is missing and will be used: after how many accesses, its number, its bytes.
+Wanted = tuple[int, int, int]
 
 
 class Forecaster(Protocol):

@@ -43,9 +43,10 @@ class GhostCache:
 
     def birth(self, block_id: int, nbytes: int, limit_nbytes: int) -> None:
         """Let a block in that needs no copy."""
-        self.death(block_id)
+        if block_id in self._held:
+            self.death(block_id)
         while self._held and self._held_nbytes + nbytes > limit_nbytes:
-            self.death(self._victim())
+            self._let_one_go()
         self._held[block_id] = nbytes
         self._held_nbytes += nbytes
 
@@ -59,8 +60,8 @@ class GhostCache:
         self._held_nbytes = other._held_nbytes
         self.missed_nbytes = 0
 
-    def _victim(self) -> int:
-        return next(iter(self._held))
+    def _let_one_go(self) -> None:
+        self._held_nbytes -= self._held.popitem(last=False)[1]
 
 
 class FarthestGhost(GhostCache):
@@ -101,11 +102,11 @@ class FarthestGhost(GhostCache):
         self._numbers = list(self._held)
         self._place = {block_id: place for place, block_id in enumerate(self._numbers)}
 
-    def _victim(self) -> int:
+    def _let_one_go(self) -> None:
         # Of few all, by age: `max` takes the first of equals, the least recently used.
         few = len(self._held) <= DRAWN_COUNT
         drawn = self._held if few else self._random.choices(self._numbers, k=DRAWN_COUNT)
-        return max(drawn, key=self._next_use)
+        self.death(max(drawn, key=self._next_use))
 
 
 class Referee:
@@ -159,7 +160,8 @@ class Referee:
     def death(self, block_id: int) -> None:
         """Hear of a block that is gone."""
         self._lru.death(block_id)
-        self._forecast.death(block_id)
+        if not self.is_followed:
+            self._forecast.death(block_id)
 
     def _weigh(self, excess_nbytes: float, limit_nbytes: int) -> None:
         self._excess_nbytes = max(0.0, self._excess_nbytes + excess_nbytes)

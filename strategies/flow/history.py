@@ -99,11 +99,12 @@ class History:
         symbol = self._symbol_of.get(block_id, block_id)
         if self._bearer_of.get(symbol, block_id) != block_id:
             symbol = self._names.separate(block_id)
-        self._set_nbytes(block_id, nbytes)
+        if nbytes != self._nbytes.get(block_id):
+            self._set_nbytes(block_id, nbytes)
         if not is_persistent:
             self._note_temporary_use(symbol)
             return
-        is_new = self._names.stays(block_id, symbol)
+        is_new = block_id in self._names.made and self._names.stays(block_id, symbol)
         index = self.cursor - self.start
         if self.cursor >= 0 and self._symbols[index] == symbol:
             self._append(symbol, struct)
@@ -115,7 +116,7 @@ class History:
             self._judge(nbytes, nbytes)
         elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
             self._access_unforeseen(symbol, nbytes, struct, index)
-        if len(self._symbols) + self._temporary_count > self.capacity:
+        if self.end - self.start + self._temporary_count > self.capacity:
             self._trim()
 
     def expect_the_beginning(self) -> None:
@@ -210,11 +211,9 @@ class History:
         self._index()
 
     def _set_nbytes(self, block_id: int, nbytes: int) -> None:
-        known_nbytes = self._nbytes.get(block_id, 0)
-        if nbytes != known_nbytes:
-            self._nbytes[block_id] = nbytes
-            self.living_nbytes += nbytes - known_nbytes
-            self.largest_nbytes = max(self.largest_nbytes, nbytes)
+        self.living_nbytes += nbytes - self._nbytes.get(block_id, 0)
+        self.largest_nbytes = max(self.largest_nbytes, nbytes)
+        self._nbytes[block_id] = nbytes
 
     def _append(self, symbol: int, struct: int) -> None:
         self._symbols.append(symbol)
@@ -341,10 +340,19 @@ class History:
                 distance += 1
 
     def next_ones(self, limit: int) -> Iterator[int]:
-        """Yield the blocks whose accesses are forecast next, while they are alive."""
-        coming = self.upcoming(min(limit, self.period))
-        for expected, (distance, block_id) in enumerate(coming):
-            if distance != expected:
+        """Yield the blocks whose accesses are forecast next, while they are alive.
+
+        What is to be made until then is passed over.
+        """
+        cursor, names = self.cursor, self._names
+        if cursor < 0:
+            return
+        first = cursor - self.start
+        for position, symbol in enumerate(self._symbols[first : first + limit], cursor):
+            if symbol in names.born_at and names.next_birth(symbol, cursor) <= position:
+                continue
+            block_id = self._bearer_of.get(symbol, symbol)
+            if block_id not in self._nbytes:
                 return
             yield block_id
 

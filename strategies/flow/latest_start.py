@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 
 from ...strategy import DeviceSnapshot
+from .forecaster import Wanted
 
 #: The margin before the latest start: this share of the time until a block is due, and two copies.
 MARGIN_SHARE = 0.1
@@ -47,14 +48,14 @@ class LatestStart:
         self,
         device: DeviceSnapshot,
         cursor: int,
-        missing: Iterable[tuple[int, int]],
+        missing: Iterable[Wanted],
         bounds_nbytes: tuple[float, float] = (math.inf, math.inf),
     ) -> float:
         """Return how long the first missing block can wait without a stall; 0 if not at all.
 
         Parameters
         ----------
-        missing : iterable of (distance, nbytes)
+        missing : iterable of Wanted
             What has to be copied, in the order of use.
         bounds_nbytes : (float, float), optional
             All of it, and the largest of it, come to no more, decisions included. Where even all
@@ -70,14 +71,17 @@ class LatestStart:
         slack_ns = math.inf
         link_ns = largest_ns = 0.0
         all_ns, one_ns = (nbytes / device.h2d_bytes_per_s * 1e9 for nbytes in bounds_nbytes)
-        for distance, nbytes in missing:
-            index = min(first + distance, len(self._spent_ns) - 1)
+        spent_ns, last = self._spent_ns, len(self._spent_ns) - 1
+        for distance, _, nbytes in missing:
+            index = first + distance
+            due_ns = spent_ns[index if index < last else last] - spent_ns[first]
             copy_ns = (nbytes + device.decision_nbytes) / device.h2d_bytes_per_s * 1e9
             link_ns += copy_ns
-            largest_ns = max(largest_ns, copy_ns)
-            due_ns = self._spent_ns[index] - self._spent_ns[first]
+            if copy_ns > largest_ns:
+                largest_ns = copy_ns
             sure_ns = due_ns * (1 - MARGIN_SHARE)
-            slack_ns = min(slack_ns, sure_ns - queued_ns - link_ns)
+            if sure_ns - queued_ns - link_ns < slack_ns:
+                slack_ns = sure_ns - queued_ns - link_ns
             if slack_ns <= 2 * largest_ns:
                 return 0.0  # what is missing later can only make it less
             if sure_ns - queued_ns - all_ns > slack_ns:

@@ -12,7 +12,7 @@ from itertools import islice
 from ...strategy import Access, BlockSnapshot
 from .by_next_use import ByKey
 from .eviction_order import EvictionOrder
-from .forecaster import Forecaster, Look
+from .forecaster import Forecaster, Look, Wanted
 from .history import NEVER
 from .scores import SMALL_TOTAL_SHARE, UNFORESEEN, small_limit_nbytes
 
@@ -120,7 +120,9 @@ class Stock:
         if self.is_void:
             return
         self._put(block_id, nbytes)
-        # What was not used where it was foreseen is foreseen elsewhere, or not at all.
+
+    def _put_passed_again(self) -> None:
+        """Put what was not used where it was foreseen where it is foreseen now, if it is."""
         for passed in self._due.take_below(self._forecaster.cursor):
             is_named = self._order.is_named(passed)
             self._put_again(passed, self._there[passed][1], is_named=is_named)
@@ -318,6 +320,7 @@ class Stock:
 
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
+        self._put_passed_again()
         cursor, with_small = self._forecaster.cursor, not self._keeps_small
         return self._order.best_first(
             cursor, newest, look, with_small=with_small, with_fresh=False, with_named=False
@@ -325,6 +328,7 @@ class Stock:
 
     def all_victims(self, look: Look, newest: int) -> Iterator[BlockSnapshot]:
         """Yield what may be given back, best first, and at last what is small and recurs."""
+        self._put_passed_again()
         keeps_small, yielded = self._keeps_small, set()
         for _, block in self._best_first(look, newest, with_small=not keeps_small):
             yielded.add(block.block_id)
@@ -344,15 +348,17 @@ class Stock:
         """How many blocks are foreseen and not there."""
         return len(self._missing)
 
-    def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield (distance, block) of what is foreseen and not there, in the order of use."""
+    def missing(self) -> Iterator[Wanted]:
+        """Yield what is foreseen and not there, in the order of use."""
         forecaster = self._forecaster
+        cursor = forecaster.cursor
+        for passed in self._missing.take_below(cursor):
+            self._note_missing(passed)  # it was not used where it was foreseen
+        limit = cursor + horizon_of(forecaster)
         for position, block_id in self._missing.ascending():
-            distance = position - forecaster.cursor
-            if distance >= 0:
-                yield int(distance), block_id
-                continue
-            self._note_missing(block_id)  # it was not used where it was foreseen
+            if position >= limit:
+                return
+            yield int(position) - cursor, block_id, forecaster.nbytes(block_id)
 
     def oldest_dirty(self, look: Look) -> Iterator[BlockSnapshot]:
         """Yield dirty blocks, those written first first, of which `dirty_ones` says as much."""
@@ -376,6 +382,7 @@ class Stock:
         """
         if not self._dirty:
             return
+        self._put_passed_again()
         near = self._distance_of_the_next(WRITE_BACK_SHARE * self._limit_nbytes)
         cursor, least = self._forecaster.cursor, max(near, soon)
         for key, block_id in self._dirty.ascending():

@@ -38,13 +38,16 @@ class TransientPeak:
 
     def advance(self, start: int, end: int) -> None:
         """Open the slot before the access at `end`; forget slots before `start`."""
-        while self._young:
-            block_id, (born, _) = next(iter(self._young.items()))
+        passed = []
+        for block_id, (born, _) in self._young.items():  # the oldest first
             if end - born <= PASSING_AGE:
                 break
+            passed.append(block_id)
+        for block_id in passed:
             self.death(block_id)
-        while self._start + len(self._peaks) <= end:
-            self._peaks.append(self.live_nbytes)
+        missing = end + 1 - self._start - len(self._peaks)
+        if missing > 0:
+            self._peaks.extend([self.live_nbytes] * missing)
         if start > self._start:
             del self._peaks[: start - self._start]
             self._start = start

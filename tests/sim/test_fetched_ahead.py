@@ -8,6 +8,7 @@ import torch
 
 from torchTensorRef.memory.resident import Candidates
 from torchTensorRef.memory.states import CLEAN, FILLING
+from torchTensorRef.strategy import Prefetch
 
 ROOM = 1 << 16
 
@@ -21,7 +22,7 @@ def test_nobody_passes_what_is_being_filled_to_find_what_can_go(manage: Any) -> 
     _ = used + 1
     for ref in ahead:
         books.known[ref._ttr_block.block_id] = ref._ttr_block
-        assert residency.prefetcher.prefetch(books.main, ref._ttr_block.block_id, ())
+        assert residency.prefetcher.prefetch(books.main, [Prefetch(ref._ttr_block.block_id, ())])
     replicas = [ref._ttr_block.replicas[books.main] for ref in ahead]
     assert all(replica.state is FILLING for replica in replicas)
     ledger = books.ledgers[books.main]
@@ -40,7 +41,7 @@ def test_what_is_being_filled_can_go_where_nothing_else_can(manage: Any) -> None
     ref = manager.adopt(torch.rand(ROOM // 8)).toGPU().toCPU()
     residency.evictor.evict_all()
     books.known[ref._ttr_block.block_id] = ref._ttr_block
-    assert residency.prefetcher.prefetch(books.main, ref._ttr_block.block_id, ())
+    assert residency.prefetcher.prefetch(books.main, [Prefetch(ref._ttr_block.block_id, ())])
     replica = ref._ttr_block.replicas[books.main]
     assert replica.state is FILLING
     assert ref._ttr_block.block_id not in [

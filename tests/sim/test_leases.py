@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.interception.ready_path import SLOW
+from torchTensorRef.interception.watched_path import run_watched
 from torchTensorRef.memory.strategy_feed import StrategyFeed
+from torchTensorRef.operators.plan import plan_of
 
 from ..support.differential import differences
 from .test_watched_path import ROOM, Listener, ran, weight_on
@@ -134,6 +137,18 @@ def test_a_lease_ends_when_it_is_told(world):
     assert all(weight._ttr_block.ready is None for weight in world.weights)
     world.use(2)
     assert [index for index, _ in world.told()] == [2]
+
+
+def test_an_operator_whose_operands_are_ready_does_not_end_it(world):
+    """A composite one that is taken apart, say: its parts may be ready."""
+    world.expect(1, 2)
+    world.use(0)
+    lease = world.manager.residency.feed.lease
+    plan = plan_of(torch.ops.aten.scaled_dot_product_attention.default)
+    assert run_watched(plan, (world.x, world.x, world.x), {}) is SLOW
+    assert lease is not None
+    assert world.manager.residency.feed.lease is lease
+    assert world.use(1) == (1, 0)
 
 
 def test_results_that_are_not_small_end_it(world):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchTensorRef import options
+from torchTensorRef.strategy import Prefetch
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
 
@@ -101,7 +102,7 @@ def test_what_was_fetched_ahead_goes_with_the_last_ref(manager):
     ref.toCPU()
     device = manager.residency.books.main
     manager.residency.books.known[ref._ttr_block.block_id] = ref._ttr_block
-    assert manager.residency.prefetcher.prefetch(device, ref._ttr_block.block_id, ())
+    assert manager.residency.prefetcher.prefetch(device, [Prefetch(ref._ttr_block.block_id, ())])
     assert device.resident_nbytes == 200
     del ref
     assert device.resident_nbytes == 0

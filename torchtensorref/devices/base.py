@@ -88,7 +88,7 @@ class Device(PeerLinks, ABC):
     knows_host: bool = False
     #: A base gets another storage when it is emptied or filled: no view of the old one may be kept.
     exchanges_storages: bool = False
-    #: Has to be told when operators on a replica were issued: `note_use`.
+    #: Has to be told when operators on a replica were issued: `note_uses`.
     notes_uses: bool = False
     #: A copy of so many bytes takes no longer than we take to decide about it; 0 where our time is
     #: not counted.
@@ -191,11 +191,11 @@ class Device(PeerLinks, ABC):
     def available(self, base: Tensor) -> Event | None:
         """The event after which a copy engine may write `base`; None if it may at once."""
 
-    def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued; later ones will be noted again."""
+    def note_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators on these bases were issued; later ones will be noted again."""
 
-    def forget_use(self, base: Tensor) -> None:
-        """Operators may use this base from now on without a note."""
+    def forget_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators may use these bases from now on without a note."""
 
     def about_to_change(self, base: Tensor) -> None:
         """These bytes may be written or used without our knowledge after this call.

@@ -15,7 +15,7 @@ Anything else is left to the slow path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,23 +63,19 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):
         return SLOW
-    residency.feed.catch_up()
     device = books.main
     used: dict[Block, None] = {}
-    closed: list[Block] = []
     for arg in flattened(plan, args):
         if isinstance(arg, TensorRef):
-            block = arg._ttr_block
-            if block not in used:
-                used[block] = None
-                if block.ready is not device:
-                    if block.ready is not None or block.result is not None:
-                        return SLOW  # it is not only they that keep it from the ready path
-                    closed.append(block)
+            used[arg._ttr_block] = None
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
+    closed = closed_among(used, residency, device)
     if not closed:
         return SLOW
+    for block in closed:
+        if block.ready is not None or block.result is not None:
+            return SLOW  # it is not only they that keep it from the ready path
     written: list[Block] = []
     for target in targets(plan, args) if plan.writes else ():
         if not isinstance(target, TensorRef):
@@ -95,6 +91,14 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
         return _run_fetched(*call)
     return SLOW
+
+
+def closed_among(used: Iterable[Block], residency: Residency, device: Device) -> list[Block]:
+    """Return what is not ready of what an operator uses: its use ends a lease, and so do others."""
+    if not [block for block in used if block.ready is not device]:
+        return []  # it is taken apart, or not ready for reasons of its own
+    residency.feed.catch_up()
+    return [block for block in used if block.ready is not device]
 
 
 def may_be_fetched(residency: Residency) -> bool:

@@ -298,7 +298,7 @@ class Books:
         """Take a replica that has given its bytes back out of its ledger; return its bytes."""
         if self.notes_departures and (self.is_spread or replica.device is self.main):
             self.departures.append(replica.block_id)
-        return self.ledgers[replica.device].remove(replica)
+        return self.ledgers[replica.device].remove_number(replica.number)
 
     def take_deaths(self) -> list[int]:
         """Return the numbers of the blocks that have died since the last time."""

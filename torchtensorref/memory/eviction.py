@@ -220,7 +220,9 @@ class Evictor:
         """
         leaving: list[Replica] = []
         freed_nbytes = self._begin_to_evict(replica, why, leaving)
-        return freed_nbytes + sum(self._end_of_evicting(one, why) for one in leaving)
+        for one in leaving:
+            freed_nbytes += self._end_of_evicting(one, why)
+        return freed_nbytes
 
     def _begin_to_evict(self, replica: Replica, why: str, leaving: list[Replica]) -> int:
         """Evict, but for what has to be copied home by way of staging buffers: that is leaving.

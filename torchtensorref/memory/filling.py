@@ -39,7 +39,6 @@ class Filling:
             return False
         books, device = self._books, replica.device
         block.owned = False  # and so not ready where it may be written unasked
-        books.bury()
         ledger = books.ledgers[device]
         if not (self._holds.stale and self._holds.take_stale(replica)):
             self._take_room(replica, ledger)
@@ -50,7 +49,9 @@ class Filling:
 
     def _take_room(self, replica: Replica, ledger: Ledger) -> None:
         if not ledger.add_if_room(replica):
-            raise RoomTakenError
+            self._books.bury()  # what has died since room was made
+            if not ledger.add_if_room(replica):
+                raise RoomTakenError
         try:
             replica.device.refill(replica.base, replica.nbytes)
         except BaseException as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..devices.base import Device
 from ..operators.plan import plan_of
@@ -47,34 +47,32 @@ class Lease:
         self.result_nbytes = result_nbytes
         self.nbytes = {block.block_id: block.nbytes for block in blocks}
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._logged: list[weakref.ref[Block]] = []
+        self._results: list[weakref.ref[Block]] = []
         for block in blocks:
-            self.log(block)
+            block.logged_as = block.block_id
 
-    def log(self, block: Block) -> None:
-        """Have the uses of a block noted: of one of them, or of a result that is made meanwhile."""
+    def log_result(self, block: Block) -> None:
+        """Have the uses of a result noted that is made meanwhile."""
         block.logged_as = block.block_id
-        self._logged.append(weakref.ref(block))
+        self._results.append(weakref.ref(block))
 
     def blocks(self) -> list[Block]:
         """Return the blocks that are alive."""
-        return [block for reference in self._blocks if (block := reference()) is not None]
+        return _alive(self._blocks)
 
     def end(self) -> None:
         """Note no more uses."""
-        for reference in self._logged:
-            block = reference()
-            if block is not None:
-                block.logged_as = 0
+        for block in _alive(self._blocks) + _alive(self._results):
+            block.logged_as = 0
 
 
-class Use(NamedTuple):
-    """One use of a block by a ready operator, noted to be told later."""
+def _alive(references: list[weakref.ref[Block]]) -> list[Block]:
+    return [block for reference in references if (block := reference()) is not None]
 
-    tick: int
-    block_id: int
-    kind: int
-    is_written: bool
+
+#: One use of a block by a ready operator, noted to be told later: the operator's number, the
+#: block's, the operator's kind, whether it writes.
+Use = tuple[int, int, int, bool]
 
 
 class UseLog:
@@ -96,18 +94,18 @@ class UseLog:
         """Note the same of blocks."""
         for block in blocks:
             if block.logged_as and len(self._uses) < MOST_USES:
-                self._uses.append(Use(tick, block.block_id, kind, block in written))
+                self._uses.append((tick, block.block_id, kind, block in written))
 
     def take(self) -> list[Use]:
         """Return the uses in the order of operators, as they are told: a block once for each."""
         uses, self._uses = self._uses, []
         for tick, block_id, op, is_written in core.take_uses():
-            uses.append(Use(tick, block_id, plan_of(op).kind, is_written))
+            uses.append((tick, block_id, plan_of(op).kind, is_written))
         found: dict[tuple[int, int], Use] = {}
         for use in uses:
-            key = use.tick, use.block_id
-            if key not in found or use.is_written:
-                found[key] = use
+            tick, block_id, _, is_written = use
+            if is_written or (tick, block_id) not in found:
+                found[tick, block_id] = use
         return [found[key] for key in sorted(found)]
 
 

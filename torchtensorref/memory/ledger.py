@@ -144,7 +144,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         with self._lock:
             if self.dead:
                 self.bury()
-            if self.resident_nbytes + replica.nbytes > self.most_nbytes:
+            if self.counted_nbytes + self.newborn_nbytes + replica.nbytes > self.most_nbytes:
                 return False
             self._count(replica)
             return True

@@ -8,6 +8,8 @@ import torch
 
 from ..base.errors import TransferError
 from ..devices.base import Device
+from ..strategy import Prefetch
+from .block import Block
 from .bookkeeping import Books
 from .copies import Copier
 from .eviction import Evictor
@@ -37,12 +39,30 @@ class Prefetcher:
             replica = block.replicas.get(device) if block is not None else None
             if replica is not None and replica.state is DIRTY:
                 self._evictor.try_write_back(replica)
-        for wish in coming:
-            if not self.prefetch(device, wish.block_id, wish.victims):
-                return
+        self.prefetch(device, coming)
 
-    def prefetch(self, device: Device, block_id: int, victims: Sequence[int]) -> bool:
-        """Issue the copy of one block ahead of need, in the room of its victims.
+    def prefetch(self, device: Device, wishes: Sequence[Prefetch]) -> list[Block]:
+        """Issue copies ahead of need until one is refused, and tell the strategy of all at once.
+
+        Returns
+        -------
+        list of Block
+            Those whose copies were issued.
+        """
+        issued: list[Block] = []
+        try:
+            for wish in wishes:
+                if not self._prefetch(device, wish.block_id, wish.victims, issued):
+                    break
+        finally:
+            if issued:
+                self._feed.tell_prefetches(issued)
+        return issued
+
+    def _prefetch(
+        self, device: Device, block_id: int, victims: Sequence[int], issued: list[Block]
+    ) -> bool:
+        """Issue the copy of one block ahead of need, in the room of its victims, and note it.
 
         Returns
         -------
@@ -64,14 +84,14 @@ class Prefetcher:
                 return home is not None and home.state is FILLING  # later: it is on its way home
             chosen = self._holds.free_among(device, victims)
             ledger = books.ledgers[device]
-            free_nbytes = ledger.budget.limit_nbytes - ledger.resident_nbytes
-            if free_nbytes + sum(r.nbytes for r in chosen) < block.nbytes:
+            free_nbytes = ledger.most_nbytes - ledger.resident_nbytes
+            if free_nbytes + sum([r.nbytes for r in chosen]) < block.nbytes:
                 return False
         try:
             for victim in chosen:
                 self._evictor.evict(victim, f"{self._feed.strategy.name}: room to prefetch")
             self._copier.fetch(block, device, ahead=True)
-            self._feed.tell_prefetch(block)
+            issued.append(block)
         except RoomTakenError:
             return False
         except (torch.OutOfMemoryError, TransferError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..devices.base import Device
 from .block import Block, Replica
@@ -28,26 +29,37 @@ class Readiness:
 
     def set_ready(self, block: Block, device: Device) -> None:
         """Open the ready path to a block where nothing has to be decided about it (lock held)."""
-        if (block.is_persistent and self._books.wants_every_use) or not self._open(block, device):
+        if (block.is_persistent and self._books.wants_every_use) or not self._open([block], device):
             block.ready = None
 
-    def _open(self, block: Block, device: Device) -> bool:
-        """Open the ready path to a block if its bytes are there, and ours alone (lock held)."""
-        replica = block.replicas.get(device)
-        if (
-            replica is None
-            or replica.state not in (CLEAN, DIRTY)
-            or block.exposure is not None
-            or block.sharers is not None
-            or self._books.is_left(device)
-        ):
-            return False
-        home = block.replicas.get(self._books.host)
-        block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
+    def _open(self, blocks: Sequence[Block], device: Device) -> list[Block]:
+        """Open the ready path to blocks whose bytes are there, and ours alone (lock held).
+
+        Returns
+        -------
+        list of Block
+            Those that were opened: all before the first that cannot be.
+        """
+        opened: list[Block] = []
+        host, bases = self._books.host, []
+        for block in () if self._books.is_left(device) else blocks:
+            replicas = block.replicas
+            replica, home = replicas.get(device), replicas.get(host)
+            if (
+                replica is None
+                or replica.state not in (CLEAN, DIRTY)
+                or block.exposure is not None
+                or block.sharers is not None
+            ):
+                break
+            block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
+            bases.append(replica.base)
+            opened.append(block)
         if device.notes_uses:
-            device.forget_use(replica.base)
-        block.ready = device
-        return True
+            device.forget_uses(bases)
+        for block in opened:
+            block.ready = device
+        return opened
 
     def settle_at_home(self, block: Block) -> None:
         """Open the ready path at home to a small block that is nowhere else.
@@ -85,21 +97,18 @@ class Readiness:
                 return False
             for block in blocks:
                 replica = block.replicas.get(device)
-                if replica is None or (replica.state is FILLING and _is_late(replica, minds_time)):
+                if replica is None or not self._let_arrive(replica, minds_time):
                     return False
-                self._copier.arrive(replica)
-                if not self._open(block, device):
-                    return False
+            if len(self._open(blocks, device)) < len(blocks):
+                return False
             books.counts.slow_hit_count += len(blocks)
         return True
 
     def open_held(self, blocks: Sequence[Block], device: Device) -> bool:
         """Open the ready path to blocks that are held on a device; False if one cannot be."""
         with self._books.lock:
-            for block in blocks:
-                if block.ready is not device and not self._open(block, device):
-                    return False
-        return True
+            closed = [block for block in blocks if block.ready is not device]
+            return len(self._open(closed, device)) == len(closed)
 
     def lease(self, device: Device, expected: Sequence[int]) -> Lease | None:
         """Open the ready path to blocks that are used next, as far as they are there.
@@ -118,19 +127,17 @@ class Readiness:
         if len(expected) < 2:
             return None
         with books.lock:
-            opened: list[Block] = []
+            there: list[Block] = []
             for block_id in () if self._is_over_budget(device) else expected:
                 block = books.known.get(block_id)
                 replica = block.replicas.get(device) if block is not None else None
                 if block is None or replica is None or not block.is_persistent:
                     break
                 # Let nobody wait for a copy before its reader comes.
-                if replica.state is FILLING and _is_late(replica, True):
+                if not self._let_arrive(replica, True):
                     break
-                self._copier.arrive(replica)
-                if not self._open(block, device):
-                    break
-                opened.append(block)
+                there.append(block)
+            opened = self._open(there, device)
             result_nbytes = int(books.ledgers[device].limit_nbytes * RESULTS_SHARE)
             return Lease(device, opened, result_nbytes) if opened else None
 
@@ -146,10 +153,12 @@ class Readiness:
                     block.ready = None
                     closed.append(block.replicas[device])
             if device.notes_uses:
-                self.note_uses(closed)
+                self.note_uses(device, closed)
 
-    def note_uses(self, replicas: Sequence[Replica]) -> None:
-        """Tell a device who was the last to use replicas, where that can be known (lock held)."""
+    def note_uses(self, device: Device, replicas: Sequence[Replica]) -> None:
+        """Tell a device who used its replicas last, where that can be known (lock held)."""
+        known: list[Any] = []
+        unknown: list[Any] = []
         is_alone: bool | None = None  # asked once
         for replica in replicas:
             block = replica.block
@@ -159,18 +168,22 @@ class Readiness:
             # Another thread on the ready path may have looked before it was closed.
             if is_closed and is_alone is None:
                 is_alone = self._holds.is_alone_on_ready_path()
-            if is_closed and is_alone:
-                replica.device.note_use(replica.base)
-            else:
-                replica.device.forget_use(replica.base)
+            (known if is_closed and is_alone else unknown).append(replica.base)
+        if known:
+            device.note_uses(known)
+        if unknown:
+            device.forget_uses(unknown)
+
+    def _let_arrive(self, replica: Replica, minds_time: bool) -> bool:
+        """Let compute wait for what is on its way; False if something is to be decided about it."""
+        arrival = replica.arrival
+        if replica.state is FILLING:
+            if arrival is None or (minds_time and not arrival.is_done()):
+                return False
+            self._copier.arrive(replica)
+        return True
 
     def _is_over_budget(self, device: Device) -> bool:
         """Whether the next operator has to make room first: the budget was lowered."""
         ledger = self._books.ledgers[device]
         return ledger.resident_nbytes > ledger.budget.limit_nbytes
-
-
-def _is_late(replica: Replica, minds_time: bool) -> bool:
-    """Whether something is to be decided about a replica that is on its way."""
-    arrival = replica.arrival
-    return arrival is None or (minds_time and not arrival.is_done())

@@ -152,7 +152,7 @@ class Residency:
         """Let go of what `acquire` holds."""
         with self.books.lock:
             if held and held[0].device.notes_uses:  # all are on one device
-                self.readiness.note_uses(held)
+                self.readiness.note_uses(held[0].device, held)
             self.holds.unpin(held)
         for replica in held:
             if self.books.is_left(replica.device):

@@ -177,6 +177,8 @@ class SeenDevice(DeviceSnapshot):
         seen = object.__new__(cls)
         for name, value in (("_books", books), ("_in_flight", in_flight), ("_device", device)):
             object.__setattr__(seen, name, value)
+        # All that is asked before most operators under pressure, and always the same.
+        object.__setattr__(seen, "decision_nbytes", device.decision_nbytes)
         return seen
 
     def __getattr__(self, name: str) -> Any:

@@ -60,9 +60,9 @@ class StrategyFeed:
         self._follow(self._checked)
         self._at_first = mind_of(strategy)
         self.lock = threading.RLock()
-        #: Results that the strategy has not been told of, oldest first; and (operator, block) from
-        #: which on those that it was told of count as persistent.
-        self._unheard: deque[weakref.ref[Block]] = deque(maxlen=UNHEARD_COUNT)
+        #: (operator, result) of which the strategy has not been told, oldest first; and (operator,
+        #: block) from which on those that it was told of count as persistent.
+        self._unheard: deque[tuple[int, weakref.ref[Block]]] = deque(maxlen=UNHEARD_COUNT)
         self._young: list[tuple[int, int, weakref.ref[Block]]] = []  # a heap, soonest first
         #: Number of the operator whose access to a persistent block was told last.
         self._told_tick = 0
@@ -126,12 +126,12 @@ class StrategyFeed:
         """Remember a fresh result that is not tiny, to be told of if it lives."""
         if self.wants_every_use:
             lease = self.lease
-            if lease is not None:
-                lease.log(block)  # if it turns out to stay, its uses are told as those of others
+            if lease is not None:  # if it turns out to stay, its uses are told as those of others
+                lease.log_result(block)
                 lease.result_nbytes -= block.nbytes
                 if lease.result_nbytes < 0:
                     self._readiness.close_watched(lease.blocks(), lease.device)
-            self._unheard.append(weakref.ref(block))
+            self._unheard.append((block.born, weakref.ref(block)))
 
     def catch_up(self) -> None:
         """Tell of what was used unheard since it was expected (no lock held)."""
@@ -147,8 +147,11 @@ class StrategyFeed:
             if lease.device is not books.main:
                 return
             books.counts.slow_hit_count += len(uses)
+            if uses:
+                self.tell_births(before=uses[0][0])
             for tick, block_id, kind, is_written in uses:
-                self.tell_births(before=tick)
+                if self._unheard and self._unheard[0][0] < tick:
+                    self.tell_births(before=tick)
                 block = books.known.get(block_id)
                 if block is not None and block.is_persistent:
                     books.note_use(block, tick)
@@ -182,11 +185,8 @@ class StrategyFeed:
             return
         with self.lock:
             checked, unheard, young = self._checked, self._unheard, self._young
-            while unheard:
-                block = unheard[0]()
-                if block is not None and before is not None and block.born >= before:
-                    break
-                unheard.popleft()
+            while unheard and (before is None or unheard[0][0] < before):
+                block = unheard.popleft()[1]()
                 if block is None:
                     continue
                 _ = block.replicas  # its death has to be told too
@@ -215,7 +215,7 @@ class StrategyFeed:
     def tell_deaths(self) -> None:
         """Tell which blocks are gone (no lock held)."""
         deaths = self._books.take_deaths()
-        if deaths:
+        if deaths and self._checked.hears_deaths:
             with self.lock:
                 for block_id in deaths:
                     self._checked.on_death(block_id)
@@ -301,10 +301,11 @@ class StrategyFeed:
         """Tell what the program is about to use, make and let go of (the feed's lock held)."""
         self._checked.on_foretold(events)
 
-    def tell_prefetch(self, block: Block) -> None:
-        """Tell that a copy which the strategy asked for has been issued (no lock held)."""
+    def tell_prefetches(self, blocks: Sequence[Block]) -> None:
+        """Tell that copies which the strategy asked for have been issued (no lock held)."""
         with self.lock:
-            self._checked.on_prefetch(block.block_id, block.nbytes)
+            for block in blocks:
+                self._checked.on_prefetch(block.block_id, block.nbytes)
 
     # -- asked ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..devices.sim.device import SimDevice
-from ..interception.watched_path import may_be_fetched, may_be_watched
+from ..interception.watched_path import closed_among, may_be_fetched, may_be_watched
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.residency import Residency
@@ -33,8 +33,7 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     residency, device, books = replayer.residency, replayer.device, replayer.residency.books
     if not (op.may_be_ready and books.is_pressed):
         return False
-    residency.feed.catch_up()
-    closed = [block for block in blocks if block.ready is not device]
+    closed = closed_among(blocks, residency, device)
     if not closed or any(b.ready is not None or b.result is not None for b in closed):
         return False
     are_there = all(

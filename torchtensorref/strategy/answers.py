@@ -92,6 +92,8 @@ class CheckedStrategy:
         self.expects_uses = kind.expects is not Strategy.expects
         #: Whether it follows what leaves the device.
         self.hears_evictions = kind.on_evict is not Strategy.on_evict
+        #: Whether it is told what is gone.
+        self.hears_deaths = kind.on_death is not Strategy.on_death
         self._warned: set[str] = set()
 
     # -- asked ----------------------------------------------------------------------------------

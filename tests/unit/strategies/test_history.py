@@ -156,6 +156,23 @@ def test_caches_that_grow_are_known_although_no_operator_looks_the_same():
     assert history.confidence > 0.8
 
 
+def test_what_is_to_be_made_until_then_is_passed_over():
+    """A cache that each token makes anew: what is used around it is expected all the same."""
+    history, made = History(), 100
+    for _ in range(4):
+        for block_id in (0, 1, made):
+            history.access(block_id, 8, 0)  # of the token before
+        history.death(made)
+        made += 1
+        history.birth(made, 8)
+        for block_id in (made, 2, 3):
+            history.access(block_id, 8, 0)
+    history.access(0, 8, 0)
+    assert list(history.next_ones(5)) == [1, made, 2, 3]
+    history.death(2)
+    assert list(history.next_ones(5)) == [1, made], "nobody knows what comes in its place"
+
+
 def test_what_outlives_its_birth_place_gets_an_identity_of_its_own():
     """Optimizer state is born once, where a step makes something short-lived each time."""
     history = told(sweep(0, 4, 0) * 2)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import TransferError
 from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
@@ -174,6 +175,7 @@ class LinkCopier:
     def copy_in(self, source: Tensor, base: Tensor, after: Event | None) -> Event:
         """Issue a copy to the accelerator, as `Device.copy_in` does."""
         target = as_bytes(base)
+        _check_sizes(source, target)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, target, after)
         waits = events_of(after)
@@ -198,6 +200,7 @@ class LinkCopier:
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
         source = as_bytes(base)
+        _check_sizes(source, destination)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.
@@ -302,3 +305,15 @@ class LinkCopier:
             after.synchronize()
         move_bytes(source, destination)
         return DONE
+
+
+def _check_sizes(source: Tensor, destination: Tensor) -> None:
+    if source.nbytes != destination.nbytes:
+        here, there = source.device, destination.device
+        raise TransferError(
+            f"A copy from {here} to {there} has {source.nbytes:,} bytes to give and room for "
+            f"{destination.nbytes:,}; nothing was copied.",
+            source=str(here),
+            destination=str(there),
+            nbytes=source.nbytes,
+        )

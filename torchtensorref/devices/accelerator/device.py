@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from ...base.errors import TransferError
 from ...base.options import settings
 from ..base import DONE, Event
 from ..clocks import Clocks
@@ -28,7 +27,7 @@ from ..storages import (
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
-from .rooms import Rooms
+from .rooms import UNNOTED, Rooms
 from .streams import ComputeStreams
 from .vendor import Vendor
 
@@ -203,17 +202,17 @@ class AcceleratorDevice(AcceleratorPeers):
         if self._rooms.dead:
             self._rooms.settle()
 
-    def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued; later ones will be noted again."""
-        self._rooms.note_use(base)
+    def note_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators on these bases were issued; later ones will be noted again."""
+        self._rooms.mark(bases, self._rooms.marks.mark)
 
-    def forget_use(self, base: Tensor) -> None:
-        """Operators may use this base from now on without a note."""
-        self._rooms.forget_use(base)
+    def forget_uses(self, bases: Sequence[Tensor]) -> None:
+        """Operators may use these bases from now on without a note."""
+        self._rooms.mark(bases, UNNOTED)
 
     def about_to_change(self, base: Tensor) -> None:
         """Operators may use this base from now on without a note."""
-        self.forget_use(base)
+        self.forget_uses([base])
 
     def available(self, base: Tensor) -> Event | None:
         """The last readers of what was in this room before; all of compute if they are unknown."""
@@ -293,11 +292,9 @@ class AcceleratorDevice(AcceleratorPeers):
     # copies -------------------------------------------------------------------------------
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(source.nbytes, storage_nbytes(base), "cpu", self.name)
         return self._copier.copy_in(source, base, after)
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        _check_sizes(storage_nbytes(base), destination.nbytes, self.name, "cpu")
         return self._copier.copy_out(base, destination, after)
 
     def home_memory(self, nbytes: int) -> Tensor | None:
@@ -383,14 +380,3 @@ def _locker_of(vendor: Vendor) -> Locker | None:
         return None
     runtime = vendor.host_runtime()
     return TorchLocker() if runtime is None else RegisteringLocker(runtime, vendor.opened)
-
-
-def _check_sizes(nbytes: int, wanted: int, here: str, there: str) -> None:
-    if nbytes != wanted:
-        raise TransferError(
-            f"A copy from {here} to {there} has {nbytes:,} bytes to give and room for "
-            f"{wanted:,}; nothing was copied.",
-            source=here,
-            destination=there,
-            nbytes=nbytes,
-        )

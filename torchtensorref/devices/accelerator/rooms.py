@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rooms"]
 
+#: A mark: operators use it without a note.
+UNNOTED = -1
 #: Freed ranges that are kept before those that wait for nothing are joined.
 SETTLE_ROOM_FROM = 256
 
@@ -29,7 +31,7 @@ class _Room(weakref.ref[Any]):
     nbytes: int
     after: list[Any]  # events before which it must not be written,
     is_known: bool  # and whether they are all: else it may have unknown users
-    mark: int  # `UseMarks.mark` after the last use; -1: operators use it without a note
+    mark: int  # `UseMarks.mark` after the last use
 
 
 class Rooms:
@@ -51,7 +53,7 @@ class Rooms:
     def take(self, base: Tensor, start: int, nbytes: int) -> None:
         """Note where a base was given its bytes."""
         room = _Room(base, self.dead.append)
-        room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, -1
+        room.key, room.start, room.nbytes, room.mark = id(base), start, nbytes, UNNOTED
         room.after, room.is_known = self.freed.take(start, nbytes)
         self._rooms[room.key] = room
 
@@ -75,7 +77,7 @@ class Rooms:
         storage = storage_of(base)
         if room.nbytes != storage.nbytes() or room.start != storage.data_ptr():
             return False
-        last_use = self.marks.now() if room.mark < 0 else self.marks.after(room.mark)
+        last_use = self.marks.now() if room.mark == UNNOTED else self.marks.after(room.mark)
         events = () if last_use is None else (last_use,)
         self.freed.free(room.start, room.nbytes, (*events, *leaving))
         if len(self.freed) > self._settle_at:
@@ -91,17 +93,13 @@ class Rooms:
         waits = [event for event in room.after if not event.query()]
         return waits if room.is_known else [*waits, self.marks.now()]
 
-    def note_use(self, base: Tensor) -> None:
-        """Operators on this base were issued; later ones will be noted again."""
-        room = self._of(base)
-        if room is not None:
-            room.mark = self.marks.mark
-
-    def forget_use(self, base: Tensor) -> None:
-        """Operators may use this base from now on without a note."""
-        room = self._of(base)
-        if room is not None:
-            room.mark = -1
+    def mark(self, bases: Sequence[Tensor], mark: int) -> None:
+        """Note when operators used bases last: `UseMarks.mark`, or `UNNOTED`."""
+        rooms = self._rooms
+        for base in bases:
+            room = rooms.get(id(base))
+            if room is not None and room() is base:
+                room.mark = mark
 
     def settle(self) -> None:
         """Forget the rooms of replicas that died: their last readers are not known."""

@@ -239,7 +239,7 @@ def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operator
     device, module, monkeypatch
 ):
     base = fetched(device)
-    device.note_use(base)  # an operator has read it
+    device.note_uses([base])  # an operator has read it
     device.record()
     later = device._rooms.marks.now()  # the first event after that
     device._rooms.marks.now()  # and much more work
@@ -253,8 +253,8 @@ def test_a_copy_waits_for_the_last_reader_of_its_room_and_not_for_later_operator
 
 def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatch):
     base = fetched(device)
-    device.note_use(base)
-    device.forget_use(base)  # the ready path is open
+    device.note_uses([base])
+    device.forget_uses([base])  # the ready path is open
     device._rooms.marks.now()
     module.calls.clear()
     other = same_room(device, base, monkeypatch)
@@ -265,7 +265,7 @@ def test_a_use_nobody_noted_counts_as_the_last_of_all(device, module, monkeypatc
 def test_room_under_way_home_is_free_for_copies_that_wait(device, module, monkeypatch):
     monkeypatch.setattr(device._copier, "is_page_locked", lambda _: True)  # so it is issued at once
     base = fetched(device)
-    device.note_use(base)
+    device.note_uses([base])
     home = device.copy_out(base, torch.zeros(4096, dtype=torch.uint8))
     (leaves,) = home.events
     module.calls.clear()
@@ -277,7 +277,7 @@ def test_room_under_way_home_is_free_for_copies_that_wait(device, module, monkey
 
 def test_room_of_a_replica_that_died_has_unknown_readers(device, module):
     base = fetched(device)
-    device.note_use(base)
+    device.note_uses([base])
     del base
     other = fetched(device)
     module.calls.clear()

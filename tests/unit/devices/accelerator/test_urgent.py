@@ -88,7 +88,7 @@ class Slots:
     def read(self):
         base = self.arrived()
         self.note(self.device.kernel(base))
-        self.device.note_use(base)
+        self.device.note_uses([base])
 
     def copy_home(self):
         base = self.arrived()
