@@ -169,3 +169,27 @@ def test_settings_change_while_operators_run(manage):
         thread.join(30)
         assert not thread.is_alive(), "two locks are taken in two orders"
     assert failures == []
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["none", "inference"])
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+def test_products_see_which_weight_wants_gradients_where_none_are_noted(manager, mode, is_trained):
+    """Torch lays rows out anew for a weight that wants gradients; an adapter in diffusers' VAE."""
+
+    def program() -> Any:
+        x = torch.randn(2, 32, 64).transpose(1, 2)
+        weights = [nn.Parameter(torch.randn(n, 32), requires_grad=is_trained) for n in (3, 6)]
+        layer = nn.LSTM(32, 6, batch_first=True).requires_grad_(is_trained)
+        convolution = nn.Conv1d(32, 6, 3).requires_grad_(is_trained)
+        norm = nn.BatchNorm1d(32).requires_grad_(is_trained)
+        shuffled = nn.Parameter(torch.randn(2, 4, 3, 3), requires_grad=is_trained)
+        with mode():
+            results = [nn.functional.linear(x, weight) for weight in weights]
+            results += [x @ weight.t() for weight in weights]
+            results += [x @ weights[0][0], layer(x)[0], convolution(x.transpose(1, 2))]
+            results += [torch.einsum("bij,kj->bik", x, weights[1]), norm(x.transpose(1, 2))]
+            results += [torch.channel_shuffle(shuffled, 2), weights[0].reshape(-1).to(torch.half)]
+            results += [norm.running_mean]
+        return results
+
+    assert_same_injected(program, manager)

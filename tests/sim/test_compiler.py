@@ -275,6 +275,21 @@ def test_a_graph_break_of_the_programs_own_is_raised_as_by_torch(ours):
     ours(program)
 
 
+def doubled(module: nn.Module) -> torch.Tensor:
+    return module.weight * 2
+
+
+def test_a_function_that_is_given_nothing_but_a_module_is_intercepted(manage):
+    """peft's conversion compiles one that takes a layer: inductor asked for memory it has not."""
+    manager = manage("lru")
+    with injected(), one_thread(), torch.no_grad():
+        layer, compiled = nn.Linear(WIDTH, 8), torch.compile(doubled)
+        for _ in range(2):
+            assert torch.equal(compiled(layer), layer.weight * 2)
+            assert torch.equal(compiled(module=layer), layer.weight * 2)
+    manager.check()
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor(manage, mode):
     manager = manage("lru")

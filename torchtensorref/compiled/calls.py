@@ -106,7 +106,10 @@ class CompiledCall:
         with self._lock:  # while another thread runs it, its parameters are plain
             modules = modules_of(self._function)
             known = self._known(modules)
-            way = self._way(modules, inputs, is_known=known is not None)
+            if _are_given_modules((*args, *kwargs.values())):
+                way = self._function  # it is compiled for what its own modules hold, not for these
+            else:
+                way = self._way(modules, inputs, is_known=known is not None)
             if way is None:
                 try:
                     region, whole = known or self._looked_at(modules)
@@ -281,6 +284,13 @@ class CompiledCall:
     def _of_layer(self, layer: nn.Module) -> CompiledCall:
         forward = layer.forward
         return CompiledCall(self._compile(forward), forward, self._compile, self._manager, Bundle)
+
+
+def _are_given_modules(values: tuple[Any, ...]) -> bool:
+    """Whether a function is called with a module of TensorRefs: it cannot reach that by itself."""
+    modules = (value for value in values if isinstance(value, nn.Module))
+    found = (tensor for module in modules for _, _, tensor in tensors_of(module))
+    return any(isinstance(tensor, TensorRef) for tensor in found)
 
 
 def _compiled_count() -> int:

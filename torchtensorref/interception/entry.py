@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from ..base.activation import watch
 from ..base.listeners import listeners
@@ -31,6 +31,9 @@ from .watched_path import run_watched
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_mode = torch._C._get_dispatch_mode
+_is_inference_mode = torch.is_inference_mode_enabled
+#: A view of what wants gradients says so, too, where its making is noted.
+_SeesViews = torch._C._SetExcludeDispatchKeyGuard
 #: What kernels raise, before they write: mistakes of the program's own.
 _OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -48,16 +51,21 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         if _dispatch_modes():
             return _below_dispatch_modes(op, types, args, kwargs)
         way = WAYS[plan.ready_way]
+        in_parts = plan.may_come_whole and _is_inference_mode() and _wants_gradient(args, kwargs)
         if (
             way is not None
             and not watch.on
+            and not (in_parts and plan.peak_nbytes is None)
             and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
         ):
             result = way(plan, args, kwargs)
-            if result is SLOW and not _function_modes():
+            if result is SLOW and not in_parts and not _function_modes():
                 result = _run_lacking_little(plan, args, kwargs)
             if result is not SLOW:
                 return result
+        if in_parts:
+            with _SeesViews(torch._C.DispatchKey.ADInplaceOrView, False):
+                return op.decompose(*args, **(kwargs or {}))
         if watch.on:
             return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
         return _take_slow_path(plan, args, kwargs or {})
@@ -65,6 +73,17 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         _left_halfway(op, args, kwargs or {}, error)
         shorten(error)
         raise
+
+
+def _wants_gradient(args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether an operand wants gradients: in inference mode a composite operator comes here whole.
+
+    Torch's composite asks its operands, also where none are noted (a matrix that wants gradients is
+    multiplied with rows laid out anew, another in batches), and plain tensors do not say: it has to
+    be taken apart, as autograd does elsewhere.
+    """
+    leaves = tree_iter((args, kwargs))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:

@@ -96,13 +96,12 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
 
 // -- from torch -----------------------------------------------------------------------------------
 
-// Whether an operand is a TensorRef.
-inline bool has_ref(const Plan& plan, const Stack& stack) {
-  return !plan.each_tensor(stack.data() + stack.size() - plan.arg_count, [](const at::Tensor& tensor, bool) { return !is_ref(tensor); });
+// Whether an operand is such a one.
+template <typename Asked> bool has_operand(const Plan& plan, const Stack& stack, Asked&& asked) {
+  return !plan.each_tensor(stack.data() + stack.size() - plan.arg_count, [&](const at::Tensor& tensor, bool) { return !asked(tensor); });
 }
 
-// An operator without a TensorRef, met while factories come here: what a factory makes is adopted;
-// what others make of plain tensors is plain.
+// An operator without a TensorRef, met while factories come here: what a factory makes is adopted, else it stays plain.
 inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKeySet keys, Stack* stack) {
   const bool is_adopted = plan.is_factory && WithFactories::is_called_by_cpp();
   WithFactories no_longer(false);
@@ -130,12 +129,14 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  op.redispatchBoxed(further, stack);
+  // In inference mode autograd takes nothing apart; what torch's composite makes of it depends on who wants gradients.
+  const bool in_parts = c10::InferenceMode::is_enabled() && has_operand(plan, *stack, [](const at::Tensor& x) { return x.requires_grad(); });
+  op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Plan& plan = plan_of(op);
-  if (WithFactories::are_taken() && !has_ref(plan, *stack)) return pass_on(op, plan, keys, stack);
+  if (WithFactories::are_taken() && !has_operand(plan, *stack, is_ref)) return pass_on(op, plan, keys, stack);
   if (!plan.may_be_ready || !ReadyCall(op, plan, stack, false).run())
     TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack, false), "no rule for ", op.operator_name(), " with operands of these classes");
 }

@@ -94,7 +94,7 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   auto plan = std::make_unique<Plan>();
   const auto& arguments = op.schema().arguments();
   plan->arg_count = arguments.size();
-  plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+  plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
   for (size_t i = 0; i < arguments.size(); ++i) {
     bool is_list = false;
     const auto& type = *arguments[i].real_type();
