@@ -25,7 +25,7 @@ _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
 
 #: Torch's own, where ours do a part only.
-_register_hook, _as_subclass = Tensor.register_hook, Tensor.as_subclass
+_register_hook = Tensor.register_hook
 _deepcopy, _cpu = Tensor.__deepcopy__, Tensor.cpu
 
 
@@ -34,6 +34,18 @@ _deepcopy, _cpu = Tensor.__deepcopy__, Tensor.cpu
 READ_AT_ONCE = frozenset(
     {"torch", "safetensors", "transformers", "accelerate", "huggingface_hub", "diffusers", "peft"}
 )
+
+
+class _OfClass(torch.autograd.Function):
+    """A plain tensor of another class over a TensorRef's bytes; gradients come back from it."""
+
+    @staticmethod
+    def forward(ctx: Any, ref: Any, cls: Any) -> Any:
+        return ref.exposed_plain("as_subclass").as_subclass(cls)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.as_subclass(Tensor), None
 
 
 class Protocols:
@@ -165,8 +177,8 @@ class Protocols:
 
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
-        if self.requires_grad:
-            return _as_subclass(self, cls)  # raises: no gradient would come back from there
+        if self.requires_grad and torch.is_grad_enabled():
+            return _OfClass.apply(self, cls)
         return self.exposed_plain("as_subclass").as_subclass(cls)
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
