@@ -67,6 +67,8 @@ def test_gradients_come_back_from_a_subclass_of_others(manager):
         leaf.as_subclass(Points).square().sum().backward()
         with torch.no_grad():
             asks = weight.as_subclass(Points).exp().requires_grad
+        with pytest.raises(RuntimeError, match="view"):
+            weight.as_subclass(Points).mul_(2)
         return [loss.detach(), first.detach(), weight.grad, leaf.grad, asks]
 
     plain = torch.rand(3, 4), torch.rand(2, 3)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..autograd.of_class import OfClass
 from ..base.units import format_nbytes
 from ..interception.guards import may_bypass
 from ..memory import core
@@ -34,18 +35,6 @@ _deepcopy, _cpu = Tensor.__deepcopy__, Tensor.cpu
 READ_AT_ONCE = frozenset(
     {"torch", "safetensors", "transformers", "accelerate", "huggingface_hub", "diffusers", "peft"}
 )
-
-
-class _OfClass(torch.autograd.Function):
-    """A plain tensor of another class over a TensorRef's bytes; gradients come back from it."""
-
-    @staticmethod
-    def forward(ctx: Any, ref: Any, cls: Any) -> Any:
-        return ref.exposed_plain("as_subclass").as_subclass(cls)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient.as_subclass(Tensor), None
 
 
 class Protocols:
@@ -178,7 +167,7 @@ class Protocols:
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _OfClass.apply(self, cls)
+            return OfClass.apply(self, cls)
         return self.exposed_plain("as_subclass").as_subclass(cls)
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:
