@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,17 @@ def test_a_subclass_of_others_shares_the_memory(manager):
     points.zero_()
     assert type(points) is Points
     assert ref.tolist() == [0, 0, 0]
+
+
+def test_data_may_be_a_plain_tensor_that_requires_gradients(manager):
+    """thinc's optimizers give a parameter what DLPack makes of an array, with gradients wanted."""
+    parameter = manager.adopt(torch.rand(3)).requires_grad_()
+    array = np.ones(3, dtype="float32")
+    parameter.data = torch.utils.dlpack.from_dlpack(array).requires_grad_()
+    assert parameter.tolist() == [1, 1, 1]
+    assert parameter.is_leaf
+    parameter.square().sum().backward()
+    assert parameter.grad.tolist() == [2, 2, 2]
 
 
 def test_gradients_come_back_from_a_subclass_of_others(manager):
