@@ -195,6 +195,30 @@ def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
     assert ours.stderr.count("torchTensorRef: child ") == 2
 
 
+SENT = """
+    import os
+    import torch
+    import torch.distributed
+
+    def train(rank, model, folder):
+        options = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 1}
+        torch.distributed.init_process_group("gloo", **options)
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(torch.ones(3, 4)).sum().backward()
+        os.write(1, f"{model.weight.grad.tolist()}\\n".encode())
+
+    if __name__ == "__main__":
+        import sys, torch.multiprocessing
+        torch.multiprocessing.spawn(train, args=(torch.nn.Linear(4, 2), sys.argv[1]), nprocs=1)
+"""
+
+
+def test_a_model_sent_to_another_process_is_trained_in_parallel(script, tmp_path):
+    """Its parameters are plain there, and their gradients are not (Lightning's `ddp_spawn`)."""
+    ours = python(*RUN, script(SENT), tmp_path)
+    assert ours.stdout.splitlines() == [str([[3.0] * 4] * 2)]
+
+
 def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):
     for name, before in (("plain", ()), ("ours", (*RUN, "--budget", "8KiB"))):
         (tmp_path / name).mkdir()

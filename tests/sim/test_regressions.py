@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,47 @@ def test_a_subclass_of_others_shares_the_memory(manager):
     points.zero_()
     assert type(points) is Points
     assert ref.tolist() == [0, 0, 0]
+
+
+def test_data_may_be_a_plain_tensor_that_requires_gradients(manager):
+    """thinc's optimizers give a parameter what DLPack makes of an array, with gradients wanted."""
+    parameter = manager.adopt(torch.rand(3)).requires_grad_()
+    array = np.ones(3, dtype="float32")
+    parameter.data = torch.utils.dlpack.from_dlpack(array).requires_grad_()
+    assert parameter.tolist() == [1, 1, 1]
+    assert parameter.is_leaf
+    parameter.square().sum().backward()
+    assert parameter.grad.tolist() == [2, 2, 2]
+
+
+def test_gradients_come_back_from_a_subclass_of_others(manager):
+    """fastai's losses make tensors of its own class of what a model gives."""
+
+    class Points(torch.Tensor):
+        pass
+
+    def program(weight, x):
+        points = (x @ weight).as_subclass(Points)
+        assert isinstance(points, Points)
+        loss = (points.exp() * weight[0]).sum()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        first.square().sum().backward()
+        leaf = weight.detach().requires_grad_()
+        leaf.as_subclass(Points).square().sum().backward()
+        with torch.no_grad():
+            asks = weight.as_subclass(Points).exp().requires_grad
+        with pytest.raises(RuntimeError, match="view"):
+            weight.as_subclass(Points).mul_(2)
+        return [loss.detach(), first.detach(), weight.grad, leaf.grad, asks]
+
+    plain = torch.rand(3, 4), torch.rand(2, 3)
+    expected = program(plain[0].clone().requires_grad_(), plain[1])
+    *tensors, asks = program(
+        manager.adopt(plain[0].clone()).requires_grad_(), manager.adopt(plain[1])
+    )
+    assert asks == expected[-1]
+    for mine, theirs in zip(tensors, expected, strict=False):
+        assert torch.equal(mine.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ def reducer_wrapper(
 ) -> Any:
     """Call `torch.distributed.Reducer(params, ...)`."""
     parameters = args[0] if args else kwargs["params"]
-    refs = [parameter for parameter in parameters if is_ref(parameter)]
-    if refs and load(".memory.core").library is not None:
-        for parameter in refs:
+    if load(".memory.core").library is not None:
+        # Plain ones, too, as they come from another process: their gradients are TensorRefs.
+        for parameter in parameters:
             if parameter.requires_grad:
                 # Torch calls these before those of the reducer.
                 parameter.register_post_accumulate_grad_hook(_bring_gradient_home)

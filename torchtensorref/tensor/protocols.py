@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..autograd.of_class import OfClass
 from ..base.units import format_nbytes
 from ..interception.guards import may_bypass
 from ..memory import core
@@ -25,7 +26,7 @@ _str_intern = torch._tensor_str._str_intern
 _add_suffixes = torch._tensor_str._add_suffixes
 
 #: Torch's own, where ours do a part only.
-_register_hook, _as_subclass = Tensor.register_hook, Tensor.as_subclass
+_register_hook = Tensor.register_hook
 _deepcopy, _cpu = Tensor.__deepcopy__, Tensor.cpu
 
 
@@ -165,8 +166,8 @@ class Protocols:
 
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""
-        if self.requires_grad:
-            return _as_subclass(self, cls)  # raises: no gradient would come back from there
+        if self.requires_grad and torch.is_grad_enabled():
+            return OfClass.apply(self, cls)
         return self.exposed_plain("as_subclass").as_subclass(cls)
 
     def untyped_storage(self: Any) -> torch.UntypedStorage:

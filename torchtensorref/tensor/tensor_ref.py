@@ -147,7 +147,7 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
         ref = (
             other
             if isinstance(other, TensorRef)
-            else tensorsManager.adopt(other.as_subclass(Tensor))
+            else tensorsManager.adopt(other.detach().as_subclass(Tensor))
         )
         if not isinstance(ref, TensorRef):
             raise RuntimeError(_OTHER_KIND)
