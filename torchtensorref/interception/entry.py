@@ -51,15 +51,17 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         if _dispatch_modes():
             return _below_dispatch_modes(op, types, args, kwargs)
         way = WAYS[plan.ready_way]
-        in_parts = plan.may_come_whole and _is_inference_mode() and _wants_gradient(args, kwargs)
+        in_parts = (
+            plan.may_come_whole and _is_inference_mode() and _is_for_parts(plan, args, kwargs)
+        )
         if (
             way is not None
             and not watch.on
-            and not (in_parts and plan.peak_nbytes is None)
+            and not in_parts
             and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
         ):
             result = way(plan, args, kwargs)
-            if result is SLOW and not in_parts and not _function_modes():
+            if result is SLOW and not _function_modes():
                 result = _run_lacking_little(plan, args, kwargs)
             if result is not SLOW:
                 return result
@@ -75,15 +77,18 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         raise
 
 
-def _wants_gradient(args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether an operand wants gradients: in inference mode a composite operator comes here whole.
+def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a composite operator is taken apart that comes whole, as it does in inference mode.
 
-    Torch's composite asks its operands, also where none are noted (a matrix that wants gradients is
-    multiplied with rows laid out anew, another in batches), and plain tensors do not say: it has to
-    be taken apart, as autograd does elsewhere.
+    Torch's composite asks which operand wants gradients, also where none are noted (a matrix that
+    does is multiplied with rows laid out anew, another in batches), and plain tensors do not say:
+    it has to be taken apart, as autograd does elsewhere. Where a rule knows its peak, it is made of
+    the same either way (`operators/peaks.py`).
     """
     leaves = tree_iter((args, kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        return False
+    return plan.peak_nbytes is None or plan.peak_nbytes(*args, **(kwargs or {})) is None
 
 
 def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:

@@ -129,8 +129,8 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  // In inference mode autograd takes nothing apart; what torch's composite makes of it depends on who wants gradients.
-  const bool in_parts = c10::InferenceMode::is_enabled() && has_operand(plan, *stack, [](const at::Tensor& x) { return x.requires_grad(); });
+  // In inference mode autograd takes nothing apart; where no rule says else, what is made of it depends on who wants gradients.
+  const bool in_parts = c10::InferenceMode::is_enabled() && has_operand(plan, *stack, [](const at::Tensor& x) { return x.requires_grad(); }) && (plan.peak == Peak::kNotWhole || peak_nbytes(plan.peak, stack->data() + stack->size() - plan.arg_count) < 0);
   op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 
