@@ -180,7 +180,6 @@ NORMALISATION = (
         peak_nbytes=peaks.norm,
         seen_as=aten.native_group_norm.default,
     ),
-    Row(aten.rms_norm.default, peak_nbytes=peaks.norm),
     Row(aten._softmax.default, binding=_functions._softmax),
     *(
         Row(op, reason=_TRAINING, writes=("running_mean", "running_var"))
