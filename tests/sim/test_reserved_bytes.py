@@ -76,10 +76,8 @@ def test_a_7b_streams_without_a_release_of_the_cache(manager, strategy, percent)
     released, refused = allocator.released, allocator.refused
     for _ in range(3):
         model.token()
-    # In the steady state each allocation succeeds; but Flow goes by the clock of a machine that
-    # others use, too, and may change its plan.
-    assert allocator.refused <= refused + (strategy == "flow")
-    assert allocator.released <= released + 1
+    assert allocator.refused == refused, "in the steady state each allocation succeeds"
+    assert allocator.released <= released + 1, "flow goes by the clock, and may change its plan"
     stats = manager.stats()
     assert stats["alloc_retry_count"] == allocator.released
     assert stats["fetched_nbytes"] + stats["prefetched_nbytes"] > NBYTES
