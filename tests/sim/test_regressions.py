@@ -103,6 +103,12 @@ def test_gradients_come_back_from_a_subclass_of_others(manager):
         lambda x: x.split(1)[0],
         lambda x: x.reshape(-1),
         lambda x: x.T,
+        lambda x: x.movedim(0, 1),
+        lambda x: x.contiguous(),
+        lambda x: torch.dropout(x, 0.1, False),
+        lambda x: torch.atleast_3d(x),
+        lambda x: torch.einsum("ij->ji", x),
+        lambda x: torch.broadcast_tensors(x, torch.ones(1, 1))[0],
         lambda x: next(iter(x)),
     ],
 )
@@ -116,6 +122,8 @@ def test_in_inference_mode_a_view_of_a_normal_tensor_is_normal(manager, look):
     assert torch.equal(seen, expected)
     assert product.is_inference()
     assert not seen.is_inference()
+    assert seen.requires_grad == expected.requires_grad
+    assert (seen is ref) == (expected is plain)
 
 
 def test_strides_over_dimensions_of_size_one_are_kept(manager):

@@ -37,6 +37,7 @@ _SeesViews = torch._C._SetExcludeDispatchKeyGuard
 #: What kernels raise, before they write: mistakes of the program's own.
 _OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -52,7 +53,7 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             return _below_dispatch_modes(op, types, args, kwargs)
         way = WAYS[plan.ready_way]
         in_parts = (
-            plan.may_come_whole and _is_inference_mode() and _is_for_parts(plan, args, kwargs)
+            plan.minds_gradients and _is_inference_mode() and _is_for_parts(plan, args, kwargs)
         )
         if (
             way is not None
@@ -67,7 +68,8 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
                 return result
         if in_parts:
             with _SeesViews(torch._C.DispatchKey.ADInplaceOrView, False):
-                return op.decompose(*args, **(kwargs or {}))
+                # Not `decompose`: some operators have another, in Python, that is preferred there.
+                return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         if watch.on:
             return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
         return _take_slow_path(plan, args, kwargs or {})
@@ -78,7 +80,7 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 
 
 def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a composite operator is taken apart that comes whole, as it does in inference mode.
+    """Whether a composite operator is taken apart that comes whole, as they do in inference mode.
 
     Torch's composite asks which operand wants gradients, also where none are noted (a matrix that
     does is multiplied with rows laid out anew, another in batches), and plain tensors do not say:

@@ -87,6 +87,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "makes_dense": True,
         "shares": False,
         "minds_labels": False,
+        "minds_gradients": False,
         "is_for_host": False,
         "minds_stand_ins": False,
         "random_position": -1,

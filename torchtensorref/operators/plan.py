@@ -100,8 +100,8 @@ class OpPlan:
 
     # -- how it runs --
 
-    #: It is made of others and makes a tensor: apart from autograd, it comes to us in one piece.
-    may_come_whole: bool
+    #: It is made of others, and of which depends on who wants gradients, also where none are noted.
+    minds_gradients: bool
     #: A `ReadyWay`, as a plain integer: an index that Python reads in no time.
     ready_way: int
     #: What runs it on plain tensors in the least time.
@@ -230,7 +230,9 @@ def compiled(row: Row) -> OpPlan:
         makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,
-        may_come_whole=is_composite and not is_declared and not _has_kernel(op, "CPU"),
+        minds_gradients=is_composite
+        and not row.ignores_gradients
+        and not any(_has_kernel(op, key) for key in ("CPU", "ADInplaceOrView")),
         ready_way=ReadyWay.NONE,
         binding=row.binding or (op._op if type(run) is OpOverload else run),
         spreads_sizes=row.binding is torch._C.TensorBase.view,

@@ -63,8 +63,7 @@ inline at::Tensor without_python(const at::Tensor& made) {
 // that returns NotImplemented: nothing has happened then.
 inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const Plan& plan, Stack* stack, bool is_above) {
   const auto& schema = op.schema();
-  const size_t start = stack->size() - plan.arg_count;
-  auto argument = [&](size_t i) -> const IValue& { return (*stack)[start + i]; };
+  auto argument = [&](size_t i) -> const IValue& { return plan.arguments(*stack)[i]; };
   py::gil_scoped_acquire gil;
   WithFactories no_longer(false);
   // Above autograd nothing has to be noted, and what Python takes apart it does as torch does.
@@ -98,7 +97,7 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
 
 // Whether an operand is such a one.
 template <typename Asked> bool has_operand(const Plan& plan, const Stack& stack, Asked&& asked) {
-  return !plan.each_tensor(stack.data() + stack.size() - plan.arg_count, [&](const at::Tensor& tensor, bool) { return !asked(tensor); });
+  return !plan.each_tensor(plan.arguments(stack), [&](const at::Tensor& tensor, bool) { return !asked(tensor); });
 }
 
 // An operator without a TensorRef, met while factories come here: what a factory makes is adopted, else it stays plain.
@@ -129,8 +128,9 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  // In inference mode autograd takes nothing apart; where no rule says else, what is made of it depends on who wants gradients.
-  const bool in_parts = c10::InferenceMode::is_enabled() && has_operand(plan, *stack, [](const at::Tensor& x) { return x.requires_grad(); }) && (plan.peak == Peak::kNotWhole || peak_nbytes(plan.peak, stack->data() + stack->size() - plan.arg_count) < 0);
+  // In inference mode autograd takes nothing apart; what is made of it may depend on who wants gradients.
+  const bool in_parts = c10::InferenceMode::is_enabled() && plan.minds_gradients && peak_nbytes(plan.peak, plan.arguments(*stack)) < 0 &&
+                        has_operand(plan, *stack, [](const at::Tensor& operand) { return operand.requires_grad(); });
   op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 

@@ -43,7 +43,7 @@ inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key,
 inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
   auto tensor = [&](size_t i) -> const at::Tensor& { return arguments[i].toTensor(); };
   switch (kind) {
-    case Peak::kNotWhole: return 0;
+    case Peak::kNotWhole: break;
     case Peak::kLinear: return peak_of_linear(tensor(0), tensor(1), arguments[2].isTensor());
     case Peak::kMatmul: return peak_of_matmul(tensor(0), tensor(1));
     case Peak::kAttention: return peak_of_attention(tensor(0), tensor(1), tensor(2), arguments[3]);

@@ -36,12 +36,13 @@ struct Plan {
   bool is_view = false, writes = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
-  bool minds_labels = false, is_for_host = false;
+  bool minds_labels = false, minds_gradients = false, is_for_host = false;
   bool minds_stand_ins = false;  // Python looks at what its forward operator has left
   int16_t random_position = -1;  // the argument that makes it draw random numbers
   Peak peak = Peak::kNotWhole;
 
   bool runs_above() const { return may_be_ready && !is_view && !writes; }
+  const IValue* arguments(const Stack& stack) const { return stack.data() + stack.size() - arg_count; }
 
   // Call a function with each tensor among the arguments, and whether it is written, while it returns true.
   template <class Function>
@@ -63,7 +64,7 @@ inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
     {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels},
-    {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
+    {"minds_gradients", &Plan::minds_gradients}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
 inline bool holds_tensors(const c10::Type& type, bool& is_list) {

@@ -109,9 +109,8 @@ class ReadyCall {
 
   // Whether it may run as one where Python decides: no operand is noted, and one is a TensorRef.
   bool is_for_python() const {
-    if (!may_run()) return false;
     bool has_ref = false;
-    return each_tensor([&](const at::Tensor& tensor, bool) {
+    return may_run() && each_tensor([&](const at::Tensor& tensor, bool) {
       has_ref = has_ref || is_ref(tensor);
       return !is_noted(tensor);
     }) && has_ref;
