@@ -196,8 +196,12 @@ class Flow(Strategy):
             return ()
         look = look_into(resident)
         wanted = self._wanted(device, look)
-        self._present_until = history.end + (wanted[0][0] if wanted else horizon)
-        if not wanted or self._can_wait(device):
+        if not wanted:
+            self._present_until = history.end + horizon
+            return ()
+        distance, *_ = wanted[0]
+        self._present_until = history.end + distance
+        if self._can_wait(device):
             return ()
         return self._issue(device, look, wanted, newest_of(resident))
 

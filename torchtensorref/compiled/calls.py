@@ -106,10 +106,8 @@ class CompiledCall:
         with self._lock:  # while another thread runs it, its parameters are plain
             modules = modules_of(self._function)
             known = self._known(modules)
-            if _are_given_modules((*args, *kwargs.values())):
-                way = self._function  # it is compiled for what its own modules hold, not for these
-            else:
-                way = self._way(modules, inputs, is_known=known is not None)
+            given = (*args, *kwargs.values())
+            way = self._way(modules, given, inputs, is_known=known is not None)
             if way is None:
                 try:
                     region, whole = known or self._looked_at(modules)
@@ -124,8 +122,12 @@ class CompiledCall:
             with self._lock:
                 self._elsewhere_count -= 1
 
-    def _way(self, modules: list[nn.Module], inputs: list[Any], *, is_known: bool) -> Any:
+    def _way(
+        self, modules: list[nn.Module], given: tuple[Any, ...], inputs: list[Any], *, is_known: bool
+    ) -> Any:
         """Return what to call on what it is given; None to run it natively."""
+        if _are_given_modules(given):
+            return self._function  # it is compiled for what its own modules hold, not for these
         if not is_known:
             owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
