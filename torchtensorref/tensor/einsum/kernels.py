@@ -21,11 +21,22 @@ from .extremes import best_of
 from .semirings import Named, Semiring
 
 _HALVES = (torch.float16, torch.bfloat16)
+_LOG2_E = 1 / math.log(2)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to add numbers of a dtype in: that of halves is float32."""
     return torch.float32 if dtype in _HALVES else dtype
+
+
+def exp_(x: Tensor) -> Tensor:
+    """Exchange numbers, of which most are at most 0, for their exponentials; to base 2.
+
+    On the host `Tensor.exp_` is MKL's, which on other processors than Intel's takes up to three
+    times as long as `Tensor.exp2_`. Scaling rounds a number by as much as the sum that it is has
+    been rounded (Dao 2023, "FlashAttention-2", does likewise).
+    """
+    return x.mul_(_LOG2_E).exp2_()
 
 
 class InexactError(Exception):
@@ -229,10 +240,10 @@ class LogSum(Kernel):
         shift = top
         for _ in dims:
             shift = shift.unsqueeze(-1)
-        scaled = terms.sub_(shift).exp_() if is_own else (terms - shift).exp_()
+        scaled = exp_(terms.sub_(shift) if is_own else terms - shift)
         found = scaled.sum(dims) if dims else scaled
         if state is not None:
-            found.add_(state[1].mul_(state[0].sub_(top).exp_()))
+            found.add_(state[1].mul_(exp_(state[0].sub_(top))))
         return top, found
 
     def finish(self, state: Any) -> tuple[Tensor, ...]:
@@ -281,7 +292,7 @@ class SumOfProducts(Kernel):
                 exponent.add_(factor, alpha=sign)
             else:
                 exponent, is_own = torch.add(exponent, factor, alpha=sign), True
-        return exponent.exp_() if is_own else exponent.exp()
+        return exp_(exponent if is_own else exponent.clone())
 
     @property
     def copies(self) -> int:  # type: ignore[override]

@@ -20,7 +20,7 @@ from torch import Tensor
 from .blocks import Chunks, Tile, aligned, count_of, of_dtype
 from .equation import Labels
 from .gemm import MatrixProduct
-from .kernels import InexactError, Job, Kernel, LogSum
+from .kernels import InexactError, Job, Kernel, LogSum, exp_
 
 #: The least that may be left of a sum whose greatest possible term is 1. What is lost is as little
 #: below that as the least number of the dtype is: nothing of the sum, nothing of a gradient.
@@ -68,8 +68,8 @@ class LogProduct(MatrixProduct):
             return top, found
         old_top, old = state
         both = torch.maximum(top, old_top)
-        found.mul_(top.sub_(both).exp_())
-        found.add_(old.mul_(old_top.sub_(both).exp_()))
+        found.mul_(exp_(top.sub_(both)))
+        found.add_(old.mul_(exp_(old_top.sub_(both))))
         return both, found
 
     def _look_at(self, found: Tensor, job: Job, blocks: Sequence[Tensor]) -> None:
@@ -123,7 +123,7 @@ class LogShares(MatrixProduct):
         limit, largest = -math.log(LEAST[self.work]), torch.finfo(self.work).max / 4
         if not (float(rest.amax()) <= limit and float(total.amax()) < largest):
             raise InexactError
-        rest.exp_().mul_(g)
+        exp_(rest).mul_(g)
         there = tuple(label for label in mine if label in output or label in others)
         found = self.product(Job((output, others), there, job.sizes), [rest, other])
         del rest, other
@@ -148,6 +148,6 @@ def _below_the_greatest(x: Tensor, labels: Labels, output: Labels) -> tuple[Tens
     info = torch.finfo(x.dtype)
     top = x.amax(dims, keepdim=True) if dims else x
     top = top.clamp(info.min / 4, info.max / 4)
-    factor = (x - top).exp_()
+    factor = exp_(x - top)
     kept = tuple(label for label in labels if label in output)
     return factor, aligned(top.squeeze(dims) if dims else top, kept, output)

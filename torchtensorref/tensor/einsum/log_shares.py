@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .blocks import Chunks, Room, aligned, count_of, part_of, tiles
 from .equation import Labels
-from .kernels import Job, multiplied
+from .kernels import Job, exp_, multiplied
 
 
 class Shares:
@@ -88,7 +88,7 @@ class Shares:
         exponent, is_own = multiplied(factors, torch.add, Tensor.add_)
         total, g = (aligned(x, job.output, job.order) for x in (total, g))
         shares = exponent.sub_(total) if is_own else exponent - total
-        shares.exp_().mul_(g)
+        exp_(shares).mul_(g)
         return {labels: _summed(shares, job.order, labels) for labels in self._kinds}
 
 
