@@ -196,6 +196,12 @@ def test_looks_at_what_a_transform_has_wrapped(right, transform, look):
 
         return [transform(function, bring(torch.tensor([0.0, 1.0])) + 1), seen]
 
+    # Torch 2.9 cannot read the elements of what `grad` and `jvp` have wrapped; ours can be read.
+    refused = ("RuntimeError", "Cannot access data pointer of ")
+    is_read = look in map(LOOKS.get, ("tolist", "index", "mask"))
+    is_of_grad = transform in map(TRANSFORMS.get, ("grad", "grad of grad", "jvp"))
+    if is_read and is_of_grad and program(lambda x: x)[1][-1] == refused:
+        pytest.skip("plain torch refuses it")
     right(program)
 
 

@@ -216,7 +216,7 @@ SENT = """
 def test_a_model_sent_to_another_process_is_trained_in_parallel(script, tmp_path):
     """Its parameters are plain there, and their gradients are not (Lightning's `ddp_spawn`)."""
     ours = python(*RUN, script(SENT), tmp_path)
-    assert ours.stdout.splitlines() == [str([[3.0] * 4] * 2)]
+    assert ours.stdout.splitlines()[-1] == str([[3.0] * 4] * 2)  # gloo, in torch 2.9, has a word
 
 
 def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):

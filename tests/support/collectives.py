@@ -13,6 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 out = {}
 
@@ -75,6 +83,37 @@ def train(rank):
     return "ref" if hasattr(model[0].weight, "proxyInfo") else "plain"
 
 
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)))
+
+
+def steps(name, model, draws):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        loss = model(torch.randn(5, 8, generator=draws)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out[f"{name}, loss {step}"] = loss.detach() + 0
+    out[f"{name}, weight"] = model[0][0].weight.full_tensor().detach() + 0
+
+
+def shard(rank, count):
+    mesh = init_device_mesh("cpu", (count,))
+    sharded = layers()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    steps("fully_shard", fully_shard(sharded, mesh=mesh), torch.Generator().manual_seed(rank))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallel = layers()
+    for layer in parallel:
+        parallelize_module(layer, mesh, plan)
+    steps("tensor parallel", parallel, torch.Generator().manual_seed(0))
+    x = distribute_tensor(mine().reshape(2, 3), mesh, [Shard(0)])
+    out["DTensor"] = (x * 2 + 1).redistribute(mesh, [Replicate()]).to_local() + 0
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -82,6 +121,7 @@ if __name__ == "__main__":
     rank = dist.get_rank()
     say(rank, dist.get_world_size())
     kind = train(rank)
+    shard(rank, dist.get_world_size())
     results = {name: tensor.tolist() for name, tensor in out.items()}
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"kind": kind, "out": results}))
     dist.barrier()  # nobody takes the group away while the other one is in it

@@ -141,6 +141,16 @@ def _alone(block: Block) -> Sequence[weakref.ref[Block]]:
     return (weakref.ref(block),)
 
 
+def _references_of_torch() -> int:
+    tensor = torch._C._VariableFunctions.empty((1,))
+    storage = torch._C.TensorBase.untyped_storage(tensor)
+    return sys.getrefcount(storage) - 2
+
+
+#: References of torch's own to the object of a storage that has users in C++: 1, in torch 2.9 none.
+_TORCHS_OWN = _references_of_torch()
+
+
 class Exposure:
     """Bytes of a block that also live outside: in an array, a plain tensor, a raw pointer.
 
@@ -180,9 +190,9 @@ class Exposure:
             return False
         users: int = torch._C._storage_Use_Count(self.storage._cdata)
         # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
-        # among the users. Ours are this reference, that of the call, and one that torch itself
-        # holds as soon as there are users in C++.
-        return users > self.own_count or sys.getrefcount(self.storage) > 2 + (users > 1)
+        # among the users. Ours are this reference and that of the call.
+        own_count = 2 + (users > 1) * _TORCHS_OWN
+        return users > self.own_count or sys.getrefcount(self.storage) > own_count
 
 
 class Births(Protocol):
