@@ -6,10 +6,7 @@ writing when they have returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch._ops import OpOverload
 
 from .row import Row, Special
 
@@ -71,13 +68,3 @@ COLLECTIVES = tuple(
     for name in names
     if hasattr(getattr(torch.ops, library), name)
 )
-
-#: Of libraries that are there once they are imported: by an operator's name, what makes its row.
-LATER: dict[str, Callable[[OpOverload], Row]] = {
-    "fsdp::all_gather_copy_in": lambda op: Row(
-        op,
-        reason="copies into what it returns, and returns a part of it, without saying either",
-        writes=("all_gather_output",),
-        aliases=True,
-    ),
-}

@@ -11,13 +11,13 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from .python_kernels import OverTwins, has_kernel_in_python
+from .python_kernels import Doubted, OverTwins, has_kernel_in_python, is_doubted
 from .row import FlopRule, PeakRule, Reads, Row, Special
 from .substitutes import ByDevice, Substitute
 from .table import flops_of, row_of
@@ -160,8 +160,27 @@ def plan_of(op: OpOverload) -> OpPlan:
     try:
         plan: OpPlan = op._ttr_plan  # type: ignore[attr-defined]
     except AttributeError:
-        plan = op._ttr_plan = compiled(row_of(op))  # type: ignore[attr-defined]
+        row = row_of(op)
+        doubted = not row.writes and is_doubted(op)
+        plan = op._ttr_plan = _doubting(row) if doubted else compiled(row)  # type: ignore[attr-defined]
     return plan
+
+
+def _doubting(row: Row) -> OpPlan:
+    """Compile the plan for the first call of an operator whose schema may leave out what it writes.
+
+    The call exchanges it for one with what has been written.
+    """
+    op = row.op
+    arguments = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
+    if not arguments:
+        return compiled(row)
+
+    def learn(written: tuple[str, ...]) -> None:
+        op._ttr_plan = compiled(replace(row, writes=written, aliases=True))  # type: ignore[attr-defined]
+
+    plan = compiled(replace(row, writes=tuple(arguments), aliases=True))
+    return replace(plan, op=Doubted(op, plan.op, learn), ready_way=int(ReadyWay.NONE))
 
 
 def kind_named(name: str) -> int:

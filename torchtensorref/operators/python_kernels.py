@@ -3,16 +3,22 @@
 Such a kernel may make an array of what it is given, or return a tensor over an array. Either way
 torch takes the storage for one that can never be resized, and so never be emptied: it is given
 other storage objects over the operands' memory, and what it returns is copied where it has to be.
+
+And it may write what its schema does not mark, which in plain torch nobody notices. So the first
+call of one that marks nothing is taken to write all of its operands, and looked at.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from .substitutes import Substitute
 
@@ -27,6 +33,62 @@ def has_kernel_in_python(op: OpOverload) -> bool:
         return False
     name = op.name().replace("::", "/")
     return any(f"{name}/{key}" in torch.library._impls for key in _KEYS)
+
+
+def is_doubted(op: OpOverload) -> bool:
+    """Whether an operator's schema may leave out what it writes.
+
+    `torch.library.custom_op` asks what is written; who writes a schema need not say.
+    """
+    return (
+        has_kernel_in_python(op)
+        and op.name() not in OPDEFS
+        and not any(argument.is_write for argument in op._schema.arguments)
+    )
+
+
+class Doubted(Substitute):
+    """An operator that is taken to write all of its operands, until it has been seen to run.
+
+    Parameters
+    ----------
+    op : OpOverload
+        The operator.
+    run : callable
+        What runs it on plain tensors.
+    learn : callable
+        Is told the names of the arguments that the first call has written.
+    """
+
+    def __init__(
+        self, op: OpOverload, run: Callable[..., Any], learn: Callable[[tuple[str, ...]], None]
+    ) -> None:
+        self.op = op
+        self._run = run
+        self._learn = learn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and look what has become of each operand's bytes."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        before = {name: _sum_of(value) for name, value in given.items()}
+        out = self._run(*args, **kwargs)
+        self._learn(tuple(n for n, value in given.items() if _sum_of(value) != before[n]))
+        return out
+
+
+def _sum_of(value: Any) -> list[int]:
+    """A checksum of the bytes of each tensor among a value."""
+    tensors = [x for x in tree_iter(value) if isinstance(x, Tensor)]
+    plain = [x for x in tensors if x.layout is torch.strided and not x.is_quantized]
+    return [zlib.crc32(_bytes_of(x)) for x in plain if not (x.is_meta or x.is_nested)]
+
+
+def _bytes_of(plain: Tensor) -> Any:
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        # A copy: a storage under an array could never be resized.
+        values = plain.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
+        return values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
 
 
 class OverTwins(Substitute):

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from . import flops, peaks, substitutes
-from .collectives import COLLECTIVES, LATER
+from .collectives import COLLECTIVES
 from .row import FlopRule, Reads, Row, Special
 
 aten = torch.ops.aten
@@ -390,7 +390,7 @@ _flops = {row.op.overloadpacket: row.flops for row in ROWS if row.flops is not N
 
 def row_of(op: OpOverload) -> Row:
     """Return what is known of an overload; an empty row where nothing is."""
-    return _by_operator.get(op) or LATER.get(op.name(), Row)(op)
+    return _by_operator.get(op) or Row(op)
 
 
 def flops_of(op: OpOverload) -> FlopRule | None:
