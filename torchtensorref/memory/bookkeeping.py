@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from . import core
 from .block import Block, Replica, next_death
 from .budget import Budget
 from .costs import Costs
+from .known import KnownBlocks
 from .ledger import Ledger
 
 #: Operators for which all has to fit before memory is no longer short; twice as many each time that
@@ -140,7 +140,7 @@ class Books:
         #: Number of the operator that runs; the clock of recency.
         self.tick = 0
         #: Blocks by number, for strategies that name blocks which are not on the device.
-        self.known: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self.known = KnownBlocks()
         self._deaths: list[int] = []
         #: Blocks that have left the main accelerator, for a strategy that wants to hear of it; any
         #: accelerator, for one that spreads.

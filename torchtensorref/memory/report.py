@@ -122,12 +122,11 @@ def living_blocks(manager: Any) -> list[Block]:
     """
     residency = manager.residency
     ours = {residency.books.host, *residency.books.accelerators}
-    found = [reference() for reference in residency.books.known.valuerefs()]
+    found = residency.books.known.alive()
     found += manager.ownership.table.blocks()
     for device in residency.books.ledgers:
         found += residency.books.blocks_on(device)
-    unique = (block for block in dict.fromkeys(found) if block is not None)
-    return [block for block in unique if ours.issuperset(block.replicas)]
+    return [block for block in dict.fromkeys(found) if ours.issuperset(block.replicas)]
 
 
 def _totals(stats: dict[str, Any]) -> list[str]:
