@@ -4,7 +4,6 @@ import gc
 import json
 import re
 import time
-import weakref
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.host_costs import HostCosts
+from torchTensorRef.memory.known import KnownBlocks
 
 from ..support.device_double import LateDevice
 from ..support.programs import linears, sweep
@@ -20,7 +20,7 @@ from ..support.programs import linears, sweep
 @pytest.fixture(autouse=True)
 def nobody_elses(manager, monkeypatch):
     """What earlier tests of this process keep (a library's own tensors) is not in the reports."""
-    monkeypatch.setattr(manager.residency.books, "known", weakref.WeakValueDictionary())
+    monkeypatch.setattr(manager.residency.books, "known", KnownBlocks())
 
 
 def test_an_empty_report_has_every_part(manager):
