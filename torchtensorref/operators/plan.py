@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -166,21 +167,32 @@ def plan_of(op: OpOverload) -> OpPlan:
     return plan
 
 
+_learning = threading.Lock()
+
+
 def _doubting(row: Row) -> OpPlan:
-    """Compile the plan for the first call of an operator whose schema may leave out what it writes.
+    """Compile the plan of an operator whose schema may leave out what it writes.
 
-    The call exchanges it for one with what has been written.
+    A call exchanges it for one that knows what it has written of the operands that it had; those
+    that no call has had yet stay doubted.
     """
-    op = row.op
-    arguments = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
-    if not arguments:
-        return compiled(row)
+    op, written = row.op, set[str]()
+    unseen = {a.name for a in op._schema.arguments if "Tensor" in str(a.type)}
 
-    def learn(written: tuple[str, ...]) -> None:
-        op._ttr_plan = compiled(replace(row, writes=written, aliases=True))  # type: ignore[attr-defined]
+    def plan_now() -> OpPlan:
+        plan = compiled(replace(row, writes=(*written, *unseen), aliases=True))
+        if not unseen:
+            return plan
+        doubted = Doubted(op, plan.op, frozenset(unseen), learn)
+        return replace(plan, op=doubted, ready_way=int(ReadyWay.NONE))
 
-    plan = compiled(replace(row, writes=tuple(arguments), aliases=True))
-    return replace(plan, op=Doubted(op, plan.op, learn), ready_way=int(ReadyWay.NONE))
+    def learn(seen: set[str], found: set[str]) -> None:
+        with _learning:
+            written.update(found)
+            unseen.difference_update(seen)
+            op._ttr_plan = plan_now()  # type: ignore[attr-defined]
+
+    return plan_now()
 
 
 def kind_named(name: str) -> int:

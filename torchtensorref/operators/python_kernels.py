@@ -4,14 +4,14 @@ Such a kernel may make an array of what it is given, or return a tensor over an 
 torch takes the storage for one that can never be resized, and so never be emptied: it is given
 other storage objects over the operands' memory, and what it returns is copied where it has to be.
 
-And it may write what its schema does not mark, which in plain torch nobody notices. So the first
-call of one that marks nothing is taken to write all of its operands, and looked at.
+And it may write what its schema does not mark, which in plain torch nobody notices. So one that
+marks nothing is taken to write each of its operands the first time, which is looked at.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def is_doubted(op: OpOverload) -> bool:
 
 
 class Doubted(Substitute):
-    """An operator that is taken to write all of its operands, until it has been seen to run.
+    """An operator that is taken to write some of its operands, until it has been seen with them.
 
     Parameters
     ----------
@@ -56,30 +56,40 @@ class Doubted(Substitute):
         The operator.
     run : callable
         What runs it on plain tensors.
+    unseen : collection of str
+        The arguments that are looked at where a call has them.
     learn : callable
-        Is told the names of the arguments that the first call has written.
+        Is told the names of those that a call had, and of those among them that it has written.
     """
 
     def __init__(
-        self, op: OpOverload, run: Callable[..., Any], learn: Callable[[tuple[str, ...]], None]
+        self,
+        op: OpOverload,
+        run: Callable[..., Any],
+        unseen: Collection[str],
+        learn: Callable[[set[str], set[str]], None],
     ) -> None:
         self.op = op
         self._run = run
+        self._unseen = unseen
         self._learn = learn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, and look what has become of each operand's bytes."""
+        """Call it, and look what has become of the bytes of each operand that is new."""
         names = [argument.name for argument in self.op._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        before = {name: _sum_of(value) for name, value in given.items()}
+        sums = {name: _sums_of(given[name]) for name in self._unseen if name in given}
+        before = {name: found for name, found in sums.items() if found}
         out = self._run(*args, **kwargs)
-        self._learn(tuple(n for n, value in given.items() if _sum_of(value) != before[n]))
+        if before:
+            written = {name for name, found in before.items() if _sums_of(given[name]) != found}
+            self._learn(set(before), written)
         return out
 
 
-def _sum_of(value: Any) -> list[int]:
-    """A checksum of the bytes of each tensor among a value."""
-    tensors = [x for x in tree_iter(value) if isinstance(x, Tensor)]
+def _sums_of(value: Any) -> list[int]:
+    """A checksum of the bytes of each tensor among a value that has any."""
+    tensors = [x for x in tree_iter(value) if isinstance(x, Tensor) and x.numel()]
     plain = [x for x in tensors if x.layout is torch.strided and not x.is_quantized]
     return [zlib.crc32(_bytes_of(x)) for x in plain if not (x.is_meta or x.is_nested)]
 
@@ -88,7 +98,7 @@ def _bytes_of(plain: Tensor) -> Any:
     with torch._C.DisableTorchFunction(), torch.no_grad():
         # A copy: a storage under an array could never be resized.
         values = plain.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
-        return values.view(-1).view(torch.uint8).numpy() if values.numel() else b""
+        return values.view(-1).view(torch.uint8).numpy()
 
 
 class OverTwins(Substitute):
