@@ -201,7 +201,7 @@ def test_looks_at_what_a_transform_has_wrapped(right, transform, look):
     is_read = look in map(LOOKS.get, ("tolist", "index", "mask"))
     is_of_grad = transform in map(TRANSFORMS.get, ("grad", "grad of grad", "jvp"))
     if is_read and is_of_grad and program(lambda x: x)[1][-1] == refused:
-        pytest.skip("plain torch refuses it")
+        pytest.skip("torch 2.9 refuses to read it: there is nothing to compare with")
     right(program)
 
 

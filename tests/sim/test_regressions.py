@@ -126,6 +126,17 @@ def test_in_inference_mode_a_view_of_a_normal_tensor_is_normal(manager, look):
     assert (seen is ref) == (expected is plain)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_in_inference_mode_nested_rows_meet_a_weight_that_wants_gradients(manager):
+    """Torch makes another thing of nested tensors than of others, and no rule knows their sizes."""
+    rows, weight = [torch.rand(2, 4), torch.rand(3, 4)], torch.rand(5, 4)
+    ref = manager.adopt(torch.nn.Parameter(weight.clone()))
+    with torch.inference_mode():
+        products = torch.nn.functional.linear(torch.nested.nested_tensor(rows), ref)
+    for row, product in zip(rows, products.unbind(), strict=True):
+        torch.testing.assert_close(product, row @ weight.t())
+
+
 def test_strides_over_dimensions_of_size_one_are_kept(manager):
     # #2, found by random programs: a slice is contiguous and yet has a stride of its own there.
     plain = torch.rand(2, 3, 2)

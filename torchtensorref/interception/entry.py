@@ -23,7 +23,7 @@ from ..operators.plan import OpPlan, plan_of
 from .by_value import run_with_numbers
 from .higher_order import run_higher_order
 from .onlookers.passing import deliver, note_written, pass_onlookers
-from .ready_path import SLOW, WAYS
+from .ready_path import SLOW, WAYS, known_peak
 from .slow_path import SlowPath
 from .tracebacks import shorten
 from .watched_path import run_watched
@@ -85,12 +85,12 @@ def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
     Torch's composite asks which operand wants gradients, also where none are noted (a matrix that
     does is multiplied with rows laid out anew, another in batches), and plain tensors do not say:
     it has to be taken apart, as autograd does elsewhere. Where a rule knows its peak, it is made of
-    the same either way (`operators/peaks.py`).
+    the same either way (`operators/peaks.py`); nested tensors have another one.
     """
-    leaves = tree_iter((args, kwargs))
-    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not any(x.requires_grad for x in tensors) or any(x.is_nested for x in tensors):
         return False
-    return plan.peak_nbytes is None or plan.peak_nbytes(*args, **(kwargs or {})) is None
+    return known_peak(plan, args, kwargs or {}) is None
 
 
 def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:

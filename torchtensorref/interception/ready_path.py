@@ -118,13 +118,18 @@ def _listed(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     return run_one(plan, (*operands, *args[1:]), kwargs, len(operands)) if operands else SLOW
 
 
+def known_peak(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> int | None:
+    """Return what a composite operator takes at its peak as one; None where that is not known."""
+    for arg in args:
+        if isinstance(arg, _Tensor) and not isinstance(arg, TensorRef):
+            return None  # nested, sparse, another class: the rules know nothing of those
+    return None if plan.peak_nbytes is None else plan.peak_nbytes(*args, **kwargs)
+
+
 def _whole(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a composite operator as one, where what it takes in passing fits the budget."""
     kwargs = kwargs or _NO_KWARGS
-    for arg in args:
-        if isinstance(arg, _Tensor) and not isinstance(arg, TensorRef):
-            return SLOW  # nested, sparse, another class: the table knows nothing of those
-    peak_nbytes = plan.peak_nbytes(*args, **kwargs)  # type: ignore[misc]
+    peak_nbytes = known_peak(plan, args, kwargs)
     if peak_nbytes is None or (plan.is_random and plan.draws_random(args, kwargs)):
         return SLOW
     if not peak_nbytes:

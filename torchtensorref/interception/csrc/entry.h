@@ -107,8 +107,7 @@ inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKey
   op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow), stack);
   if (!is_adopted || !stack->back().isTensor() || !stack->back().toTensor().defined()) return;
   const at::Tensor& made = stack->back().toTensor();
-  // A single number is taken as it is, unless it is there to be resized.
-  if (!made.dim() && op.schema().name() != "aten::empty") return;
+  if (!made.dim() && op.schema().name() != "aten::empty") return;  // a single number, and not there to be resized
   if (!made.is_cpu() || made.layout() != c10::kStrided) return;
   py::gil_scoped_acquire gil;
   stack->back() = py::reinterpret_borrow<py::object>(adopt)(made).cast<at::Tensor>();
@@ -128,8 +127,9 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  // In inference mode autograd takes nothing apart; what is made of it may depend on who wants gradients.
-  const bool in_parts = c10::InferenceMode::is_enabled() && plan.minds_gradients && peak_nbytes(plan.peak, plan.arguments(*stack)) < 0 &&
+  // In inference mode autograd takes nothing apart; what is made of it may depend on who wants gradients, but of nested tensors.
+  const bool in_parts = c10::InferenceMode::is_enabled() && plan.minds_gradients &&
+                        !keys.has_any(DispatchKeySet(DispatchKey::NestedTensor)) && peak_nbytes(plan, plan.arguments(*stack)) < 0 &&
                         has_operand(plan, *stack, [](const at::Tensor& operand) { return operand.requires_grad(); });
   op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }

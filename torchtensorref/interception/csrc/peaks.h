@@ -52,4 +52,10 @@ inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
   return kUnknown;
 }
 
+// The same of a call; the rules know nothing of other classes and layouts.
+inline int64_t peak_nbytes(const Plan& plan, const IValue* arguments) {
+  const bool are_ours = plan.each_tensor(arguments, [](const at::Tensor& tensor, bool) { return !tensor.defined() || is_ref(tensor); });
+  return are_ours ? peak_nbytes(plan.peak, arguments) : kUnknown;
+}
+
 }  // namespace ttr

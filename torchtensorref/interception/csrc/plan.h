@@ -1,7 +1,6 @@
 // What is known of an operator: where its operands stand, and what Python's plan says of it.
 //
-// Python's plan (operators/plan.py, from the schema and the table) is asked once, when the operator
-// is met first, and says all that a schema does not.
+// Python's plan (operators/plan.py) is asked once, when the operator is met first, and says all that a schema does not.
 #pragma once
 
 #include "ref.h"

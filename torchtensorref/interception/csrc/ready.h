@@ -1,8 +1,7 @@
 // The ready path: an operator whose operands are all ready runs on the plain tensors, without Python.
 //
-// An operator announces its blocks first and looks second; an evictor closes `ready` first and looks
-// at the users second: one of the two sees the other. Where something has to be decided, nothing has
-// happened: the arguments are still on the stack.
+// An operator announces its blocks first and looks second; an evictor closes `ready` first and looks at the users second: one of
+// the two sees the other. Where something has to be decided, nothing has happened: the arguments are still on the stack.
 #pragma once
 
 #include "peaks.h"
@@ -155,10 +154,7 @@ class ReadyCall {
   }
 
   bool has_room_for_peak() const {
-    for (const auto& slot : plan_.slots)  // the rules know nothing of other classes and layouts
-      if (const IValue& value = argument(slot.index); value.isTensor() && value.toTensor().defined() && !ref_of(value.toTensor()))
-        return false;
-    const int64_t peak = peak_nbytes(plan_.peak, stack_.data() + start_);
+    const int64_t peak = peak_nbytes(plan_, stack_.data() + start_);
     if (peak <= 0) return peak == 0;
     const Ledger* ledger = operands_.device->ledger.load();
     return ledger && ledger->counted_nbytes.load() + ledger->newborn_nbytes.load() + peak <= ledger->high_nbytes.load();
@@ -243,8 +239,7 @@ class ReadyCall {
     return true;
   }
 
-  // The TensorRef of a result: a plain tensor where it cannot be moved, undefined where there is no
-  // room for it.
+  // The TensorRef of a result: a plain tensor where it cannot be moved, undefined where there is no room for it.
   at::Tensor wrapped(const at::Tensor& out, int64_t tick) {
     if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage()) return out;
     const auto* storage = out.storage().unsafeGetStorageImpl();
