@@ -3,11 +3,15 @@
 import contextlib
 import copy
 import gc
+import pickle
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import options
 from torchTensorRef.strategy import Prefetch
@@ -280,3 +284,66 @@ def test_no_operator_keeps_its_operands_in_a_cycle(manage, program, nbytes, bloc
         assert block() is None
     finally:
         gc.enable()
+
+
+class _SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert "storage" not in getattr(func, "__name__", "")
+        return func(*args, **(kwargs or {}))
+
+
+class _SeesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} is not the program's")
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda act: torch.func.grad(lambda x: (act(), x.sum())[1])(torch.ones(2)),
+        lambda act: torch.func.jvp(lambda x: (act(), x)[1], *[(torch.ones(2),)] * 2),
+        lambda act: torch.func.vmap(lambda x: (act(), x)[1])(torch.ones(2)),
+        lambda act: torch.func.functionalize(lambda x: (act(), x)[1])(torch.ones(2)),
+        lambda act: _within(FakeTensorMode(), act),
+        lambda act: _within(_SeesFunctions(), act),
+        lambda act: _within(_SeesOperators(), act),
+    ],
+    ids=["grad", "jvp", "vmap", "functionalize", "fake", "functions", "operators"],
+)
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda manager, ref: setattr(manager, "budget", "8B"),
+        lambda manager, ref: manager.bring_all_home(),
+        lambda manager, ref: ref.toCPU().toGPU(),
+        lambda manager, ref: str(ref.target.shape),
+    ],
+    ids=["budget", "home", "there", "target"],
+)
+def test_what_the_runtime_does_to_storages_is_below_modes_and_transforms(manager, around, act):
+    """In `jvp` a lower budget raised: functorch had wrapped the memory that was made at home.
+
+    Whoever called the manager from there on got the same error; and a mode saw our own storages.
+    """
+    ref = manager.adopt(torch.zeros(4)).add_(1)
+    assert ref.proxyInfo.device != "cpu"
+    around(lambda: act(manager, ref))
+    manager.budget = "1MiB"
+    assert ref.add_(1).tolist() == [2] * 4
+
+
+def _within(mode, act):
+    with mode:
+        act()
+
+
+def test_copies_and_pickles_are_made_inside_transforms(manager):
+    """They told the copy that it requires no gradients, which functorch does not want to hear."""
+    ref, made = manager.adopt(torch.arange(3.0)), []
+
+    def program(x):
+        made.extend([copy.copy(ref), copy.deepcopy(ref), pickle.loads(pickle.dumps(ref))])
+        return x
+
+    torch.func.vmap(program)(torch.ones(2))
+    assert [copied.tolist() for copied in made] == [[0, 1, 2]] * 3

@@ -1,6 +1,7 @@
 """The guard around what programs call: it repairs before, and notes what comes halfway.
 
-What has happened meanwhile is told to callbacks when it is over.
+It is called wherever a program stands, so what the runtime does to storages happens below the modes
+and transforms that are around. What has happened meanwhile is told to callbacks when it is over.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _no_transforms
+from torch.utils._python_dispatch import _disable_current_modes
+
 from ..base.listeners import listeners
+
+_function_modes = torch._C._is_torch_function_mode_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 
 Class = TypeVar("Class", bound=type)
 
@@ -44,6 +53,9 @@ def guards(*, but: tuple[str, ...] = ()) -> Callable[[Class], Class]:
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        if _function_modes() or _dispatch_modes() or _functorch_level() is not None:
+            with torch._C.DisableTorchFunction(), _no_transforms(), _disable_current_modes():
+                return method(self, *args, **kwargs)
         self.repair()
         try:
             result = function(self, *args, **kwargs)

@@ -8,7 +8,6 @@ import warnings
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.activation import when_plain
 from ..base.errors import ConfigError, nearest
@@ -280,10 +279,9 @@ class Ownership:
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""
         residency = self._residency
-        with _disable_current_modes():  # what the runtime does to storages is not for them
-            residency.sharing.unshare(ref._ttr_block)
-            residency.copier.bring_home(ref._ttr_block)
-            return self._hand_out(ref._ttr_block, residency.books.host, why, forever=forever)
+        residency.sharing.unshare(ref._ttr_block)
+        residency.copier.bring_home(ref._ttr_block)
+        return self._hand_out(ref._ttr_block, residency.books.host, why, forever=forever)
 
     def _hand_out(
         self, block: Block, device: Device, why: str, *, forever: bool = False
@@ -302,9 +300,7 @@ class Ownership:
 
     def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
-        storage = self.expose(ref, why)
-        with _disable_current_modes():
-            return view_over(ref, storage)
+        return view_over(ref, self.expose(ref, why))
 
     def plain_to_serialise(self, ref: Any) -> torch.Tensor:
         """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""

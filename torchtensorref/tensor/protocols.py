@@ -229,8 +229,8 @@ class Protocols:
         state = _of_the_program(self.__dict__)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
-        else:
-            plain.requires_grad_(self.requires_grad)
+        elif self.requires_grad:  # a transform of functorch refuses to hear of it
+            plain.requires_grad_()
         plain.__dict__.update(state)
         return plain.__reduce_ex__(proto)
 
@@ -238,7 +238,9 @@ class Protocols:
         """Return another TensorRef on the same bytes, with the same attributes."""
         if not isinstance(self, TensorRef):
             return _copy_of_plain(self)
-        twin = self.detach().requires_grad_(self.requires_grad)
+        twin = self.detach()
+        if self.requires_grad:
+            twin.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             twin = as_parameter(twin)
         twin.__dict__.update(_of_the_program(self.__dict__))
@@ -260,7 +262,8 @@ class Protocols:
         twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
         memo[id(self._ttr_block)] = twin._ttr_block
         memo[id(self)] = twin
-        twin.requires_grad_(self.requires_grad)
+        if self.requires_grad:
+            twin.requires_grad_()
         for name, value in _of_the_program(self.__dict__).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
