@@ -335,3 +335,27 @@ def test_real_programs_go_on_as_ever_after_a_scope(manage):
         _ = torch.ones(3) + 1
     with torchTensorRef.disabled():
         assert_right(mlp, manager)
+
+
+def test_a_real_tensor_written_inside_forgets_where_it_was(manager):
+    """Its bytes come from elsewhere; a view that was kept ended in a segmentation fault."""
+    y = manager.adopt(torch.arange(16.0))
+    y.add_(1)  # on the accelerator, where a view of it is kept
+    with torchTensorRef.promising():
+        y.index_add_(0, torch.tensor([0]), y[:1].clone())
+    y.fulfil()
+    manager.bring_all_home()
+    y[0] = 3
+    assert y.add_(1).tolist() == [4, *range(3, 18)]
+
+
+def test_a_real_tensor_that_comes_back_takes_the_ready_path_again(manager):
+    y = manager.adopt(torch.zeros(4))
+    y.add_(1)
+    with torchTensorRef.promising():
+        y.add_(1)
+    y.fulfil()
+    y.add_(1)
+    before = manager.stats()["ready_op_count"]
+    assert y.add_(1).tolist() == [4] * 4
+    assert manager.stats()["ready_op_count"] == before + 1

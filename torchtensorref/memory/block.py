@@ -202,8 +202,9 @@ class Births(Protocol):
         """Give a block its `replicas`, and its `exposure`."""
 
 
+_NOTHING_LEFT: frozenset[int] = frozenset()
 #: By a name, since mypy does not see that the base has the others.
-_SLOTS = ("block_id", "promise", "sharers")
+_SLOTS = ("block_id", "left", "promise", "sharers")
 
 
 class Block(core.BlockBase):  # type: ignore[misc]
@@ -222,6 +223,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
     promise: Any
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
     sharers: list[weakref.ref[Block]] | None
+    #: Numbers of replicas that it has left for others: views that are kept may be over those.
+    left: frozenset[int]
     if TYPE_CHECKING:
         use_count: int
         #: Operators that were given its number by value (`interception/by_value.py`).
@@ -266,6 +269,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
         #: A plain tensor over the bytes that are to be those at home, until then.
         self.adopted = adopted
         self.promise = self.sharers = None
+        self.left = _NOTHING_LEFT
         if births is None:
             self.replicas = {}
         if adopted is None:
@@ -299,6 +303,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
         if len(self.sharers) > 1:
             return True
         self.sharers = None
+        if self.left <= _numbers_of(self.replicas):
+            self.left = _NOTHING_LEFT  # it is back, and alone
         for replica in self.replicas.values():
             replica.holders = (weakref.ref(self),)
             replica.block_id = mortals[replica.number].block_id = self.block_id
@@ -330,6 +336,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
     def move_to(self, replicas: dict[Device, Replica], sharers: list[weakref.ref[Block]]) -> None:
         """Leave the sharers for replicas that hold the same bytes, alone or with others."""
         before = self.sharers
+        if self.owner is self:
+            self.left |= _numbers_of(self.replicas)
         self.replicas = replicas
         self.sharers = sharers if len(sharers) > 1 else None
         if before is not None:
@@ -340,11 +348,16 @@ class Block(core.BlockBase):  # type: ignore[misc]
         return f"<Block {self.name} {self.nbytes} bytes: {where or 'no replica'}>"
 
 
+def _numbers_of(replicas: dict[Device, Replica]) -> frozenset[int]:
+    return frozenset(replica.number for replica in replicas.values())
+
+
 def _half() -> Block:
     """Make what Python keeps of a block that C++ has made: its result is in the books there."""
     block: Block = Block.__new__(Block)
     block.block_id = next(_block_numbers)
     block.promise = block.sharers = block.exposure = None
+    block.left = _NOTHING_LEFT
     return block
 
 

@@ -156,10 +156,11 @@ def keeps_views(block: Block, device: Device) -> bool:
     """Whether a view over a replica may be kept for the next time.
 
     A block that shares its replicas may leave them, and a device that cannot empty a storage gives
-    a replica another one: a view that was kept would stay behind.
+    a replica another one: a view that was kept would stay behind. One that has left those of its
+    own, as a promise does, may have such views already.
     """
     is_first = block.sharers is None or block.owner is block
-    return is_first and not device.exchanges_storages
+    return is_first and not block.left and not device.exchanges_storages
 
 
 def replace_metadata(ref: Any, other: Any) -> None:

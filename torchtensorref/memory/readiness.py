@@ -50,6 +50,7 @@ class Readiness:
                 or replica.state not in (CLEAN, DIRTY)
                 or block.exposure is not None
                 or block.sharers is not None
+                or block.left
             ):
                 break
             block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
@@ -71,6 +72,7 @@ class Readiness:
             block.nbytes <= AT_HOME_NBYTES
             and block.exposure is None
             and block.sharers is None
+            and not block.left
             and not block.is_rehoused
             and not block.is_persistent
             and len(block.readable_replicas()) == 1
