@@ -303,8 +303,6 @@ class Block(core.BlockBase):  # type: ignore[misc]
         if len(self.sharers) > 1:
             return True
         self.sharers = None
-        if self.left <= _numbers_of(self.replicas):
-            self.left = _NOTHING_LEFT  # it is back, and alone
         for replica in self.replicas.values():
             replica.holders = (weakref.ref(self),)
             replica.block_id = mortals[replica.number].block_id = self.block_id
@@ -331,7 +329,10 @@ class Block(core.BlockBase):  # type: ignore[misc]
         self.sharers = sharers
         other.replicas = self.replicas
         other.sharers = sharers
-        sharers.append(weakref.ref(other))
+        is_back = other.left and other.left <= _numbers_of(self.replicas)
+        if is_back:  # the oldest again: views that are kept are its
+            other.left = _NOTHING_LEFT
+        sharers.insert(0 if is_back else len(sharers), weakref.ref(other))
 
     def move_to(self, replicas: dict[Device, Replica], sharers: list[weakref.ref[Block]]) -> None:
         """Leave the sharers for replicas that hold the same bytes, alone or with others."""
