@@ -347,3 +347,13 @@ def test_copies_and_pickles_are_made_inside_transforms(manager):
 
     torch.func.vmap(program)(torch.ones(2))
     assert [copied.tolist() for copied in made] == [[0, 1, 2]] * 3
+
+
+def test_data_of_a_normal_tensor_is_normal_in_inference_mode(manager):
+    """It was an inference tensor: a program that wrote it afterwards got torch's refusal."""
+    weight = manager.adopt(torch.nn.Parameter(torch.ones(2)))
+    with torch.inference_mode():
+        data = weight.data
+    data.add_(1)
+    (data * weight).sum().backward()
+    assert weight.grad.tolist() == [2, 2]

@@ -137,6 +137,9 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
     @property
     def data(self) -> Any:
         """The same bytes without the autograd history; assigning makes this ref another's."""
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            with torch.inference_mode(False):  # that of a normal tensor is normal, as a view is
+                return self.data
         with torch.no_grad():
             return alias_of(self)
 
