@@ -357,3 +357,12 @@ def test_data_of_a_normal_tensor_is_normal_in_inference_mode(manager):
     data.add_(1)
     (data * weight).sum().backward()
     assert weight.grad.tolist() == [2, 2]
+
+
+def test_a_plain_tensor_set_to_a_ref_shares_its_memory(manager):
+    """The memory of the ref was cut to the size of what the plain tensor had before."""
+    ref, plain = manager.adopt(torch.arange(8.0)).add_(1), torch.FloatTensor([1])
+    plain.set_(ref)
+    plain[0] = 5
+    assert ref.add_(1).tolist() == [6, *range(3, 10)]
+    assert plain.tolist() == ref.tolist()

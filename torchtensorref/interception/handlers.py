@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
@@ -73,7 +73,8 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
     ref: Any = args[0]
     if not isinstance(ref, TensorRef):
-        return NotImplemented
+        # What a plain tensor is set to is held outside from then on.
+        return plan.op(*tree_map_only(TensorRef, _held_outside, args), **kwargs)
     residency = tensorsManager.residency
     residency.sharing.unshare(ref._ttr_block)
     residency.sharing.own_home_bytes(ref._ttr_block)
@@ -97,6 +98,10 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     plain = view_with(plain, home, plain.storage_offset())
     replace_metadata(ref, make_ref(plain, block, host, ref.device))
     return ref
+
+
+def _held_outside(ref: Any) -> torch.Tensor:
+    return tensorsManager.ownership.exposed_plain(ref, "a plain tensor")
 
 
 def _choose_attention(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
