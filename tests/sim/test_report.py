@@ -317,3 +317,40 @@ def test_a_notebook_shows_it_as_html(manager):
     assert "<pre" in page
     assert "resident" in page
     assert "&lt;" not in manager.adopt(torch.rand(2))._repr_html_()
+
+
+def test_what_crosses_in_parts_counts_as_copied_for_its_block(manage):
+    """An operator larger than the budget runs in blocks: more room would save most of that."""
+
+    def passes(nbytes):
+        manager = manage("lru", nbytes=nbytes)
+        model = manager.adopt(torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(2))))
+        x = manager.adopt(torch.rand(300, 400))
+        with torch.no_grad():
+            for _ in range(6):
+                model(x)
+        return manager, model
+
+    gc.collect()  # what earlier tests have left counts as weights
+    manager, _model = passes(1 << 20)
+    stats, report = manager.stats(), manager.report()
+    assert stats["blocked_op_count"] == 12
+    costs = manager.residency.books.counts.costs
+    assert sum(cost.fetched_nbytes for cost in costs.by_block.values()) == stats["fetched_nbytes"]
+    assert costs._whole_of == {}
+    assert stats["dearest_blocks"][0]["parts_nbytes"] > 5 * 400 * 400 * 4
+    assert re.search(r"0.weight +\d+.\dx in parts", report)
+    assert re.search(r"budget \+\S+ MiB would save [2-9]\d% of what is fetched", report)
+    assert passes(3 << 20)[0].stats()["fetched_nbytes"] < stats["fetched_nbytes"] / 4  # it is so
+
+
+def test_weights_that_fit_alone_lack_room_for_what_is_computed(manage):
+    gc.collect()  # what earlier tests have left counts as weights
+    width, count = 64, 4
+    manager = manage("lru", nbytes=count * width * width * 4 + 4096)
+    model, x = linears(manager, count=count, width=width), manager.adopt(torch.rand(48, width))
+    sweep(model, x, 10)
+    report = " ".join(manager.report().split())
+    assert "all of them fit" in report
+    assert re.search(r"budget \+\S+ KiB would save [1-9]\d% of what is fetched", report)
+    assert "used once" not in report

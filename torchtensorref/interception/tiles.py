@@ -57,6 +57,8 @@ class Run:
         self._label = plan.operands.label or _CPU
         #: The pieces of the last tile, and where in the operand each lies.
         self._pieces: dict[Place, tuple[Any, Piece]] = {}
+        self._costs = self._residency.books.counts.costs
+        self._piece_ids: list[int] = []
         self._on_their_way: list[Piece] = []
         self._has_landed = False
         inner = plan.cut.inner
@@ -90,6 +92,7 @@ class Run:
             self._run_tiles(homes)
         finally:
             self._pieces.clear()
+            self._costs.forget_parts(self._piece_ids)
             self._sums = None  # which holds us
             residency.release(held)
             for block in blocks:
@@ -145,7 +148,7 @@ class Run:
     def _cut_out(self, homes: dict[Place, torch.Tensor], tile: Tile) -> dict[Place, Piece]:
         """Return the pieces of a tile: those of the last one, where they are the same."""
         found: dict[Place, tuple[Any, Piece]] = {}
-        for place, (_, along) in self._plan.cut_refs.items():
+        for place, (ref, along) in self._plan.cut_refs.items():
             where = tuple(tile[axis] if axis is not None else None for axis in along)
             before = self._pieces.get(place)
             if before is not None and before[0] == where:
@@ -153,9 +156,16 @@ class Run:
                 before[1].block.last_use = self._residency.books.tick
             else:
                 part = part_of(homes[place], along, tile)
-                found[place] = where, piece_of(part, self._label, self._residency)
+                piece = piece_of(part, self._label, self._residency)
+                found[place] = where, piece
+                self._note_part(piece, ref._ttr_block)
         self._pieces = found
         return {place: piece for place, (_, piece) in found.items()}
+
+    def _note_part(self, piece: Piece, block: Block) -> None:
+        whole_nbytes = self._operands.nbytes + sum(like.nbytes for like in self._plan.fresh)
+        self._costs.note_part(piece.block.block_id, block.block_id, block.nbytes, whole_nbytes)
+        self._piece_ids.append(piece.block.block_id)
 
     def _gathered(self, gather: Gather, homes: dict[Place, torch.Tensor]) -> dict[Place, Piece]:
         """Return the pieces that stand for operands of which only a part is read."""

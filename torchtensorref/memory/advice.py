@@ -71,16 +71,19 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
 def more_room_for(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> tuple[int, float]:
     """Say how much more budget would be worth most, and the share of the copies it saves.
 
-    Looked at are a GiB, and quarters of the budget; the last step that still pays for itself.
+    Looked at are a GiB, what the largest operator in blocks would need to run as one, and quarters
+    of what is missing for the weights, or of the budget where it holds them but not what is
+    computed beside them; the step that pays best.
     """
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
     if not fetched:
         return 0, 0.0
     budget = stats["budget_nbytes"]
     missing = max(weights_nbytes - budget, 0)
-    steps = sorted({GIB, *(max(missing, 1) * quarter // 4 for quarter in range(1, 5))})
-    steps = [step for step in steps if step <= max(2 * missing, budget)]
-    rows = [(step, costs.saved_by(step) / fetched) for step in steps]
+    whole = max((cost.whole_op_nbytes for cost in costs.by_block.values()), default=0)
+    steps = {GIB, whole, *((missing or budget) * part // 4 for part in range(1, 5))}
+    steps = sorted(step for step in steps if 0 < step <= max(2 * missing, budget, whole))
+    rows = [(step, costs.saved_by(step, budget) / fetched) for step in steps]
     return max(rows, key=lambda row: row[1] / (row[0] + budget / 4), default=(0, 0.0))
 
 

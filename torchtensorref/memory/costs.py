@@ -6,6 +6,7 @@ Kept by number, so that a report can tell which blocks the budget was too small 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: Fetching again what was given up so few operators ago is thrash.
@@ -24,6 +25,10 @@ class BlockCost:
     nbytes: int
     fetch_count: int = 0
     evict_count: int = 0
+    #: Bytes of its parts, which operators fetched that ran in blocks, and what the largest of these
+    #: operators would need to run as one.
+    parts_nbytes: int = 0
+    whole_op_nbytes: int = 0
     #: Why it was given up the last time, and at which operator; -1: it was not.
     why: str = ""
     evicted_at: int = -1
@@ -31,12 +36,16 @@ class BlockCost:
     @property
     def fetched_nbytes(self) -> int:
         """Bytes that were copied for it."""
-        return self.fetch_count * self.nbytes
+        return self.fetch_count * self.nbytes + self.parts_nbytes
 
-    @property
-    def again_nbytes(self) -> int:
-        """Bytes that staying would have saved: all fetches but the first."""
-        return max(self.fetch_count - 1, 0) * self.nbytes
+    def again_nbytes(self, room_nbytes: int) -> int:
+        """Bytes that staying would have saved: all but those of one fetch.
+
+        Its parts come and go as long as an operator that uses it has no room as a whole.
+        """
+        has_room = self.whole_op_nbytes <= room_nbytes
+        nbytes = self.fetched_nbytes if has_room else self.fetched_nbytes - self.parts_nbytes
+        return max(nbytes - self.nbytes, 0)
 
 
 @dataclass
@@ -51,9 +60,25 @@ class Costs:
     #: The most that one operator has needed at once, operands and results, and its name.
     largest_op_nbytes: int = 0
     largest_op: str = ""
+    #: The blocks that pieces are parts of, by the pieces' numbers, while their operator runs.
+    _whole_of: dict[int, BlockCost] = field(default_factory=dict)
+
+    def note_part(self, part_id: int, block_id: int, nbytes: int, whole_op_nbytes: int) -> None:
+        """Count what is copied for a piece as copied for the block that it is a part of."""
+        cost = self._whole_of[part_id] = self._of(block_id, nbytes)
+        cost.whole_op_nbytes = max(cost.whole_op_nbytes, whole_op_nbytes)
+
+    def forget_parts(self, part_ids: Iterable[int]) -> None:
+        """Their operator has run."""
+        for part_id in part_ids:
+            self._whole_of.pop(part_id, None)
 
     def note_fetch(self, block_id: int, nbytes: int, tick: int) -> None:
         """Count a copy to an accelerator."""
+        whole = self._whole_of.get(block_id)
+        if whole is not None:
+            whole.parts_nbytes += nbytes
+            return
         cost = self._of(block_id, nbytes)
         cost.fetch_count += 1
         if cost.evicted_at >= 0 and tick - cost.evicted_at < THRASH_WITHIN:
@@ -62,10 +87,12 @@ class Costs:
 
     def note_eviction(self, block_id: int, nbytes: int, why: str, tick: int) -> None:
         """Count bytes that were freed."""
+        self.evicted_nbytes[why] = self.evicted_nbytes.get(why, 0) + nbytes
+        if block_id in self._whole_of:
+            return
         cost = self._of(block_id, nbytes)
         cost.evict_count += 1
         cost.why, cost.evicted_at = why, -1 if why.endswith(GIVEN_BACK) else tick
-        self.evicted_nbytes[why] = self.evicted_nbytes.get(why, 0) + nbytes
 
     def note_operator(self, name: str, nbytes: int) -> None:
         """Remember the largest operator."""
@@ -77,18 +104,18 @@ class Costs:
         costs = list(self.by_block.values())
         return heapq.nlargest(count, costs, key=lambda cost: (cost.fetched_nbytes, -cost.block_id))
 
-    def saved_by(self, more_nbytes: int) -> int:
-        """Return the bytes that need not have been fetched with so much more room.
+    def saved_by(self, more_nbytes: int, budget_nbytes: int) -> int:
+        """Return the bytes that need not have been fetched with so much more room than a budget.
 
         What is fetched most often stays first, as a strategy would have it that knew.
         """
-        saved = 0
-        for cost in sorted(self.by_block.values(), key=lambda cost: -cost.fetch_count):
-            if cost.fetch_count < 2:
-                break
-            if cost.nbytes <= more_nbytes:
-                more_nbytes -= cost.nbytes
-                saved += cost.again_nbytes
+        room_nbytes, saved = budget_nbytes + more_nbytes, 0
+        again = [(cost.again_nbytes(room_nbytes), cost.nbytes) for cost in self.by_block.values()]
+        again = [(nbytes, size) for nbytes, size in again if nbytes]
+        for nbytes, size in sorted(again, key=lambda one: -one[0] / one[1]):
+            if size <= more_nbytes:
+                more_nbytes -= size
+                saved += nbytes
         return saved
 
     def _of(self, block_id: int, nbytes: int) -> BlockCost:

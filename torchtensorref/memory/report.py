@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.units import format_nbytes, format_ns
-from .advice import GIB, advice_of, bound_of, waits_for_management
+from .advice import GIB, advice_of, bound_of, more_room_for, waits_for_management
 from .block import Block
 from .costs import BlockCost
 from .ref import TensorRef
@@ -228,12 +228,14 @@ def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str
     if largest:
         lines[0] += f"; at least {format_nbytes(largest)}, for {stats['largest_op']}"
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
-    more = min(GIB, weights - budget)
-    if stats["evict_count"] and fetched and more > 0:
-        share = costs.saved_by(more) / fetched
-        lines.append(
-            f"             budget +{format_nbytes(more)} would save {share:.0%} of what is fetched"
-        )
+    if stats["evict_count"] and fetched:
+        more = min(GIB, weights - budget)
+        share = costs.saved_by(more, budget) / fetched
+        if more <= 0 or not share:  # it is what is computed beside them that has no room
+            more, share = more_room_for(stats, costs, weights)
+        if more:
+            told = f"budget +{format_nbytes(more)} would save {share:.0%} of what is fetched"
+            lines.append(f"{'':13}{told}")
     advice = f"  advice     {advice_of(stats, costs, weights)}"
     return [*lines, *wrap(advice, LINE, subsequent_indent=" " * 13)]
 
@@ -310,10 +312,13 @@ def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[Block
     )
     row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {shortened(named(block), 42):42} "
     cost = costs.get(block.block_id)
-    if cost is None or not cost.fetch_count:
+    if cost is None or not cost.fetched_nbytes:
         return f"{row}{where}"[:LINE]
     why = cost.why.partition(": ")[2] or cost.why
-    return f"{row}{cost.fetch_count}x{', evicted for ' + why if why else ''}"[:LINE]
+    parts = f"{cost.parts_nbytes / max(cost.nbytes, 1):.1f}x in parts" if cost.parts_nbytes else ""
+    times = f"{cost.fetch_count}x" if cost.fetch_count or not parts else ""
+    evicted = f"evicted for {why}" if why else ""
+    return row + ", ".join(filter(None, (times, parts, evicted)))[: LINE - len(row)]
 
 
 def shortened(name: str, most: int) -> str:

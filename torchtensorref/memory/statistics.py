@@ -88,10 +88,11 @@ def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
                 "name": manager.names.of_block(cost.block_id),
                 "nbytes": cost.nbytes,
                 "fetch_count": cost.fetch_count,
+                "parts_nbytes": cost.parts_nbytes,
                 "evict_count": cost.evict_count,
                 "evicted_for": cost.why,
             }
             for cost in costs.dearest(BLOCK_ROWS)
-            if cost.fetch_count
+            if cost.fetched_nbytes
         ],
     }
