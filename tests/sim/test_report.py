@@ -304,6 +304,12 @@ def test_the_statistics_have_the_judgement_of_the_report(manage):
     json.dumps(stats)  # it is data
 
 
+def test_the_value_of_an_expression_is_the_text_itself(manager):
+    text = manager.report()
+    assert repr(text) == str(text) == text
+    assert json.loads(json.dumps({"report": text}))["report"] == text
+
+
 def test_a_notebook_shows_it_as_html(manager):
     model = linears(manager, count=1)
     weight = model.layers[0].weight

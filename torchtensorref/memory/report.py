@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..base.text import Text
 from ..base.units import format_nbytes, format_ns
 from .advice import GIB, advice_of, bound_of, more_room_for, waits_for_management
 from .block import Block
@@ -53,7 +54,7 @@ def report_text(manager: Any) -> str:
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
         lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
         lines += _dearest(manager, blocks)
-    return "\n".join(lines)
+    return Text("\n".join(lines))
 
 
 def line_of(residency: Any) -> str:

@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.text import Text
 from ..base.units import format_nbytes, format_ns
 from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
@@ -237,7 +238,7 @@ class Forecast:
             f"{format_nbytes(s.fetched_nbytes):>12} {s.host_op_count + s.fallback_count:>8}"
             for s in rows
         ]
-        return "\n".join(lines)
+        return Text("\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:
         """Return what is to be expected as plain data."""
