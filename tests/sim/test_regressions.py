@@ -366,3 +366,28 @@ def test_a_plain_tensor_set_to_a_ref_shares_its_memory(manager):
     plain[0] = 5
     assert ref.add_(1).tolist() == [6, *range(3, 10)]
     assert plain.tolist() == ref.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.as_strided_((2,), (1,)),
+        lambda x: x.resize_(3),
+        lambda x: x.set_(torch.ones(4)),
+        lambda x: torch.mul(torch.ones(5), 2, out=x),
+    ],
+)
+def test_in_inference_mode_a_normal_tensor_that_gets_other_sizes_stays_normal(manager, change):
+    """It became an inference tensor: a program that wrote it afterwards got torch's refusal."""
+    plain = torch.arange(6.0).reshape(2, 3)
+    ref = manager.adopt(plain.clone())
+    for x in (plain, ref):
+        with torch.inference_mode():
+            assert change(x) is x
+        x.add_(1)
+    assert not ref.is_inference()
+    assert ref._version == plain._version
+    assert torch.equal(ref, plain)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
-from ..memory.plain_views import for_writing, make_ref, replace_metadata, view_with
+from ..memory.plain_views import follow, for_writing, make_ref, view_with
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
 from ..operators.row import Special
@@ -90,13 +90,13 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:
         other = tensorsManager.ownership.block_of_storage(plain, args[1:])
-        replace_metadata(ref, other)
+        follow(ref, other)
         return ref
     home = block.replicas[host].base.untyped_storage()
     residency.resized(block, home.nbytes())
     ref._ttr_home = None
     plain = view_with(plain, home, plain.storage_offset())
-    replace_metadata(ref, make_ref(plain, block, host, ref.device))
+    follow(ref, make_ref(plain, block, host, ref.device))
     return ref
 
 

@@ -15,7 +15,7 @@ from ..devices.base import Device
 from ..devices.storages import storage_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
-from ..memory.plain_views import make_ref, replace_metadata, view_with
+from ..memory.plain_views import follow, make_ref, view_with
 from ..memory.ref import TensorRef, is_plain
 from ..memory.sparse import SparseRef, become, sparse_over
 from ..operators.layouts import parts_of
@@ -195,6 +195,6 @@ class _Results:
             # Not of the storage that was handed out (`for_writing`), which may be gone tomorrow.
             plain = view_with(plain, storage_of(replica.base), plain.storage_offset())
         if ref is original:
-            replace_metadata(ref, make_ref(plain, block, device, ref.device))
+            follow(ref, make_ref(plain, block, device, ref.device))
         else:
             original.set_(plain)

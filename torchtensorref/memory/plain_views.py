@@ -171,6 +171,15 @@ def replace_metadata(ref: Any, other: Any) -> None:
         _point_at_the_same(ref, other)
 
 
+def follow(ref: Any, other: Any) -> None:
+    """Make a TensorRef that an operator has changed stand for what another one stands for.
+
+    In inference mode what is made is of that mode, and a tensor that was changed stays what it was.
+    """
+    with torch.inference_mode(ref.is_inference()):
+        replace_metadata(ref, alias_of(other))
+
+
 def _point_at_the_same(ref: Any, other: Any) -> None:
     ref._ttr_block = other._ttr_block
     ref._ttr_plain, ref._ttr_device = other._ttr_plain, other._ttr_device

@@ -16,7 +16,7 @@ from ..interception.operands import Operands
 from ..interception.slow_path import SlowPath
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
-from ..memory.plain_views import replace_metadata, view_with
+from ..memory.plain_views import follow, view_with
 from ..memory.ref import TensorRef
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
@@ -229,7 +229,7 @@ class PromisedCall:
             self._cells[block].nbytes, self._cells[block].base = nbytes, plain
         made = self._promises.ref_over(plain, block, ref.device)
         if ref is original:
-            replace_metadata(ref, made)
+            follow(ref, made)
 
 
 def run_for_real(plan: OpPlan, *args: Any, **kwargs: Any) -> Any:
