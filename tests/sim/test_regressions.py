@@ -391,3 +391,26 @@ def test_in_inference_mode_a_normal_tensor_that_gets_other_sizes_stays_normal(ma
     assert not ref.is_inference()
     assert ref._version == plain._version
     assert torch.equal(ref, plain)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.multiply_(2),
+        lambda x: x.square_(),
+        lambda x: x.clip_(0.5),
+        lambda x: torch.nn.functional.dropout(x, 0.5, inplace=True),
+        lambda x: torch.nn.functional.selu(x, inplace=True),
+    ],
+)
+def test_a_composite_in_inference_mode_counts_the_versions_of_what_it_writes(manager, write):
+    """Autograd took what was overwritten there for what it had saved: another gradient."""
+    plain = torch.rand(3)
+    for x in (plain, manager.adopt(plain.clone())):
+        weight = manager.adopt(torch.ones(3)).requires_grad_()
+        product = weight * x
+        with torch.inference_mode():
+            write(x)
+        assert x._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
