@@ -239,6 +239,16 @@ def test_a_question_for_a_value_says_who_asks_and_where(manage, question):
     assert_same(torch.full((4,), 2.0), x.fulfil())
 
 
+def test_forward_gradients_ask_a_promise_for_its_sizes_only(manage):
+    """They ask whether a gradient is of the size of its tensor, which no value is needed for."""
+    manager = manage("lru")
+    x, along = torch.rand(3), torch.rand(3)
+    expected = torch.func.jvp(torch.sin, (x * 2,), (along * 2,))
+    with torchTensorRef.promising():
+        found = torch.func.jvp(torch.sin, (manager.adopt(x) * 2,), (manager.adopt(along) * 2,))
+    assert_same(expected, tuple(promise.fulfil() for promise in found))
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_values_are_computed_where_that_is_asked_for(manage, question):
     manage("lru")

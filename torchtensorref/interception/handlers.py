@@ -147,6 +147,18 @@ def _has_same_storage(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
+def _compare_sizes(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators that look at sizes, of tensors and of storages: asked of tensors without bytes."""
+
+    def hollow(value: Any) -> Any:
+        if not isinstance(value, TensorRef):
+            return value
+        storage = torch.UntypedStorage(value._ttr_block.nbytes, device="meta")
+        return view_with(value, storage, value.storage_offset())
+
+    return plan.op(*map(hollow, args), **kwargs)
+
+
 def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operators between processes: on plain tensors, held where they are until nobody has them.
 
@@ -203,5 +215,6 @@ HANDLERS: dict[Special, Handler] = {
     Special.PIN: _same,
     Special.CAN_REPLACE: _both_are_refs,
     Special.IS_SET_TO: _has_same_storage,
+    Special.COMPARE_SIZES: _compare_sizes,
     Special.COMMUNICATE: _communicate,
 }

@@ -361,10 +361,10 @@ STORAGES = (
         reason="compares types only",
         special=Special.CAN_REPLACE,
     ),
-    Row(
-        aten.is_set_to.default,
-        reason="compares storages, which wrappers do not have",
-        special=Special.IS_SET_TO,
+    Row(aten.is_set_to.default, reason="wrappers have no storages", special=Special.IS_SET_TO),
+    *(
+        Row(op, reason="no byte is read", special=Special.COMPARE_SIZES)
+        for op in (aten.is_same_size.default, aten._has_same_storage_numel.default)
     ),
 )
 

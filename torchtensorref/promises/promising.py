@@ -44,6 +44,7 @@ _BY_METADATA = {
     Special.PIN,
     Special.CAN_REPLACE,
     Special.IS_SET_TO,
+    Special.COMPARE_SIZES,
 }
 
 
