@@ -414,3 +414,12 @@ def test_a_composite_in_inference_mode_counts_the_versions_of_what_it_writes(man
         assert x._version == 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
+
+
+def test_a_ref_is_set_to_a_part_of_another(manager):
+    """C++ asked the other one for its storage: an error, and in Python the process ended."""
+    ref, other = manager.adopt(torch.zeros(1)), manager.adopt(torch.arange(8.0)).add_(1)
+    assert ref.set_(other, 1, (2, 2), (3, 1)) is ref
+    assert ref.add_(10).tolist() == [[12, 13], [15, 16]]
+    assert other.tolist() == [1, 12, 13, 4, 15, 16, 7, 8]
+    assert ref.set_(other, 6, (2,)).tolist() == [7, 8]

@@ -70,6 +70,13 @@ def _max_pool1d(*args: Any, **kwargs: Any) -> Any:
     return aten.max_pool1d_with_indices.default(*args, **kwargs)[0]
 
 
+def _set_to_part(tensor: Any, source: Any, offset: Any, size: Any, stride: Any = ()) -> Any:
+    """`set_` to a part of a tensor: C++ would ask it for a storage, and a TensorRef has none."""
+    with torch.no_grad():
+        part = source.as_strided(size, stride or torch.empty(size, device="meta").stride(), offset)
+        return aten.set_.source_Tensor(tensor, part)
+
+
 def _readable(value: Any) -> Any:
     return tensorsManager.ownership.peek(value) if isinstance(value, TensorRef) else value
 
@@ -304,6 +311,7 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
         "takes memory that is not there",
     ),
     (aten.max_pool1d.default, _max_pool1d, _POINTER),
+    (aten.set_.source_Tensor_storage_offset, _set_to_part, _POINTER),
     (aten.fused_moving_avg_obs_fake_quant.default, _observe, _RESIZES),
     (aten.ctc_loss.Tensor, plain_arguments(aten.ctc_loss.Tensor, 2, 3), _POINTER),
     # Packed sequences: how many rows are left at each step.
