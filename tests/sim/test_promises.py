@@ -239,6 +239,28 @@ def test_a_question_for_a_value_says_who_asks_and_where(manage, question):
     assert_same(torch.full((4,), 2.0), x.fulfil())
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_what_is_set_to_a_promise_shares_it_and_its_own_memory_is_not_written(manage, is_inside):
+    """It was noted as a write of the memory that it left: whatever was over that was lost."""
+    manager = manage("lru")
+    x = manager.adopt(torch.arange(4.0))
+    view, twin, beside = x[1:], manager.adopt(torch.zeros(3)), manager.adopt(torch.zeros(3))
+    with torchTensorRef.promising():
+        y = manager.adopt(torch.ones(3)) * 2
+        if is_inside:
+            x.set_(y)
+            twin.set_(y, 1, (2,), (1,))
+            y.set_(beside)
+    if not is_inside:
+        x.set_(y)
+        twin.set_(y, 1, (2,), (1,))
+        y.set_(beside)
+    x.add_(1)
+    beside.sub_(1)
+    assert [a.fulfil().tolist() for a in (x, twin)] == [[3, 3, 3], [3, 3]]
+    assert [a.fulfil().tolist() for a in (y, beside, view)] == [[-1, -1, -1]] * 2 + [[1, 2, 3]]
+
+
 def test_forward_gradients_ask_a_promise_for_its_sizes_only(manage):
     """They ask whether a gradient is of the size of its tensor, which no value is needed for."""
     manager = manage("lru")

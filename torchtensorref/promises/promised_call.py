@@ -20,6 +20,7 @@ from ..memory.plain_views import follow, view_with
 from ..memory.ref import TensorRef
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
+from ..operators.row import Special
 from .graph import Cell, Operand
 from .shapes import shape_function
 from .values import has_no_value
@@ -81,6 +82,8 @@ class PromisedCall:
         except _ASKS_VALUES:
             return self._answered()
         operands = self._operands
+        if self._is_set_to_another():
+            return self._followed(operands.args[0])
         # Before its results are there: it may change what it is given (`out=`, `resize_`).
         args, kwargs = tree_map(self._described, (operands.args, operands.kwargs))
         result = self._wrapped(out)
@@ -97,6 +100,17 @@ class PromisedCall:
         kwargs = {name: arg for name, arg in self._kwargs.items() if name != "generator"}
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return shape_function(plan)(*self._args, **kwargs)
+
+    def _is_set_to_another(self) -> bool:
+        """Whether it is `set_` to a tensor: no byte is written then, and none is promised."""
+        is_set = self._plan.special is Special.RESIZE and "source" in self._plan.argument_names
+        return is_set and all(isinstance(value, TensorRef) for value in self._operands.args[:2])
+
+    def _followed(self, ref: Any) -> Any:
+        """Return a TensorRef that stands for the memory of the one that it was set to."""
+        block = self._operands.args[1]._ttr_block
+        follow(ref, self._promises.ref_over(self._plain_of[id(ref)], block, ref.device))
+        return ref
 
     # -- answers --------------------------------------------------------------------------------
 
