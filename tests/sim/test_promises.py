@@ -239,6 +239,29 @@ def test_a_question_for_a_value_says_who_asks_and_where(manage, question):
     assert_same(torch.full((4,), 2.0), x.fulfil())
 
 
+@pytest.mark.parametrize("size", [(), (3,)])
+def test_what_plain_tensors_were_counts_and_not_what_they_become(manage, size):
+    """A plain number was read when the promise was fulfilled, and not when it was made."""
+    manager = manage("lru")
+    with torchTensorRef.disabled():
+        x, plain = manager.adopt(torch.ones(3)), torch.full(size, 2.0)
+    with torchTensorRef.promising():
+        first = x * plain
+        plain.add_(5)
+        second = x * plain
+    plain.add_(1)
+    assert [a.fulfil().tolist() for a in (first, second)] == [[2] * 3, [7] * 3]
+
+
+def test_promises_of_numbers_meet_plain_ones(manage):
+    """Gradients of an unbound vector are: the one that is a promise, and zeros that are plain."""
+    manager = manage("lru")
+    x = manager.adopt(torch.ones(3)).requires_grad_()
+    with torchTensorRef.promising():
+        (x.unbind()[1] * 2).backward()
+    assert x.grad.fulfil().tolist() == [0, 2, 0]
+
+
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_what_is_set_to_a_promise_shares_it_and_its_own_memory_is_not_written(manage, is_inside):
     """It was noted as a write of the memory that it left: whatever was over that was lost."""

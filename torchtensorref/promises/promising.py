@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.activation import making, watch
 from ..interception.handlers import HANDLERS
@@ -108,6 +108,8 @@ class Promises:
         residency = tensorsManager.residency
         if residency.recorder is not None:
             residency.recorder.mistrust("promises take part")
+        if not plan.writes:
+            args, kwargs = tree_map_only(torch.Tensor, _kept, (args, kwargs))
         operands = analyse(plan, args, kwargs, tensorsManager)
         if operands.has_other_subclass:
             return NotImplemented
@@ -281,6 +283,14 @@ class Promises:
             if self._draws is None or self._draws.is_left(state):
                 self._draws = Draws(state)
             return self._draws
+
+
+def _kept(value: torch.Tensor) -> Any:
+    """Take a plain number as a TensorRef: what it is now counts, and it has to have no bytes."""
+    if value.dim() or isinstance(value, TensorRef):
+        return value
+    ref = tensorsManager.ownership.adopt_operand(value)
+    return value if ref is None else ref
 
 
 def _draws(factory: Any) -> bool:
