@@ -393,6 +393,19 @@ def test_copies(right):
     right(program)
 
 
+def test_a_shallow_copy_counts_its_versions_by_itself(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, requires_grad=True))
+        shallow = copy.copy(x)
+        y = x * x
+        with torch.no_grad():
+            shallow.add_(1)
+        y.sum().backward()  # torch does not hear that what it has saved was written
+        return [x, x._version, shallow, shallow.requires_grad, shallow.is_leaf, x.grad]
+
+    right(program)
+
+
 def test_a_deep_copy_of_a_module_keeps_what_is_tied(right):
     def program(bring: Bring) -> Any:
         model = bring(nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))

@@ -238,7 +238,7 @@ class Protocols:
         """Return another TensorRef on the same bytes, with the same attributes."""
         if not isinstance(self, TensorRef):
             return _copy_of_plain(self)
-        twin = self.detach()
+        twin = self.data  # which counts its versions by itself
         if self.requires_grad:
             twin.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
