@@ -106,6 +106,21 @@ def test_nested(right, layout):
     right(program, plain_because="nested tensors stay plain, and so does what is made of them")
 
 
+def test_nested_over_the_bytes_of_another(right):
+    """Jagged attention makes such tensors where it is differentiated."""
+
+    def program(bring: Bring) -> Any:
+        buffer = bring(torch.rand(12))
+        sizes, strides = torch.tensor([[2, 3], [2, 3]]), torch.tensor([[3, 1], [3, 1]])
+        nested = torch._nested_view_from_buffer(buffer, sizes, strides, torch.tensor([0, 6]))
+        before = [part.sum() for part in nested.unbind()]
+        buffer.add_(1)
+        nested.mul_(2)
+        return [before, list(nested.unbind()), buffer]
+
+    right(program, plain_because="nested tensors stay plain, and so does what is made of them")
+
+
 def test_nested_of_rows_with_gradients(right):
     def program(bring: Bring) -> Any:
         rows = [bring(torch.rand(n, 4, requires_grad=True)) for n in (2, 3)]

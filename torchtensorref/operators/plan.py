@@ -254,9 +254,10 @@ def compiled(row: Row) -> OpPlan:
         counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),
         returns_tensors=any("Tensor" in result for result in results),
         result_of_write=tuple(_written_twin(schema, result) for result in schema.returns),
-        may_alias=is_declared or is_composite or row.aliases or row.is_view,
+        may_alias=is_declared or is_composite or row.aliases or bool(row.is_view),
         is_true_view=row.is_view
-        or (is_declared and not is_composite and not writes and op.is_view and _is_first(schema)),
+        if row.is_view is not None
+        else is_declared and not (is_composite or writes) and op.is_view and _is_first(schema),
         is_number=results == ["number"] and not is_composite,
         makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,

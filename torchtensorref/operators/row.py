@@ -54,8 +54,9 @@ class Row:
     writes: tuple[str, ...] = ()
     #: Its results share memory with an argument although they are not marked so.
     aliases: bool = False
-    #: The same, and as views do: pure address arithmetic on the first argument.
-    is_view: bool = False
+    #: The same, and as views do: pure address arithmetic on the first argument. None: where the
+    #: schema says so.
+    is_view: bool | None = None
     #: Tagged as random, but only this argument makes it so; else as deterministic as any.
     random_only_with: str | None = None
     #: It makes what a wrapper of the ready path cannot carry.

@@ -232,6 +232,12 @@ VIEWS = (
     Row(aten.permute.default, binding=_functions.permute),
     Row(aten._conj.default, reason="sets a bit of the tensor's own", is_never_ready=True),
     Row(aten._neg_view.default, reason="sets a bit of the tensor's own", is_never_ready=True),
+    Row(
+        aten._nested_view_from_buffer.default,
+        reason="a nested tensor over the bytes that it is given: it stays plain",
+        is_view=False,
+        host_operands=("nested_size", "nested_strides", "offsets"),
+    ),
     *(
         Row(op, reason="views that may be written without invalidating one another", aliases=True)
         for op in (
