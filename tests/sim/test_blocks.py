@@ -208,6 +208,44 @@ def test_the_host_runs_what_blocks_would_add_in_another_order(manage):
     torch.testing.assert_close(manager.release(ours), plain)
 
 
+def doubles(*sizes):
+    return rand(*sizes, dtype=torch.float64)
+
+
+#: What is computed one by one, and to other bits where it begins elsewhere in memory.
+ONE_BY_ONE = {
+    "a row by matrices of odd rows": (torch.bmm, [(rand, 16, 1, 64), (rand, 16, 64, 65)]),
+    "the same in double precision": (torch.bmm, [(doubles, 16, 3, 65), (doubles, 16, 65, 33)]),
+    "one column": (torch.bmm, [(rand, 4, 40, 65), (rand, 4, 65, 1)]),
+    "odd heads": (F.scaled_dot_product_attention, [(rand, 1, 5, 65, 15)] * 3),
+    "samples in double precision": (F.conv1d, [(doubles, 9, 2, 7), (doubles, 3, 2, 5)]),
+    "channels by the vector and a rest": (
+        lambda x, w: F.conv1d(x, w, padding=1),
+        [(rand, 3, 16, 9), (rand, 129, 16, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.2, 1.5])
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_where_a_tile_begins_changes_no_bit(manage, name, share):
+    function, operands = ONE_BY_ONE[name]
+    tensors = [make(*sizes) for make, *sizes in operands]
+    manager = manage(nbytes=int(share * sum(t.nbytes for t in tensors)))
+    plain, ours = both(manager, function, tensors)
+    assert not differences(plain, ours)
+
+
+@pytest.mark.parametrize("is_by_vectors", [True, False])
+def test_products_are_cut_where_they_begin_alike(manage, is_by_vectors):
+    columns = 64 if is_by_vectors else 65
+    manager = manage(nbytes=40_000)
+    tensors = [rand(8, 3, 64), rand(8, 64, columns)]
+    plain, ours = both(manager, torch.bmm, tensors)
+    assert not differences(plain, ours)
+    assert manager.stats()["blocked_op_count"] == is_by_vectors
+
+
 @pytest.mark.parametrize("is_in_columns", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_powers_of_two_keep_their_bits(manage, dtype, is_in_columns):

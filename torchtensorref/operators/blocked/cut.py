@@ -41,6 +41,8 @@ class Axis(NamedTuple):
     extent: int
     step: int = 1
     keeps_bits: bool = True
+    #: Where they are not: the step at which they would be; 0: there is none.
+    exact_step: int = 0
 
     @property
     def most_tiles(self) -> int:
@@ -104,9 +106,10 @@ class Cut:
         return self.gather is not None or any(axis.most_tiles > 1 for axis in self.axes)
 
     def keeping_bits(self) -> Cut:
-        """Return the cut with those axes whole along which a cut changes bits."""
+        """Return the cut with those axes whole along which a cut changes bits, wherever it is."""
         axes = tuple(
-            axis if axis.keeps_bits else Axis(axis.extent, axis.extent or 1) for axis in self.axes
+            axis if axis.keeps_bits else Axis(axis.extent, axis.exact_step or axis.extent or 1)
+            for axis in self.axes
         )
         return replace(self, axes=axes)
 
@@ -160,6 +163,18 @@ def broadcast_along(tensor: torch.Tensor, sizes: Sequence[int], first: int = 0) 
     return tuple(
         None if size != sizes[lead + i] else first + lead + i
         for i, size in enumerate(tensor.size())
+    )
+
+
+def begins_at(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether a tensor begins at a multiple of so many bytes of its memory."""
+    return int(tensor.storage_offset()) * tensor.element_size() % nbytes == 0
+
+
+def are_rows_at(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether a tensor and all its rows begin at multiples of so many bytes of its memory."""
+    return begins_at(tensor, nbytes) and all(
+        stride == 1 or stride * tensor.element_size() % nbytes == 0 for stride in tensor.stride()
     )
 
 
