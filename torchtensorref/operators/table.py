@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from . import flops, peaks, substitutes
 from .collectives import COLLECTIVES
 from .row import FlopRule, Reads, Row, Special
+from .storages import STORAGES
 
 aten = torch.ops.aten
 
@@ -25,7 +26,6 @@ _HOSTS_OWN = "chosen by the label; no accelerator has it"
 _HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
 _ACCELERATORS_OWN = "chosen by the label; the host has none, and runs it when memory is short"
 _LAUNCH = "lengths and numbers that a kernel's launch depends on"
-_STORAGE = "changes or exchanges the storage itself"
 
 ARITHMETIC = (
     Row(aten.add.Tensor, binding=_functions.add),
@@ -336,41 +336,6 @@ SPARSE = (
         reason="asks whether an operand requires gradients, which plain tensors of ours do not",
         elsewhere=substitutes.reducing_product,
         at_home=substitutes.reducing_product,
-    ),
-)
-
-STORAGES = (
-    *(
-        Row(op, reason=_STORAGE, special=Special.RESIZE)
-        for op in (
-            aten.resize_.default,
-            aten.resize_as_.default,
-            aten.set_.default,
-            aten.set_.source_Storage,
-            aten.set_.source_Storage_storage_offset,
-            aten.set_.source_Tensor,
-            aten.set_.source_Tensor_storage_offset,
-        )
-    ),
-    Row(
-        aten.is_pinned.default,
-        reason="page-locking is the runtime's business, not the program's",
-        special=Special.IS_PINNED,
-    ),
-    Row(
-        aten._pin_memory.default,
-        reason="page-locking is the runtime's business, not the program's",
-        special=Special.PIN,
-    ),
-    Row(
-        aten._has_compatible_shallow_copy_type.default,
-        reason="compares types only",
-        special=Special.CAN_REPLACE,
-    ),
-    Row(aten.is_set_to.default, reason="wrappers have no storages", special=Special.IS_SET_TO),
-    *(
-        Row(op, reason="no byte is read", special=Special.COMPARE_SIZES)
-        for op in (aten.is_same_size.default, aten._has_same_storage_numel.default)
     ),
 )
 
