@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from torchTensorRef import TensorRef, tensorsManager
+from torchTensorRef import TensorRef, options, tensorsManager
 
 from ..support.differential import differences
 from ..support.injection import injected, one_thread, plain_result, seed
@@ -251,6 +251,48 @@ def test_what_it_writes_and_has_a_gradient_is_intercepted(ours):
 
     manager = ours(program)
     assert manager.stats()["native_call_count"] == 0
+
+
+class _HandsOnAView(nn.Module):
+    """Returns a view of what its last layer saves for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.first(x)
+        return {"out": self.last(x), "view": x.view(-1)}
+
+
+def test_what_is_saved_and_handed_on_as_a_view_may_leave(manage):
+    """The view's base holds the memory, too: it was taken for a constant, and read when emptied."""
+
+    manager = manage("lru", 1 << 20)
+
+    def program() -> Any:
+        model = _HandsOnAView()
+        compiled = torch.compile(model, backend="eager")
+        gradients = []
+        for x in batches(3):
+            model.zero_grad()
+            manager.budget = 1 << 20
+            results = compiled(x)
+            if isinstance(results["view"], TensorRef):
+                results["view"].toCPU()
+            manager.budget = 256  # the backward pass runs at home
+            (results["out"].square().sum() + results["view"].sum()).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        return gradients
+
+    plain = plain_result(program)
+    torch._dynamo.reset()
+    before = manager.stats()["native_call_count"]
+    seed()
+    with injected(), one_thread(), options(compiled="forced"):
+        found = program()
+    assert manager.stats()["native_call_count"] > before
+    assert differences(plain, found) == []
 
 
 def test_a_constant_of_the_graph_is_left_alone(manage):

@@ -104,7 +104,9 @@ class CompiledEntry(Entry):
         for saved in self.saved:
             held = saved.plain
             assert held is not None
-            is_other = held.untyped_storage()._cdata in others
+            key = held.untyped_storage()._cdata
+            # A result's view has its base hold the memory, too; that is a block by now.
+            is_other = key in others and self._block_over(key) is None
             saved.kept, saved.plain = held if is_other else self.ref_for(held), None
         return out
 
