@@ -226,6 +226,19 @@ ONE_BY_ONE = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_result_is_laid_out_as_its_tiles_are(manage, dtype):
+    """Torch does not foretell that a convolution of channels last gives such a result."""
+    x = rand(2, 320, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    tensors = [x, rand(640, 320, 1, 1, dtype=dtype)]
+    manager = manage(nbytes=int(0.8 * tensors[1].nbytes))
+    with options(blocks="any"):
+        plain, ours = both(manager, F.conv2d, tensors)
+    assert ours.stride() == plain.stride()
+    assert manager.stats()["blocked_op_count"] == 1
+    torch.testing.assert_close(manager.release(ours), plain)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.2, 1.5])
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_where_a_tile_begins_changes_no_bit(manage, name, share):

@@ -7,6 +7,7 @@ a packed copy of it. So pieces are fetched, counted, evicted and copied home lik
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -137,17 +138,35 @@ def _packed(part: torch.Tensor, host: Device) -> torch.Tensor:
             if stride == 0 and part.size(dim) > 1:
                 part = part.narrow(dim, 0, 1)
         packed = torch._C._VariableFunctions.empty_strided(
-            part.size(), _dense_strides(part), dtype=part.dtype, device=part.device
+            part.size(), _dense_strides(part, part), dtype=part.dtype, device=part.device
         )
         packed.copy_(part)
     host.charge(0, 2 * packed.nbytes, "uint8")
     return packed.expand(sizes)
 
 
-def _dense_strides(part: torch.Tensor) -> list[int]:
-    """The strides without gaps that keep the order of a tensor's dimensions."""
-    strides, expected = [0] * part.dim(), 1
-    for _, dim in sorted((stride, -dim) for dim, stride in enumerate(part.stride())):
-        strides[-dim] = expected
-        expected *= max(part.size(-dim), 1)
+def strides_of_whole(like: torch.Tensor, made: torch.Tensor) -> Sequence[int]:
+    """The strides of a result that `like` foretells, where a kernel has `made` a tile of it.
+
+    Torch does not know all layouts beforehand: convolutions on the host follow their input's.
+    """
+    if like.dim() != made.dim() or not (is_dense(like) and is_dense(made)):
+        return like.stride()
+    several = [dim for dim, size in enumerate(made.size()) if size > 1]
+    if _in_order(several, like) == _in_order(several, made):
+        return like.stride()
+    return _dense_strides(like, made)
+
+
+def _in_order(dims: Iterable[int], of: torch.Tensor) -> list[int]:
+    """Some of a tensor's dimensions, the innermost one first."""
+    return sorted(dims, key=lambda dim: (of.stride(dim), -dim))
+
+
+def _dense_strides(whole: torch.Tensor, of: torch.Tensor) -> list[int]:
+    """The strides without gaps of one tensor, its dimensions in the order of another's."""
+    strides, expected = [0] * whole.dim(), 1
+    for dim in _in_order(range(whole.dim()), of):
+        strides[dim] = expected
+        expected *= max(whole.size(dim), 1)
     return strides

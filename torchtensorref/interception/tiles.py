@@ -27,7 +27,15 @@ from ..operators.blocked.sums import Sums
 from ..operators.plan import OpPlan
 from .block_plan import Plan
 from .operands import Operands, analyse
-from .pieces import Piece, flattened, gathered_piece, part_of, piece_of, result_piece
+from .pieces import (
+    Piece,
+    flattened,
+    gathered_piece,
+    part_of,
+    piece_of,
+    result_piece,
+    strides_of_whole,
+)
 from .staging import note_result
 
 #: Runs phases 3 to 6: operands, where, and what the blocks of fresh results are appended to.
@@ -108,14 +116,15 @@ class Run:
     def _view(self, plain: torch.Tensor) -> torch.Tensor:
         return flattened(plain) if self._plan.cut.is_flat and plain.dim() else plain
 
-    def _new_home(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Make the memory of a fresh result, of the dtype that the first tile's has.
+    def _new_home(self, like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Make the memory of a fresh result, of the dtype and in the order that its first tile has.
 
-        Torch says it of tensors without bytes as an accelerator's kernel would have it.
+        Torch says them of tensors without bytes as an accelerator's kernel would have them.
         """
+        strides = like.stride() if self._plan.cut.is_flat else strides_of_whole(like, made)
         with torch._C.DisableTorchFunction():
             like = torch._C._VariableFunctions.empty_strided(
-                like.size(), like.stride(), dtype=dtype, device="meta"
+                like.size(), strides, dtype=made.dtype, device="meta"
             )
         nbytes = like.untyped_storage().nbytes()
         base = self._device.home_memory(nbytes)
@@ -241,7 +250,7 @@ class Run:
         refs = [one for one in found if isinstance(one, torch.Tensor)]
         if not self._results:
             self._results = [
-                self._new_home(like, ref.dtype) for like, ref in zip(fresh, refs, strict=True)
+                self._new_home(like, ref) for like, ref in zip(fresh, refs, strict=True)
             ]
         for ref, result, along in zip(refs, self._results, self._plan.results, strict=True):
             part = part_of(self._view(result), along, tile)
