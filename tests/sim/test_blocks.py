@@ -239,6 +239,16 @@ def test_a_result_is_laid_out_as_its_tiles_are(manage, dtype):
     torch.testing.assert_close(manager.release(ours), plain)
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_channels_that_lie_last_are_not_cut(manage, dtype, kernel):
+    x = rand(1, 640, 16, 16, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    tensors = [x, rand(320, 640, kernel, kernel, dtype=dtype)]
+    manager = manage(nbytes=int(x.nbytes + 0.7 * tensors[1].nbytes))
+    plain, ours = both(manager, F.conv2d, tensors)
+    assert not differences(plain, ours)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 1.2, 1.5])
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_where_a_tile_begins_changes_no_bit(manage, name, share):
