@@ -121,7 +121,8 @@ class Run:
 
         Torch says them of tensors without bytes as an accelerator's kernel would have them.
         """
-        strides = like.stride() if self._plan.cut.is_flat else strides_of_whole(like, made)
+        follows = self._plan.cut.follows_tiles
+        strides = strides_of_whole(like, made) if follows else like.stride()
         with torch._C.DisableTorchFunction():
             like = torch._C._VariableFunctions.empty_strided(
                 like.size(), strides, dtype=made.dtype, device="meta"

@@ -92,6 +92,8 @@ class Cut:
     localise: Localise | None = field(default=None)
     #: Operands and results are taken as the runs of elements that they are in memory.
     is_flat: bool = False
+    #: Results lie in memory as that of the first tile does: torch does not foretell it.
+    follows_tiles: bool = False
     inner: Inner | None = field(default=None)
     #: What is made on the way to a result along `inner`: bytes, and the axes that they lie along.
     scratch: tuple[tuple[int, frozenset[int]], ...] = ()

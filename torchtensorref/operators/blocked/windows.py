@@ -40,6 +40,7 @@ def convolution(call: Call) -> Cut | None:
         axes=tuple(axes),
         operands=operands,
         results=((0, None if is_grouped else 1, *rest),),
+        follows_tiles=True,
     )
 
 
@@ -72,6 +73,7 @@ def convolution_backward(call: Call) -> Cut | None:
             axes=(Axis(x.size(0), keeps_bits=False),),
             operands={("grad_output", None): along, ("input", None): along},
             results=(along,),
+            follows_tiles=True,
         )
     if wants[0]:
         return None
@@ -85,6 +87,7 @@ def convolution_backward(call: Call) -> Cut | None:
         operands={("grad_output", None): (None, 0, *rest), ("weight", None): (0, None, *rest)},
         results=tuple(results),
         localise=lambda tile: {"bias_sizes": [tile[0][1] - tile[0][0]]},
+        follows_tiles=True,
     )
 
 
