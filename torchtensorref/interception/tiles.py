@@ -67,6 +67,8 @@ class Run:
         self._pieces: dict[Place, tuple[Any, Piece]] = {}
         self._costs = self._residency.books.counts.costs
         self._piece_ids: list[int] = []
+        #: What the operator would need as one, operands and results.
+        self._whole_nbytes = plan.operands.nbytes + sum(like.nbytes for like in plan.fresh)
         self._on_their_way: list[Piece] = []
         self._has_landed = False
         inner = plan.cut.inner
@@ -117,9 +119,10 @@ class Run:
         return flattened(plain) if self._plan.cut.is_flat and plain.dim() else plain
 
     def _new_home(self, like: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """Make the memory of a fresh result, of the dtype and in the order that its first tile has.
+        """Make the memory of a fresh result, of the dtype that its first tile has.
 
-        Torch says them of tensors without bytes as an accelerator's kernel would have them.
+        Torch says it of tensors without bytes as an accelerator's kernel would have it. So it does
+        the order in memory of some, which is the tile's, too (`Cut.follows_tiles`).
         """
         follows = self._plan.cut.follows_tiles
         strides = strides_of_whole(like, made) if follows else like.stride()
@@ -173,9 +176,9 @@ class Run:
         return {place: piece for place, (_, piece) in found.items()}
 
     def _note_part(self, piece: Piece, block: Block) -> None:
-        whole_nbytes = self._operands.nbytes + sum(like.nbytes for like in self._plan.fresh)
-        self._costs.note_part(piece.block.block_id, block.block_id, block.nbytes, whole_nbytes)
-        self._piece_ids.append(piece.block.block_id)
+        part_id, nbytes = piece.block.block_id, self._whole_nbytes
+        self._costs.note_part(part_id, block.block_id, block.nbytes, nbytes)
+        self._piece_ids.append(part_id)
 
     def _gathered(self, gather: Gather, homes: dict[Place, torch.Tensor]) -> dict[Place, Piece]:
         """Return the pieces that stand for operands of which only a part is read."""

@@ -21,15 +21,12 @@ STORAGES = (
             aten.set_.source_Tensor_storage_offset,
         )
     ),
-    Row(
-        aten.is_pinned.default,
-        reason="page-locking is the runtime's business, not the program's",
-        special=Special.IS_PINNED,
-    ),
-    Row(
-        aten._pin_memory.default,
-        reason="page-locking is the runtime's business, not the program's",
-        special=Special.PIN,
+    *(
+        Row(op, reason="page-locking is the runtime's business, not the program's", special=special)
+        for op, special in (
+            (aten.is_pinned.default, Special.IS_PINNED),
+            (aten._pin_memory.default, Special.PIN),
+        )
     ),
     Row(
         aten._has_compatible_shallow_copy_type.default,
