@@ -256,6 +256,58 @@ def test_what_is_written_is_seen(ours):
     ours(program)
 
 
+class Changing(nn.Module):
+    """Uses what it has; none of that is there in each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.scale = 1.0
+        self.register_parameter("shift", None)
+        self.register_buffer("mask", torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.linear(x)) * self.scale * self.mask
+        if hasattr(self, "extra"):
+            x = self.extra(x)
+        return x if self.shift is None else x + self.shift
+
+
+CHANGES: dict[str, Callable[[Changing], Any]] = {
+    "a weight for another": lambda model: setattr(
+        model.linear, "weight", nn.Parameter(torch.rand(WIDTH, WIDTH))
+    ),
+    "a weight's data": lambda model: setattr(model.linear.weight, "data", torch.eye(WIDTH)),
+    "a part of a weight": lambda model: setattr(model.mask, "data", model.linear.weight.data[1]),
+    "no bias": lambda model: setattr(model.linear, "bias", None),
+    "a parameter for None": lambda model: setattr(model, "shift", nn.Parameter(torch.rand(WIDTH))),
+    "one for two": lambda model: setattr(model, "shift", model.linear.bias),
+    "a child": lambda model: setattr(model, "extra", nn.Linear(WIDTH, WIDTH)),
+    "a child for another": lambda model: setattr(model, "linear", nn.Linear(WIDTH, WIDTH)),
+    "a number": lambda model: setattr(model, "scale", 3.0),
+    "an attribute of torch's": lambda model: model.dropout.train(),
+    "all weights": lambda model: model.load_state_dict(Changing().state_dict(), assign=True),
+    "where gradients are": lambda model: model.requires_grad_(False),
+    "a buffer": lambda model: model.mask.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_program_changes_between_calls_is_seen(ours, change):
+    def program() -> Any:
+        model = Changing().eval()
+        compiled = torch.compile(model, fullgraph=True, backend=Backend())
+        results = []
+        with torch.no_grad():
+            results += [compiled(x) for x in batches(3)]
+            CHANGES[change](model)
+            results += [compiled(x) for x in batches(3)]
+        return [results, [p.detach() for p in model.parameters()], [*model.buffers()]]
+
+    manager = ours(program)
+    assert manager.stats()["native_call_count"] >= 3
+
+
 def test_a_graph_break_of_the_programs_own_is_raised_as_by_torch(ours):
     def program() -> Any:
         def broken(x: torch.Tensor) -> Any:

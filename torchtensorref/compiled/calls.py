@@ -35,15 +35,14 @@ from .reachable import Cells, holds_refs, modules_of
 from .region import (
     Part,
     Region,
-    Slot,
     Structure,
     forgetter,
     key_of,
-    slots_hold,
+    same_state,
     stand_in_of,
     state_of,
-    tensors_of,
 )
+from .slots import Slots, tensors_of
 from .tensor_tree import Exchange
 
 #: Gives the compiled form of a function, as the program has asked for.
@@ -129,7 +128,7 @@ class CompiledCall:
         if _are_given_modules(given):
             return self._function  # it is compiled for what its own modules hold, not for these
         if not is_known:
-            owned = [tensor for module in modules for _, _, tensor in tensors_of(module)]
+            owned = [tensor for module in modules for tensor in tensors_of(module)]
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
                 return self._compiled
@@ -232,9 +231,12 @@ class CompiledCall:
     def _known(self, modules: list[nn.Module]) -> tuple[Region, nn.Module] | None:
         """Return its modules as one region, if these and their tensors are those known of."""
         region, whole = self._region, self._whole
-        if region is None or whole is None or not region.slots or [*whole.children()] != modules:
+        if region is None or whole is None or [*whole.children()] != modules:
             return None
-        return (region, whole) if slots_hold(region) and region.parts_are_as_before() else None
+        slots = region.slots
+        if slots is None or not slots.places:
+            return None
+        return (region, whole) if slots.hold() and region.parts_are_as_before() else None
 
     def _looked_at(self, modules: list[nn.Module]) -> tuple[Region, nn.Module]:
         """Return its modules as they are now, as one region; what differs is learned anew."""
@@ -249,12 +251,11 @@ class CompiledCall:
             region.forget()
             region.parts = [Part(part) for part in whole.modules() if part is not whole]
             region.state = state_of(whole)
-        if not region.slots or not slots_hold(region):
-            region.slots, slots = [], []
-            gone = forgetter(region)
-            for registry, name, ref in tensors_of(whole):
-                slots.append(Slot(registry, name, weakref.ref(ref, gone), ref._ttr_block))
-            region.own = tuple(dict.fromkeys(slot.block for slot in slots))
+        if region.slots is None or not region.slots.hold():
+            slots = Slots(whole.modules(), forgetter(region))
+            if not same_state(slots.places, region.places):  # one has come or gone
+                region.structures.clear()
+            region.own, region.places = tuple(dict.fromkeys(slots.blocks)), slots.places
             region.slots = slots  # last: with these the others are taken to be right
         return region, whole
 
@@ -291,7 +292,7 @@ class CompiledCall:
 def _are_given_modules(values: tuple[Any, ...]) -> bool:
     """Whether a function is called with a module of TensorRefs: it cannot reach that by itself."""
     modules = (value for value in values if isinstance(value, nn.Module))
-    found = (tensor for module in modules for _, _, tensor in tensors_of(module))
+    found = (tensor for module in modules for tensor in tensors_of(module))
     return any(isinstance(tensor, TensorRef) for tensor in found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ from ..devices.storages import bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
-from ..memory.plain_views import make_ref, plain_on, view_of, view_over
+from ..memory.plain_views import make_ref, plain_on, view_over
 from ..memory.ref import TensorRef, as_parameter, is_plain
 from .hold import Hold
-from .region import Region, Slot, Structure, attributes_of, same_state, state_of
+from .region import Region, Structure, attributes_of, same_state, state_of
+from .slots import Place
 from .tensor_tree import Exchange
 
 _CPU = torch.device("cpu")
+
+_count_of_writes = attrgetter("_version")
 
 
 class Entry(Hold):
@@ -44,9 +48,12 @@ class Entry(Hold):
         #: What runs on plain tensors: the module itself, or what it was compiled to.
         self.call = call or module._call_impl
         self.exchange = exchange
-        #: What hangs in the place of parameters and buffers, with its slot, its TensorRef, and its
-        #: version before the call.
-        self.hung: list[tuple[Slot, Any, torch.Tensor, int]] = []
+        #: The places of parameters and buffers, their TensorRefs, what hangs there instead, and the
+        #: versions of that before the call; no places before something hangs there.
+        self.places: list[Place] = []
+        self.refs: list[Any] = []
+        self.plains: list[torch.Tensor] = []
+        self.versions: list[int] = []
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
@@ -111,50 +118,43 @@ class Entry(Hold):
         return plain
 
     def _exchange_parameters(self) -> None:
-        slots, device, hung = self.slots, self.device, self.hung
-        stand_ins: dict[int, torch.Tensor] = {}
-        for i, slot in enumerate(slots):
-            registry, name, weak, _, view, plain = slot
-            ref: Any = weak()
-            if view is None or ref._ttr_plain is not view or ref._ttr_device is not device:
-                slots[i] = slot = self._with_stand_in(slot, ref, stand_ins)
-                plain = slot.plain
-                self.region.storages = {}
-            assert plain is not None
-            if plain.requires_grad != ref.requires_grad:
-                plain.requires_grad_(ref.requires_grad)
-            hung.append((slot, ref, plain, plain._version))
+        slots = self.region.slots
+        assert slots is not None
+        self.refs = slots.refs()
+        self.plains, some_are_new = slots.stand_ins(self.refs, self.device)
+        if some_are_new:
+            self.region.storages = {}
+        self.versions = [*map(_count_of_writes, self.plains)]
+        self.exchange.hung = dict(zip(map(id, self.plains), self.refs, strict=True))
+        self.places = slots.places  # last: now there is something to put back
+        for (registry, name), plain in zip(self.places, self.plains, strict=True):
             registry[name] = plain
-
-    def _with_stand_in(self, slot: Slot, ref: Any, made: dict[int, torch.Tensor]) -> Slot:
-        """Return a slot with what takes its tensor's place, kept for the next time."""
-        plain = made.get(id(ref))
-        if plain is None:
-            plain = made[id(ref)] = _stand_in(ref, slot.block.base_on(self.device))
-        return slot._replace(view=plain_on(ref, self.device), plain=plain)
 
     def _put_back(self) -> None:
         """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
-        known = self.exchange.known
-        for slot, ref, plain, version in self.hung:
-            registry, name = slot.registry, slot.name
+        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=False):
             now = registry.get(name)
             if now is plain:
                 registry[name] = ref
             elif now is not None and not isinstance(now, TensorRef):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
-            known[id(plain)] = (plain, ref)
+        if [*map(_count_of_writes, self.plains)] != self.versions:
+            self._note_written_parameters()
+
+    def _note_written_parameters(self) -> None:
+        several = zip(self.places, self.refs, self.plains, self.versions, strict=True)
+        for (_, name), ref, plain, version in several:
             if plain._version != version:
                 self._doubt(f"it writes {name}")
-                self._note_write(ref, slot.block)
-                self.region.slots = []
+                self._note_write(ref, ref._ttr_block)
+        self.region.slots = None
 
     def abandon(self) -> None:
         """Hang everything where it was, after an error that came while that was being done."""
-        for slot, ref, plain, _ in self.hung:
-            if slot.registry.get(slot.name) is plain:
-                slot.registry[slot.name] = ref
+        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=False):
+            if registry.get(name) is plain:
+                registry[name] = ref
         self.exchange.restore()
         self.region.forget()
         self._doubt("it was interrupted")
@@ -179,7 +179,7 @@ class Entry(Hold):
         """Wrap what an unforeseen branch has left in the attributes of modules."""
         region = self.region
         changed = []
-        if not region.parts_are_as_before():
+        if not region.attributes_are_as_before():
             changed = [part.module for part in region.parts if not part.is_as_before()]
         if not same_state(state_of(self.module), region.state):
             changed.append(self.module)
@@ -280,12 +280,3 @@ def _copied(plain: torch.Tensor) -> torch.Tensor:
 
 def _version(plain: torch.Tensor) -> int:
     return 0 if plain.is_inference() else plain._version
-
-
-def _stand_in(ref: Any, base: torch.Tensor) -> torch.Tensor:
-    """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
-    with torch.inference_mode(False), torch.no_grad():
-        view = view_of(ref, base).data  # with a count of versions of its own
-        if isinstance(ref, nn.Parameter):
-            return nn.Parameter(view, requires_grad=ref.requires_grad)
-        return view

@@ -24,6 +24,7 @@ from ..memory.manager import TensorsManager, tensorsManager
 from ..memory.ref import TensorRef
 from .entry import Entry
 from .region import Region, Structure, state_of
+from .slots import Slots
 from .tensor_tree import Exchange
 
 #: A backward pass has about twice the arithmetic of its forward pass.
@@ -96,7 +97,7 @@ class CompiledEntry(Entry):
     def _wrap(self, out: Any, args: Any, kwargs: Any) -> Any:
         if not self.notes:
             return super()._wrap(out, args, kwargs)
-        for _, ref, plain, _ in self.hung:
+        for ref, plain in zip(self.refs, self.plains, strict=True):
             if plain.requires_grad:
                 self.leaves[id(ref)] = ref, plain
         others = self._held_by_others(out)
@@ -148,10 +149,9 @@ class CompiledEntry(Entry):
             return
         refs = [ref for ref, _ in self.leaves.values()]
         kept = {saved.kept._ttr_block for saved in self.saved if isinstance(saved.kept, TensorRef)}
-        slots = [ref for _, ref, _, _ in self.hung]
         given = [ref for _, ref, _ in self.unwrapped]
         results = [ref for ref, _ in self.results]
-        read = {id(r): r for r in (*slots, *given, *results) if r._ttr_block in kept}
+        read = {id(r): r for r in (*self.refs, *given, *results) if r._ttr_block in kept}
         _Node.apply(Backward(self), results, [*read.values()], *refs)
         self.results = []
 
@@ -275,7 +275,7 @@ class Backward:
     def _entry(self, call: Any, gradients: list[Any]) -> _BackwardEntry:
         refs = [saved.kept for saved in self._saved if isinstance(saved.kept, TensorRef)]
         nothing = nn.Module()
-        region = Region(state=state_of(nothing))
+        region = Region(state=state_of(nothing), slots=Slots([nothing]))
         region.own = tuple(dict.fromkeys(ref._ttr_block for ref in refs))
         exchange = Exchange()
         inputs = exchange.find(gradients)

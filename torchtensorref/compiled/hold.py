@@ -30,7 +30,6 @@ class Hold:
         self.structure = structure
         self.residency = manager.residency
         self.device = self.residency.books.main
-        self.slots = region.slots
         self.own = region.own
         self.given = tuple(
             b for b in dict.fromkeys(r._ttr_block for r in inputs) if b not in self.own

@@ -14,7 +14,8 @@ from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef
 from .recorder import Recorder
-from .region import Structure, attributes_of, tensors_of
+from .region import Structure, attributes_of
+from .slots import tensors_of
 from .tensor_tree import Exchange
 
 
@@ -38,7 +39,7 @@ def learn(
     """
     call = call or module._call_impl
     residency = manager.residency
-    refs = [ref for _, _, ref in tensors_of(module)]
+    refs = [*tensors_of(module)]
     if any(not isinstance(ref, TensorRef) for ref in refs):
         return call(*args, **kwargs)  # another thread's region has a part of it
     in_order = dict.fromkeys(ref._ttr_block for ref in refs)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
-import torch
 from torch import nn
 
 from ..memory.block import Block
 from .recorder import Use
+from .slots import Place, Slots
 
 
 @dataclass
@@ -36,67 +36,71 @@ class Structure:
     block_count: int = 0
 
 
-class Slot(NamedTuple):
-    """Where a parameter or buffer hangs, and the plain tensor that stands in for it."""
-
-    registry: dict[str, Any]
-    name: str
-    ref: weakref.ref[Any]
-    block: Block
-    view: torch.Tensor | None = None
-    plain: torch.Tensor | None = None
-
-
 class Part:
     """A module under a region as it was when it was learned; holds no module above it."""
 
-    __slots__ = ("attributes", "children", "module", "names")
+    __slots__ = ("attributes", "children", "module", "registries", "size")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes = dict(module.__dict__)
+        self.attributes = {name: module.__dict__[name] for name in _looked_at(module)}
+        self.size = len(module.__dict__)
+        self.registries = _registries_of(module)
         self.children = dict(module._modules)
-        self.names = _names_of(module)
 
     def is_as_before(self) -> bool:
-        """Whether no attribute, child, parameter or buffer has come, gone or been exchanged."""
+        """Whether no attribute or child has come, gone or been exchanged."""
         module = self.module
+        now = module.__dict__
         return (
-            same_state(module.__dict__, self.attributes)
+            len(now) == self.size
+            and same_state({name: now.get(name) for name in self.attributes}, self.attributes)
+            and all(map(is_, _registries_of(module), self.registries))
             and [*module._modules.items()] == [*self.children.items()]
-            and _names_of(module) == self.names
         )
 
 
 class Outline:
-    """All parts of a region, to be compared at once: that is asked twice for each call.
+    """All parts of a region, to be compared at once: that is asked before and after each call.
 
-    Whole dictionaries are compared in C, which is quick where they hold the same objects. It does
-    not look at the order of children, nor which tensors hang where: `slots_hold` does.
+    What was computed last has left nothing in the processor's caches. So whole lists are compared
+    in C, and nothing is looked at that need not be. The order of children is not, nor are
+    parameters and buffers: `Slots` does that.
     """
 
     def __init__(self, parts: list[Part]) -> None:
-        self.modules = [part.module for part in parts]
-        registries = [r for m in self.modules for r in (m._parameters, m._buffers)]
-        self.registries = [registry for registry in registries if registry]
-        self.empty = [registry for registry in registries if not registry]
-        self._before = (
-            [part.attributes for part in parts],
-            [part.children for part in parts],
-            self._kinds(),
-        )
+        self._modules = [part.module for part in parts]
+        getters: dict[Any, Any] = {}  # modules of one class share one
+        self._getters = [
+            getters.setdefault(names, itemgetter(*names))
+            for names in (tuple(part.attributes) for part in parts)
+        ]
+        self._attributes = [
+            getter(part.attributes) for getter, part in zip(self._getters, parts, strict=True)
+        ]
+        self._sizes = [part.size for part in parts]
+        self._registries = [part.registries for part in parts]
+        self._parents = [part.module._modules for part in parts if part.children]
+        self._leaves = [part.module._modules for part in parts if not part.children]
+        self._children = [part.children for part in parts if part.children]
+
+    def attributes_hold(self) -> bool:
+        """Whether no attribute has come, gone or been exchanged; False where nobody can tell."""
+        own = [*map(vars, self._modules)]
+        try:
+            now = [getter(one) for getter, one in zip(self._getters, own, strict=True)]
+        except KeyError:
+            return False
+        return [*map(len, own)] == self._sizes and same_state(now, self._attributes)
 
     def holds(self) -> bool:
-        """Whether nothing has come, gone or been exchanged; False where it cannot be told."""
-        attributes = [module.__dict__ for module in self.modules]
-        children = [one["_modules"] for one in attributes]
-        return same_state((attributes, children, self._kinds()), self._before) and not any(
-            self.empty
+        """Whether no child has, either."""
+        return (
+            self.attributes_hold()
+            and same_state([*map(_registries_of, self._modules)], self._registries)
+            and same_state(self._parents, self._children)
+            and not any(self._leaves)
         )
-
-    def _kinds(self) -> list[list[type]]:
-        """Return the classes of what hangs in the registries: a parameter may have become None."""
-        return [[*map(type, registry.values())] for registry in self.registries]
 
 
 @dataclass
@@ -108,7 +112,10 @@ class Region:
     """
 
     structures: dict[Any, Structure] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
+    #: Where its parameters and buffers hang; None where that is to be looked at again.
+    slots: Slots | None = None
+    #: Which there were when the structures were learned.
+    places: list[Place] = field(default_factory=list)
     #: The modules under it, looked at before each run, and the distinct blocks.
     parts: list[Part] = field(default_factory=list)
     #: The module itself as it was when it was learned.
@@ -121,8 +128,13 @@ class Region:
 
     def forget(self) -> None:
         """Let go of all that was noted about the module's parts and tensors."""
-        self.slots, self.parts, self.own, self.state, self.storages = [], [], (), (), {}
-        self.outline = None
+        self.slots, self.outline, self.parts, self.own = None, None, [], ()
+        self.state, self.storages, self.places = (), {}, []
+
+    def attributes_are_as_before(self) -> bool:
+        """Whether no module under it has other attributes."""
+        outline = self.outline
+        return (outline is not None and outline.attributes_hold()) or self.parts_are_as_before()
 
     def parts_are_as_before(self) -> bool:
         """Whether no module under it has changed."""
@@ -142,36 +154,21 @@ def same_state(now: object, before: object) -> bool:
         return False  # what cannot be compared (tensors, arrays) is not the same object
 
 
-def slots_hold(region: Region) -> bool:
-    """Whether the TensorRefs that were noted hang where they were, over the same blocks."""
-    for registry, name, weak, block, *_ in region.slots:
-        ref = weak()
-        if ref is None or registry.get(name) is not ref:
-            return False
-        if ref._ttr_block is not block:  # type: ignore[union-attr]
-            return False
-    return True
-
-
 def stand_in_of(module: nn.Module) -> Any:
     """Return what torch calls in place of a module: what it was compiled to."""
     return module.__dict__.get("_compiled_call_impl")
 
 
 def state_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's attributes and children, and which parameters and buffers it has."""
-    return *module.__dict__.values(), *module._modules.values(), *_names_of(module)
-
-
-def _names_of(module: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that a module has."""
-    names = [name for name, x in module._parameters.items() if x is not None]
-    if module._buffers:
-        names += [name for name, x in module._buffers.items() if x is not None]
-    return names
+    """Return a module's attributes and children."""
+    return *module.__dict__.values(), *module._modules.values()
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+#: Of these, what decides how a module is called. Who listens to it is asked when it is.
+_LOOKED_AT = {"training", "_compiled_call_impl"}
+
+_registries_of = attrgetter("_parameters", "_buffers", "_modules")
 
 
 def attributes_of(module: nn.Module) -> list[str]:
@@ -179,13 +176,8 @@ def attributes_of(module: nn.Module) -> list[str]:
     return [name for name in module.__dict__ if name not in _OF_TORCH]
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield where each parameter and buffer under a module hangs, its name, and the tensor."""
-    for part in module.modules():
-        for registry in (part._parameters, part._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None:
-                    yield registry, name, tensor
+def _looked_at(module: nn.Module) -> list[str]:
+    return [name for name in module.__dict__ if name not in _OF_TORCH - _LOOKED_AT]
 
 
 def forgetter(region: Region) -> Any:

@@ -94,6 +94,8 @@ class Exchange:
         self._before: list[tuple[Any, Any]] = []
         #: Plain tensors by identity, with the TensorRef each stands for; None: the program's own.
         self.known: dict[int, tuple[torch.Tensor, Any]] = {}
+        #: TensorRefs by the identities of what hangs in their places, which the caller holds.
+        self.hung: dict[int, Any] = {}
 
     def find(self, value: Any) -> list[Any]:
         """Return the distinct TensorRefs inside a value, in order; remember its plain tensors."""
@@ -143,7 +145,9 @@ class Exchange:
                 return tensor if known[1] is None else known[1]
             if isinstance(tensor, TensorRef):
                 return tensor
-            ref = ref_of(tensor)
+            ref = self.hung.get(id(tensor))
+            if ref is None:
+                ref = ref_of(tensor)
             self.known[id(tensor)] = (tensor, ref)
             return ref
 
