@@ -21,6 +21,7 @@ from torch import nn
 from tests.support.differential import differences
 from torchTensorRef import TensorRef, options, tensorsManager
 from torchTensorRef.compiled.region import Part, Region
+from torchTensorRef.compiled.slots import Slots
 from torchTensorRef.inject.built_before import PATIENCE
 
 from ..support.programs import called_natively
@@ -654,10 +655,12 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 def test_what_changes_in_a_region_is_seen(manager: Any, change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4)))
     model.kept = torch.zeros(3)
-    region = Region(weakref.ref(model))
+    manager.adopt(model)
+    slots, region = Slots(model.modules()), Region()
     region.parts = [Part(part) for part in model.modules()]
     assert region.parts_are_as_before()
     assert region.outline is not None
     assert region.parts_are_as_before()
+    assert slots.hold()
     CHANGES[change](model)
-    assert not region.parts_are_as_before()
+    assert not (region.parts_are_as_before() and slots.hold())
