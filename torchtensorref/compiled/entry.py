@@ -49,7 +49,7 @@ class Entry(Hold):
         self.call = call or module._call_impl
         self.exchange = exchange
         #: The places of parameters and buffers, their TensorRefs, what hangs there instead, and the
-        #: versions of that before the call; no places before something hangs there.
+        #: versions of that before the call.
         self.places: list[Place] = []
         self.refs: list[Any] = []
         self.plains: list[torch.Tensor] = []
@@ -120,19 +120,20 @@ class Entry(Hold):
     def _exchange_parameters(self) -> None:
         slots = self.region.slots
         assert slots is not None
-        self.refs = slots.refs()
-        self.plains, some_are_new = slots.stand_ins(self.refs, self.device)
+        refs = slots.refs()
+        plains, some_are_new = slots.stand_ins(refs, self.device)
         if some_are_new:
             self.region.storages = {}
-        self.versions = [*map(_count_of_writes, self.plains)]
-        self.exchange.hung = dict(zip(map(id, self.plains), self.refs, strict=True))
-        self.places = slots.places  # last: now there is something to put back
-        for (registry, name), plain in zip(self.places, self.plains, strict=True):
+        self.exchange.hung = dict(zip(map(id, plains), refs, strict=True))
+        versions = [*map(_count_of_writes, plains)]
+        # From here on there is something to put back.
+        self.places, self.refs, self.plains, self.versions = slots.places, refs, plains, versions
+        for (registry, name), plain in zip(slots.places, plains, strict=True):
             registry[name] = plain
 
     def _put_back(self) -> None:
         """Hang the TensorRefs where they were; note what was written, or exchanged inside."""
-        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=False):
+        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=True):
             now = registry.get(name)
             if now is plain:
                 registry[name] = ref
@@ -152,7 +153,7 @@ class Entry(Hold):
 
     def abandon(self) -> None:
         """Hang everything where it was, after an error that came while that was being done."""
-        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=False):
+        for (registry, name), ref, plain in zip(self.places, self.refs, self.plains, strict=True):
             if registry.get(name) is plain:
                 registry[name] = ref
         self.exchange.restore()
