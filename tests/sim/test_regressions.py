@@ -423,3 +423,16 @@ def test_a_ref_is_set_to_a_part_of_another(manager):
     assert ref.add_(10).tolist() == [[12, 13], [15, 16]]
     assert other.tolist() == [1, 12, 13, 4, 15, 16, 7, 8]
     assert ref.set_(other, 6, (2,)).tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("function", [torch.linalg.inv, torch.linalg.cholesky])
+def test_what_is_written_before_it_is_refused_is_counted(manager, function):
+    """A composite operator finds a singular matrix when it has written: another gradient."""
+    for bring in (torch.clone, manager.adopt):
+        out, weight = bring(torch.rand(3, 3)), bring(torch.ones(3, 3)).requires_grad_()
+        product = (weight * out).sum()
+        with pytest.raises(torch.linalg.LinAlgError):
+            function(bring(torch.zeros(3, 3)), out=out)
+        assert out._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()

@@ -36,6 +36,8 @@ _is_inference_mode = torch.is_inference_mode_enabled
 _SeesViews = torch._C._SetExcludeDispatchKeyGuard
 #: What kernels raise, before they write: mistakes of the program's own.
 _OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
+#: Of these, what comes at any line, and what composite operators find in what they have written.
+_AFTER_WRITING = (RecursionError, torch.linalg.LinAlgError)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -102,7 +104,7 @@ def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     tensorsManager.doubt()
     listeners.deliver_beside(error)
     plan = getattr(op, "_ttr_plan", None)
-    if plan is None or (isinstance(error, _OF_KERNELS) and not isinstance(error, RecursionError)):
+    if plan is None or (isinstance(error, _OF_KERNELS) and not isinstance(error, _AFTER_WRITING)):
         return
     note_written(plan, args, kwargs)
 
