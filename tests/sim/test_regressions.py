@@ -436,3 +436,15 @@ def test_what_is_written_before_it_is_refused_is_counted(manager, function):
         assert out._version == 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+@pytest.mark.parametrize(("classes", "count"), [([0, 5], 3), ([0, -1], 4), ([0, -1], -1), ([], -1)])
+def test_classes_that_there_are_none_of_are_refused(manager, classes, count):
+    """For a subclass torch looks at none: a row of zeros."""
+    plain = torch.tensor(classes, dtype=torch.long)
+    refusals = []
+    for x in (plain, manager.adopt(plain.clone())):
+        with pytest.raises(RuntimeError) as refusal:
+            torch.nn.functional.one_hot(x, count)
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]

@@ -175,6 +175,14 @@ def _cross_entropy(
     return loss(tensor, target, weight, reduction, ignore_index, label_smoothing)
 
 
+def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    """Refuse classes that there are none of, as for plain tensors; promises cannot be looked at."""
+    promises = tensorsManager.promises
+    is_promised = promises is not None and promises.takes((tensor,), {})
+    op = aten.one_hot.default
+    return (op if is_promised else _as_one(op))(tensor, num_classes)
+
+
 @functools.cache
 def _overload(name: str) -> OpOverload:
     base, _, overload = name.partition(".")
@@ -298,6 +306,7 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
         )
     ),
     (aten.cross_entropy_loss.default, _cross_entropy, "takes another formula for a subclass"),
+    (aten.one_hot.default, _one_hot, "looks at no class of a subclass"),
     (aten.masked_fill.Tensor, masked_fill, _SUBCLASS),
     (aten.masked_fill_.Tensor, masked_fill_in_place, _SUBCLASS),
     (
