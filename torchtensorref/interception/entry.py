@@ -37,7 +37,7 @@ _SeesViews = torch._C._SetExcludeDispatchKeyGuard
 #: What kernels raise, before they write: mistakes of the program's own.
 _OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
 #: Of these, what comes at any line, and what composite operators find in what they have written.
-_AFTER_WRITING = (RecursionError, torch.linalg.LinAlgError)
+_AFTER_WRITING = (RecursionError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
