@@ -448,3 +448,12 @@ def test_classes_that_there_are_none_of_are_refused(manager, classes, count):
             torch.nn.functional.one_hot(x, count)
         refusals.append(str(refusal.value))
     assert refusals[0] == refusals[1]
+
+
+def test_a_result_of_bytes_keeps_its_shape_when_it_comes_back(manager):
+    """A replica that a kernel had made became a row of bytes, and was what later operators read."""
+    ref = manager.adopt(torch.arange(12)).reshape(3, 4).to(torch.uint8)
+    ref.toCPU()
+    ref.toGPU()
+    assert (ref + 1).shape == (3, 4)
+    assert (ref << 1).tolist() == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]

@@ -50,14 +50,8 @@ def empty_bytes(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def give_bytes(base: Tensor, nbytes: int) -> None:
-    """Give bytes to a base whose storage has none; it is a tensor of all of them then."""
-    import torch
-
-    storage = storage_of(base)
-    storage.resize_(nbytes)
-    if base.shape != (nbytes,) and base.dtype is torch.uint8 and not base.is_inference():
-        with torch._C.DisableTorchFunction():
-            base.set_(storage, 0, (nbytes,), (1,))
+    """Give bytes to a base whose storage has none; it keeps its shape, as it may be a result."""
+    storage_of(base).resize_(nbytes)
 
 
 def bytes_of(base: Tensor) -> Tensor:
