@@ -634,6 +634,13 @@ def test_subclass_that_an_unseen_branch_leaves_in_a_cache(ample: Any) -> None:
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
     "an attribute": lambda model: setattr(model[0], "in_features", 7),
     "a new attribute": lambda model: setattr(model[0], "mark", "new"),
+    "an attribute that was None for another": lambda model: (
+        delattr(model, "nothing"),
+        setattr(model, "mark", "new"),
+    ),
+    "a dictionary for an equal one": lambda model: setattr(
+        model[0], "_parameters", dict(model[0]._parameters)
+    ),
     "a tensor for a tensor": lambda model: setattr(model, "kept", torch.ones(3)),
     "a child": lambda model: model[1].register_module("more", nn.Linear(2, 2)),
     "another child": lambda model: setattr(model[1], "0", nn.Linear(4, 4)),
@@ -654,7 +661,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_a_region_is_seen(manager: Any, change: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4)))
-    model.kept = torch.zeros(3)
+    model.kept, model.nothing = torch.zeros(3), None
     manager.adopt(model)
     slots, region = Slots(model.modules()), Region()
     region.parts = [Part(part) for part in model.modules()]

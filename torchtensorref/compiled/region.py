@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -39,22 +41,19 @@ class Structure:
 class Part:
     """A module under a region as it was when it was learned; holds no module above it."""
 
-    __slots__ = ("attributes", "children", "module", "registries", "size")
+    __slots__ = ("attributes", "children", "module", "registries")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes = {name: module.__dict__[name] for name in _looked_at(module)}
-        self.size = len(module.__dict__)
+        self.attributes = _looked_at(module)
         self.registries = _registries_of(module)
         self.children = dict(module._modules)
 
     def is_as_before(self) -> bool:
         """Whether no attribute or child has come, gone or been exchanged."""
         module = self.module
-        now = module.__dict__
         return (
-            len(now) == self.size
-            and same_state({name: now.get(name) for name in self.attributes}, self.attributes)
+            same_state(_looked_at(module), self.attributes)
             and all(map(is_, _registries_of(module), self.registries))
             and [*module._modules.items()] == [*self.children.items()]
         )
@@ -78,8 +77,8 @@ class Outline:
         self._attributes = [
             getter(part.attributes) for getter, part in zip(self._getters, parts, strict=True)
         ]
-        self._sizes = [part.size for part in parts]
-        self._registries = [part.registries for part in parts]
+        self._sizes = [len(part.module.__dict__) for part in parts]
+        self._registries = [*chain.from_iterable(part.registries for part in parts)]
         self._parents = [part.module._modules for part in parts if part.children]
         self._leaves = [part.module._modules for part in parts if not part.children]
         self._children = [part.children for part in parts if part.children]
@@ -97,10 +96,13 @@ class Outline:
         """Whether no child has, either."""
         return (
             self.attributes_hold()
-            and same_state([*map(_registries_of, self._modules)], self._registries)
+            and all(map(is_, self._registries_now(), self._registries))
             and same_state(self._parents, self._children)
             and not any(self._leaves)
         )
+
+    def _registries_now(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(map(_registries_of, self._modules))
 
 
 @dataclass
@@ -165,8 +167,8 @@ def state_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
-#: Of these, what decides how a module is called. Who listens to it is asked when it is.
-_LOOKED_AT = {"training", "_compiled_call_impl"}
+#: Of these, all that does not decide how a module is called. Who listens is asked when it is.
+_LEFT_OUT = _OF_TORCH - {"training", "_compiled_call_impl"}
 
 _registries_of = attrgetter("_parameters", "_buffers", "_modules")
 
@@ -176,8 +178,8 @@ def attributes_of(module: nn.Module) -> list[str]:
     return [name for name in module.__dict__ if name not in _OF_TORCH]
 
 
-def _looked_at(module: nn.Module) -> list[str]:
-    return [name for name in module.__dict__ if name not in _OF_TORCH - _LOOKED_AT]
+def _looked_at(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in _LEFT_OUT}
 
 
 def forgetter(region: Region) -> Any:

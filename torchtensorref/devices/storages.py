@@ -63,7 +63,7 @@ def bytes_of(base: Tensor) -> Tensor:
 def as_bytes(base: Tensor) -> Tensor:
     """`bytes_of` for who does not mind to hold the base itself, where it is such a tensor.
 
-    Most bases are, as `empty_bytes` and `give_bytes` make them, and an alias takes some time.
+    Most bases are, as `empty_bytes` makes them, and an alias takes some time.
     """
     import torch
 
