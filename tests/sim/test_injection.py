@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -262,6 +263,28 @@ def test_the_object_that_was_registered_is_the_one_in_the_module(injected):
     model.weight = weight
     assert model.weight is weight
     assert (kind_of(weight), weight.remembered) == (TensorRef, "by its owner")
+
+
+def test_a_parameter_that_is_weakly_held_is_the_one_in_the_module(injected):
+    with torchTensorRef.disabled():
+        weight = nn.Parameter(torch.ones(2, 2))
+    held = weakref.ref(weight)
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = weight
+    assert model.weight is weight is held()
+    model(torch.ones(1, 2)).sum().backward()
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_graph_from_before_a_registration_is_differentiated(injected):
+    with torchTensorRef.disabled():
+        weight = nn.Parameter(torch.ones(2, 2))
+        total = weight.sum()
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = weight
+    (total + model(torch.ones(1, 2)).sum()).backward()
+    assert model.weight is weight
+    assert weight.grad.tolist() == [[2, 2], [2, 2]]
 
 
 def test_tied_weights_stay_tied(injected):

@@ -31,7 +31,7 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
         return None
     if not injectTo.decisions[module_behind(sys._getframe(1))]:
         return None
-    return core.manager.ownership.adopt_in_place(tensor)
+    return core.manager.ownership.adopt_registered(tensor)
 
 
 def module_behind(frame: FrameType | None) -> str:

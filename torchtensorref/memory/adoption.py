@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import getweakrefs
 
 import torch
 
@@ -166,6 +167,14 @@ def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tenso
         part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
         part.set_(storage, start, (stop - start,), (1,))
         return torch.from_dlpack(part)  # type: ignore[attr-defined]
+
+
+def is_replaceable(tensor: torch.Tensor) -> bool:
+    """Whether the object itself can become a TensorRef: torch exchanges none that others hold.
+
+    Those are a graph, a view's note of its base, and weak references.
+    """
+    return tensor._use_count() == 1 and not getweakrefs(tensor)  # type: ignore[attr-defined]
 
 
 def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:

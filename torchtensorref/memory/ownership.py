@@ -20,6 +20,7 @@ from .adoption import (
     Adoptions,
     has_bytes_at_home,
     is_adoptable,
+    is_replaceable,
     replace_in_place,
     try_replace_in_place,
 )
@@ -154,6 +155,14 @@ class Ownership:
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
         return ref
+
+    def adopt_registered(self, tensor: torch.Tensor) -> Any:
+        """Make what a module takes a TensorRef; None where it has to stay plain.
+
+        With another object in its place the program would train one that the module does not have.
+        """
+        is_known = getattr(tensor, "_ttr_ref", None) is not None
+        return self.adopt_in_place(tensor) if is_known or is_replaceable(tensor) else None
 
     def try_adopt_in_place(self, tensor: torch.Tensor) -> bool:
         """Make the object `tensor` itself a TensorRef; where that cannot be, nothing changes.
