@@ -80,7 +80,8 @@ class Runtime:
     def __init__(self, refuses: bool = False) -> None:
         self.registered: dict[int, int] = {}
         self.pages: set[int] = set()
-        #: The threads that have given memory back.
+        #: The threads that have asked for memory, and given it back.
+        self.asked_by: list[threading.Thread] = []
         self.unregistered_by: list[str] = []
         self.refuses = refuses
 
@@ -89,6 +90,7 @@ class Runtime:
         return set(range(address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)))
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked_by.append(threading.current_thread())
         wanted = self.pages_of(address, nbytes)
         if self.refuses or wanted & self.pages:
             return 712  # cudaErrorHostMemoryAlreadyRegistered

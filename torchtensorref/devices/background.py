@@ -18,11 +18,39 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import TypeVar
 
-__all__ = ["Background"]
+__all__ = ["Background", "ask_aside"]
 
 Task = Callable[[], None]
+T = TypeVar("T")
+
+
+def ask_aside(question: Callable[[], T]) -> T:
+    """Ask a driver for what it may refuse, in a thread that ends with the answer.
+
+    The runtimes of cuda and hip remember a refusal for the thread that has asked, and torch takes
+    it there for an error of the next kernel. Nothing that torch wraps makes them forget it.
+    Where no thread can be started, the caller asks. What the question raises is raised here.
+    """
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=ask, name="torchTensorRef-ask")
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many, or the interpreter ends
+        ask()
+    else:
+        thread.join()
+    return answer.result()
 
 
 class Background:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import threading
 from typing import Any
+
+from ..background import ask_aside
 
 __all__ = ["OnSideStream", "new_stream"]
 
@@ -66,16 +69,20 @@ def from_driver(module: Any, device: Any, kind: str, priority: int = USUAL_PRIOR
         except (OSError, AttributeError):
             continue
         handle = ctypes.c_void_p()
-        with module.device(device):
-            module.synchronize(device)  # the driver makes it in the context that torch has made
-            # A priority that the device does not have is taken as the nearest one.
-            status = create(
-                ctypes.byref(handle), ctypes.c_uint(non_blocking), ctypes.c_int(priority)
-            )
+        # A priority that the device does not have is taken as the nearest one.
+        arguments = ctypes.byref(handle), ctypes.c_uint(non_blocking), ctypes.c_int(priority)
+        status = ask_aside(functools.partial(_in_context, module, device, create, *arguments))
         if status == 0 and handle.value:
             return int(handle.value)
         _log.info("torchTensorRef: %s refuses a stream (%s); one of torch's is used.", name, status)
     return None
+
+
+def _in_context(module: Any, device: Any, create: Any, *arguments: Any) -> Any:
+    """Call the driver in the context that torch has made, which its first use opens."""
+    with module.device(device):
+        module.synchronize(device)
+        return create(*arguments)
 
 
 class OnSideStream:

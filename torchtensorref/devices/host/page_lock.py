@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...base.progress import Lines
-from ..background import Background
+from ..background import Background, ask_aside
 from ..storages import storage_of
 from .mirrors import Mirror
 from .numa import run_on
@@ -328,7 +328,7 @@ class PageLocks:
     def _asked(self, what: Callable[[], Any]) -> Any:
         """The driver's answer; None where it refuses or raises. Copies work without it."""
         try:
-            answer = what()
+            answer = ask_aside(what)
         except Exception as error:
             self._complain(str(error))
             return None

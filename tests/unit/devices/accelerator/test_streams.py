@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +133,21 @@ def test_where_a_program_has_one_of_ours_it_is_followed_as_any_other(monkeypatch
 
 def test_a_driver_that_is_not_there_makes_no_stream():
     assert own_stream.from_driver(torch.cuda, torch.device("cuda:0"), "nothing we know") is None
+
+
+def test_a_refused_stream_is_remembered_for_no_thread_that_runs_kernels(monkeypatch):
+    asked_by = []
+    module = SimpleNamespace(device=contextlib.nullcontext, synchronize=lambda device: None)
+
+    class Driver:
+        def hipStreamCreateWithPriority(self, *arguments):
+            asked_by.append(threading.current_thread())
+            return 2
+
+    monkeypatch.setattr(own_stream.ctypes, "CDLL", lambda name: Driver())
+    assert own_stream.from_driver(module, torch.device("cuda:0"), "hip") is None
+    assert asked_by
+    assert not any(thread.is_alive() for thread in asked_by)
 
 
 @pytest.mark.parametrize(

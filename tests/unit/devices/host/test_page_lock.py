@@ -197,6 +197,16 @@ def test_where_the_driver_refuses_it_is_said_once(caplog):
     assert locks.locked_nbytes == 0
 
 
+def test_a_refusal_stays_in_no_thread_that_runs_kernels(runtime):
+    """The runtime remembers it for the thread that has asked, and torch raises it there."""
+    runtime.refuses = True
+    locks = PageLocks(RegisteringLocker(runtime), 10 * N)
+    assert locks.allocate(N) is None
+    wish(locks, base())
+    assert len(runtime.asked_by) == 2
+    assert not {thread for thread in runtime.asked_by if thread.is_alive()}
+
+
 def test_a_driver_that_raises_ends_nothing(caplog, runtime):
     locks = PageLocks(RegisteringLocker(runtime), 10 * N)
     runtime.cudaHostRegister = lambda *_: (_ for _ in ()).throw(RuntimeError("driver is gone"))
