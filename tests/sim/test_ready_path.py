@@ -414,3 +414,23 @@ def test_what_passes_and_the_result_fit_the_budget_together(
         assert_equal(expected, F.scaled_dot_product_attention(*ours))
     assert manager.stats()["peak_resident_nbytes"] <= limit_nbytes
     manager.check()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("room", ["ready", "slow"])
+def test_fresh_results_that_share_memory_share_a_block(manage, mode, room):
+    """One of them took the bytes of the others along when it was evicted."""
+    mask, rows, bias = torch.rand(9, 9) > 0.5, torch.rand(2, 5, 12), torch.rand(12)
+    split = torch.ops.aten._transform_bias_rescale_qkv  # three views of what it has made
+    manager = manage("lru", AMPLE_NBYTES)
+    our_mask, *ours = ready(manager, mask, rows, bias)
+    if room == "slow":
+        manager.bring_all_home()
+        manager.strategy = "genoa"
+    with mode():
+        found = [*torch.where(our_mask), *split(*ours, num_heads=2)]
+        wanted = [*torch.where(mask), *split(rows, bias, num_heads=2)]
+    assert len({result._ttr_block.block_id for result in found}) == 2
+    del found[1]  # the others have its bytes, too
+    manager.bring_all_home()
+    assert_equal([wanted[0], *wanted[2:]], found)

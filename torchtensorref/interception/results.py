@@ -145,12 +145,15 @@ class _Results:
         return again
 
     def _aliased(self, plain: torch.Tensor) -> Block | None:
-        """Return the operand's block whose storage a result shares, if it does."""
+        """Return the block whose storage a result shares: an operand's, or one of a result's."""
         key = plain.untyped_storage()._cdata
         for ref in self._operands.refs:
             if self._staged.plain_of[id(ref)].untyped_storage()._cdata == key:
                 block: Block = ref._ttr_block
                 return block
+        for made in self._born:
+            if any(storage_of(one.base)._cdata == key for one in made.replicas.values()):
+                return made
         return None
 
     def _follow_parts(self, sparse: Any) -> None:

@@ -47,10 +47,8 @@ class Operands {
     if (!place || (device && place != device)) return false;
     if (is_written && !operand.block->owned.load()) return false;
     device = place;
-    if (ref->on == place)
-      operand.plain = ref->plain;
-    else
-      is_without_plain = true;
+    operand.plain = ref->plain;
+    is_without_plain = is_without_plain || ref->on != place;
     return true;
   }
   void withdraw() {
@@ -176,8 +174,7 @@ class ReadyCall {
           value = plain_of(value.toTensor());
         } else if (value.isList()) {
           auto list = c10::impl::GenericList(static_cast<const c10::ListType&>(*value.type()).getElementType());
-          for (const IValue& part : value.toListRef())
-            list.push_back(part.isTensor() ? IValue(plain_of(part.toTensor())) : part);
+          for (const IValue& part : value.toListRef()) list.push_back(part.isTensor() ? IValue(plain_of(part.toTensor())) : part);
           value = std::move(list);
         }
       }
@@ -245,12 +242,14 @@ class ReadyCall {
     const auto* storage = out.storage().unsafeGetStorageImpl();
     const c10::Device label = operands_.all[0].ref->device();
     for (const auto& operand : operands_.all) {
-      if (operand.plain.is_same(out))
-        return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(operand.ref));
+      if (operand.plain.is_same(out)) return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(operand.ref));
       if (operand.plain.storage().unsafeGetStorageImpl() == storage)
         return make_ref(out, operand.block, operands_.device, label);
     }
+    for (const auto& [its_storage, block] : shared_)
+      if (its_storage == storage) return make_ref(out, block, operands_.device, label);
     BlockPtr block = counted(out, tick);
+    if (block && out.storage().use_count() > 1) shared_.emplace_back(storage, block);
     return block ? make_ref(out, std::move(block), operands_.device, label) : at::Tensor();
   }
 
@@ -301,6 +300,7 @@ class ReadyCall {
   const size_t start_;
   const bool is_above_;
   Operands operands_;
+  std::vector<std::pair<const c10::StorageImpl*, BlockPtr>> shared_;  // the blocks of results that others may share
 };
 
 }  // namespace ttr
