@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
+from ..devices.storages import storage_of
 from .block import Block, Replica
 from .bookkeeping import Books
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -27,6 +28,7 @@ def violations(residency: Any, log: EventLog) -> list[str]:
         for device in residency.books.ledgers:
             held_nbytes = residency.holds.held_nbytes(device)
             found += ledger_violations(residency.books, device, held_nbytes, residency.holds.stale)
+            found += storage_violations(residency.books.blocks_on(device), device)
             for block in residency.books.blocks_on(device):
                 found += [
                     f"{text}; story: {'; '.join(log.story(block.name)) or 'none'}"
@@ -64,6 +66,17 @@ def ledger_violations(
             found.append(f"b{replica.block_id}: counted on {device.name} although it is invalid")
         if replica.state in (CLEAN, DIRTY) and not ledger.is_in_order(replica):
             found.append(f"b{replica.block_id}: {device.name} would never evict it")
+    return found
+
+
+def storage_violations(blocks: Iterable[Block], device: Device) -> list[str]:
+    """Say which blocks on a device have one storage: to evict one takes the other's bytes."""
+    owners: dict[int, Block] = {}
+    found = []
+    for block in blocks:
+        owner = owners.setdefault(storage_of(block.base_on(device))._cdata, block)
+        if owner is not block:
+            found.append(f"{owner.name} and {block.name} have one storage on {device.name}")
     return found
 
 
