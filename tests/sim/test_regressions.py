@@ -457,3 +457,46 @@ def test_a_result_of_bytes_keeps_its_shape_when_it_comes_back(manager):
     ref.toGPU()
     assert (ref + 1).shape == (3, 4)
     assert (ref << 1).tolist() == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.reshape(6),
+        lambda x: x.flatten(),
+        lambda x: torch.atleast_3d(x),
+        lambda x: x.unflatten(1, (3, 1)),
+        lambda x: x.expand_as(x),
+        lambda x: x.tensor_split(2)[0],
+        lambda x: x.movedim(0, 1),
+    ],
+)
+def test_a_composite_in_inference_mode_makes_views_of_normal_tensors(manager, look):
+    """What was written through them was not counted, so another gradient came out."""
+    plain = torch.rand(2, 3)
+    for x in (plain, manager.adopt(plain.clone())):
+        weight = manager.adopt(torch.ones(2, 3)).requires_grad_()
+        product = weight * x
+        with torch.inference_mode():
+            part = look(x)
+        assert not part.is_inference()
+        assert part._base is x
+        part.mul_(2)
+        assert x._version == part._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.to(torch.float64),
+        lambda x: x.t().reshape(6),
+        lambda x: x.t().contiguous(),
+        lambda x: x.to(torch.float32, copy=True),
+    ],
+)
+def test_a_composite_that_copies_in_inference_mode_makes_inference_tensors(manager, change):
+    ref = manager.adopt(torch.rand(2, 3))
+    with torch.inference_mode():
+        assert change(ref).is_inference()

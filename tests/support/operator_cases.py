@@ -153,6 +153,10 @@ def _cases_of_sample(op: Any, sample: Any, number: int, has_backward: bool) -> I
             detached = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             call = Case("without gradients", op.get_op(), *detached, sees_values=facts[1])
             yield replace(call, is_ready=number % 2 == 0)
+        call = Case(
+            "inference", _in_inference_mode(op.get_op()), args, kwargs, sees_values=facts[1]
+        )
+        yield replace(call, is_ready=number % 2 == 0)
     yield from _written_variants(op, sample, number, *facts)
     if number < 2 and op.get_method() is not None:
         yield Case("method", op.get_method(), args, kwargs, *facts)
@@ -183,6 +187,16 @@ def _written_variants(
         for kind, like in OUTS:
             call = _into_out(op.get_op(), like)
             yield Case(f"out {kind}", call, *detached, sees_values=sees)
+
+
+def _in_inference_mode(function: Call) -> Call:
+    """Call where composite operators are not taken apart."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _on_a_copy(inplace: Call) -> Call:

@@ -86,15 +86,13 @@ def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
 
     Torch's composite asks which operand wants gradients, also where none are noted (a matrix that
     does is multiplied with rows laid out anew, another in batches), and plain tensors do not say:
-    it has to be taken apart, as autograd does elsewhere. So has one that writes normal tensors: it
-    is its parts that count their versions. Where a rule knows its peak, it is made of the same
-    either way (`operators/peaks.py`); nested tensors have another one.
+    it has to be taken apart, as autograd does elsewhere. Nor is it one view that it makes of normal
+    tensors, nor one write: it is its parts that count their versions, and whose views are views.
+    Where a rule knows its peak, it is made of the same either way (`operators/peaks.py`); nested
+    tensors have another one.
     """
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(x.is_nested for x in tensors):
-        return False
-    is_counted = bool(plan.writes) and not all(x.is_inference() for x in tensors)
-    if not is_counted and not any(x.requires_grad for x in tensors):
+    if any(x.is_nested for x in tensors) or all(x.is_inference() for x in tensors):
         return False
     return known_peak(plan, args, kwargs or {}) is None
 

@@ -127,10 +127,10 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  // In inference mode autograd takes nothing apart; what is made of it may depend on who wants gradients, but of nested tensors, and its parts count versions.
+  // In inference mode autograd takes nothing apart; what is made may depend on who wants gradients, but of nested tensors, and parts count versions and make views.
   const bool in_parts = c10::InferenceMode::is_enabled() && plan.minds_gradients &&
                         !keys.has_any(DispatchKeySet(DispatchKey::NestedTensor)) && peak_nbytes(plan, plan.arguments(*stack)) < 0 &&
-                        has_operand(plan, *stack, [&](const at::Tensor& operand) { return operand.requires_grad() || (plan.writes && !operand.is_inference()); });
+                        has_operand(plan, *stack, [](const at::Tensor& operand) { return operand.defined() && !operand.is_inference(); });
   op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 
