@@ -73,6 +73,14 @@ def test_gradients_of_rows_are_those_of_plain_torch(manage):
     assert not differences(plain.grad, ours.grad)
 
 
+@pytest.mark.parametrize("rows", [1, 60])
+def test_a_plain_sparse_matrix_is_no_table_of_ours(manage, rows):
+    matrix, index = torch.randn(80, 80).to_sparse(), torch.arange(rows)
+    manager = manage(nbytes=BUDGET)
+    found = matrix.index_select(0, manager.adopt(index))
+    assert not differences(matrix.index_select(0, index).to_dense(), found.to_dense())
+
+
 @pytest.mark.parametrize("index", [[3, 1000], [-1, 2]])
 def test_a_place_that_is_not_there_is_the_program_s_mistake(manage, index):
     manager = manage(nbytes=BUDGET)

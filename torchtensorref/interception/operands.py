@@ -86,6 +86,11 @@ class Operands:
         """Whether an operand is of another class of tensors that answers to operators itself."""
         return any(_is_other_subclass(kind) for kind in map(type, self.unmanaged))
 
+    @property
+    def table(self) -> Any:
+        """The TensorRef of which a part is read; None where that is sparse, or stays plain."""
+        return self.ref_of(self.argument(self.plan.argument_names[0]))
+
     def argument(self, name: str) -> Any:
         """Return the value of an argument, its default where it was left out."""
         return self.plan.argument(name, self.args, self.kwargs)

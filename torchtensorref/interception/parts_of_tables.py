@@ -52,7 +52,7 @@ def run_on_parts(
     host = residency.books.host
     held = residency.acquire(host, operands.blocks, [], 0)
     try:
-        table = operands.refs[0]
+        table = operands.table
         most = table._ttr_block.nbytes / max(table.element_size(), 1)
         given = arguments_of(plan, operands)
         call = {name: _at_home(value, operands, host) for name, value in given.items()}

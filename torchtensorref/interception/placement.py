@@ -38,7 +38,8 @@ def place(operands: Operands, manager: TensorsManager, placed: Device | None = N
             return block.exposure.device
     if placed is not None:
         return placed
-    if plan.reads_part and table_is_away(operands.refs[0]._ttr_block, accelerator, residency):
+    table = operands.table if plan.reads_part else None
+    if table is not None and table_is_away(table._ttr_block, accelerator, residency):
         operands.reads_part_alone = True
         return host  # or on the accelerator, with what it reads of the table
     if (plan.number, operands.dtype) in manager.unsupported:
