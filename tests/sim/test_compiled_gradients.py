@@ -239,6 +239,34 @@ def test_where_somebody_else_saves_it_is_intercepted(ours, who):
     assert manager.stats()["native_call_count"] == 0
 
 
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda function, x: torch.func.grad(function)(x),
+    "hessian": lambda function, x: torch.func.hessian(function)(x).sum((0, 1)),
+    "of each": lambda function, x: torch.func.vmap(torch.func.grad(function))(x),
+    "vjp": lambda function, x: torch.func.vjp(function, x)[1](torch.tensor(2.0))[0],
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_inside_is_intercepted(ours, name, has_gradient):
+    def program() -> Any:
+        layer, found = nn.Linear(WIDTH, 3), []
+        compiled = torch.compile(
+            lambda x: TRANSFORMS[name](lambda y: layer(y).sigmoid().sum(), x), backend="eager"
+        )
+        for x in batches(3):
+            result = compiled(x.requires_grad_(has_gradient))
+            result.sum().backward()
+            found.append([result.detach(), x.grad, layer.weight.grad.clone()])
+        return found
+
+    disables_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+    manager = ours(program)
+    assert manager.stats()["native_call_count"] == 0
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disables_hooks
+
+
 def test_what_it_writes_and_has_a_gradient_is_intercepted(ours):
     def program() -> Any:
         compiled, found = torch.compile(lambda x: x.mul_(3).exp(), backend=Backend()), []

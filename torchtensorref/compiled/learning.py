@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import graph
 
 from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
@@ -17,6 +18,8 @@ from .recorder import Recorder
 from .region import Structure, attributes_of
 from .slots import tensors_of
 from .tensor_tree import Exchange
+
+_autograd = torch._C._autograd
 
 
 @holds_operands
@@ -59,7 +62,7 @@ def learn(
     before_ops = residency.books.counts.slow_op_count
     had_gradients = [ref.requires_grad for ref in inputs]
     try:
-        with saved_tensors_hooks(recorder.save, _as_saved) if gradients else nullcontext():
+        with _noting(recorder) if gradients else nullcontext():
             out = call(*args, **kwargs)
     finally:
         with residency.books.lock:
@@ -82,6 +85,37 @@ def learn(
         manager, recorder, module, own, (args, kwargs), out
     )
     return out
+
+
+@contextmanager
+def _noting(recorder: Recorder) -> Iterator[None]:
+    """Have a recorder note what is saved for a backward pass.
+
+    Transforms of `torch.func` refuse to run while there are hooks. The program has none, so inside
+    of a transform there are none, and what is compiled, where they are always, is left alone.
+    """
+    hooks = (recorder.save, _as_saved)
+    refuse = graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def without_ours(message: str) -> Iterator[None]:
+        is_ours = _autograd._top_saved_tensors_default_hooks(True) == hooks
+        if is_ours:
+            recorder.mistrust("a transform inside takes no hooks")
+            _autograd._pop_saved_tensors_default_hooks()
+        try:
+            with refuse(message):
+                yield
+        finally:
+            if is_ours:
+                _autograd._push_saved_tensors_default_hooks(*hooks)
+
+    graph.disable_saved_tensors_hooks = without_ours  # type: ignore[assignment]
+    try:
+        with graph.saved_tensors_hooks(*hooks):
+            yield
+    finally:
+        graph.disable_saved_tensors_hooks = refuse
 
 
 def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
