@@ -176,6 +176,18 @@ def test_kernels_may_lay_out_their_results_otherwise(manage, program):
     manager.check()
 
 
+def test_what_only_looks_runs_once(manage):
+    def program():
+        layer = nn.GRU(16, 32)
+        loss = layer(torch.randn(5, 3, 16))[0].square().mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in layer.parameters())]
+
+    manage(nbytes=1 << 20)
+    plain, ours = on_both(program)
+    assert not differences(plain, ours)
+
+
 @pytest.mark.parametrize(
     "function",
     [torch.linalg.cholesky, torch.linalg.inv, lambda x: torch.linalg.solve(x, x) + 1],

@@ -307,7 +307,8 @@ def _used_by(nodes: Iterable[Node]) -> Iterator[Cell]:
 
 def _fulfil_all(nodes: Iterable[Node]) -> None:
     for node in nodes:
-        node.fulfil()
+        if not node.is_done:  # a check has run with what it looks at
+            node.fulfil()
 
 
 promises = Promises()
