@@ -170,6 +170,22 @@ def test_who_writes_what_is_being_read_waits(manager):
     manager.check()
 
 
+@pytest.mark.parametrize(("first", "second", "is_short"), [(200, 8, True), (8, 200, False)])
+def test_what_could_not_run_again_goes_by_the_budget_where_it_runs(
+    manager, first, second, is_short
+):
+    turns = Turns()
+    manager = on_two(first << 10, second << 10, strategy=turns)
+    plain, x = nn.BatchNorm1d(16), torch.rand(100, 16)
+    ours, y = manager.adopt(nn.BatchNorm1d(16)), manager.adopt(x.clone())
+    turns.device = "sim:test1"
+    assert torch.equal(bits(manager.release(ours(y))), bits(plain(x)))
+    assert torch.equal(bits(manager.release(ours.running_var)), bits(plain.running_var))
+    why = "writes and makes results while memory is short"
+    assert (why in manager.stats()["host_fallback_reasons"]) == is_short
+    manager.check()
+
+
 def test_a_copy_that_fails_goes_by_home(manager):
     turns = Turns()
     manager = on_two(1 << 20, 1 << 20, strategy=turns)

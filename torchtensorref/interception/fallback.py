@@ -105,7 +105,7 @@ class Fallback:
                 return done
             device = self._operands.accelerator
         needs_blocks = self._blocks.is_needed(device)
-        if not needs_blocks and self._could_not_run_again():
+        if not needs_blocks and self._could_not_run_again(device):
             self._note(SHORT_OF_MEMORY[-1])
             return self._run_on(host)
         generators = Generators(plan.is_random, device)
@@ -114,7 +114,7 @@ class Fallback:
                 result = self._in_blocks(device)
                 if result is not _NO_ROOM:
                     return result
-                if self._could_not_run_again():
+                if self._could_not_run_again(device):
                     self._note(SHORT_OF_MEMORY[-1])
                     return self._run_on(host)
             return self._run_on(device)
@@ -205,7 +205,7 @@ class Fallback:
                     break
         return _NO_ROOM
 
-    def _could_not_run_again(self) -> bool:
+    def _could_not_run_again(self, device: Device) -> bool:
         """Whether results that do not fit could not be made again on the host.
 
         They could not where the first run has changed the operands.
@@ -213,8 +213,7 @@ class Fallback:
         operands = self._operands
         if not operands.written or all(twin is not None for twin in operands.plan.result_of_write):
             return False
-        ledger = self._residency.books.ledgers[operands.accelerator]
-        return 3 * operands.nbytes > ledger.budget.limit_nbytes
+        return 3 * operands.nbytes > self._residency.books.ledgers[device].budget.limit_nbytes
 
     def _note(self, reason: str) -> None:
         note_fallback(self._residency, self._operands.plan, reason)
