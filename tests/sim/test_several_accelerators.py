@@ -174,3 +174,18 @@ def test_each_budget_is_obeyed_when_it_changes_and_bits_stay(manager, strategy):
         assert all(device.peak_nbytes <= budgets[device.name] for device in devices)
         assert manager.budget == budgets
         manager.check()
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_one_that_cannot_hold_its_budget_leaves_the_others_to_theirs(manager, held):
+    manager = on_two(80 << 10, 80 << 10, strategy="lru")
+    refs = [manager.adopt(torch.rand(1000)) for _ in range(2)]
+    for number, ref in enumerate(refs):
+        ref.toGPU(f"sim:test{number}")
+    target = refs[held].target
+    with pytest.raises(torch.OutOfMemoryError, match=f"sim:test{held}"):
+        manager.budget = {"sim:test0": 100, "sim:test1": 100}
+    devices = manager.residency.books.accelerators
+    assert [d.resident_nbytes for d in devices][1 - held] <= 100
+    manager.check()
+    assert target.sum() == refs[held].sum()

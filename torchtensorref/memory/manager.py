@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -202,8 +203,9 @@ class TensorsManager:
             self._budget_setting = setting
             for device, budget in budgets:
                 self._open_ledger(self._residency, device, budget)
-        for device, _ in budgets:
-            self._residency.evictor.fit_budget(device)
+        with ExitStack() as ends:  # also where another one holds what cannot leave
+            for device, _ in budgets:
+                ends.callback(self._residency.evictor.fit_budget, device)
         warn_of_doubts(setting, accelerators, stacklevel=4)
 
     @property
