@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,21 @@ def test_the_budget_may_shrink_at_any_time(manager):
     manager.budget = 9000
     assert manager.stats()["resident_nbytes"] <= 9000
     assert sum(ref.sum() for ref in refs).item() > 0
+
+
+def test_the_budget_may_shrink_while_operands_are_on_their_way(manager):
+    device = manager.residency.books.main
+    a, b = manager.adopt(torch.rand(1000)), manager.adopt(torch.rand(1000))
+    for attempt in (2, 3, 4):  # one of the two is there, and the operator runs at home
+        device.fail_next("copy", attempt)
+    expected = (a + b).tolist()
+    assert manager.stats()["resident_nbytes"] == 4000
+    began_s = time.monotonic()
+    manager.budget = 3000
+    assert time.monotonic() - began_s < 5  # nobody holds it
+    assert manager.stats()["resident_nbytes"] == 0
+    manager.check()
+    assert (a + b).tolist() == expected
 
 
 def test_checkpoints_are_plain(manager, tmp_path):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -308,6 +309,25 @@ def test_a_pin_that_the_budget_cannot_hold_says_so(manage):
         ):
             assert sweep(model, x, passes).tolist() == expected
     assert manager.stats()["host_fallback_count"] == 0
+
+
+def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
+    manager = manage("lru", nbytes=8 * 64 * 64 * 4)
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+
+    def lower_it():
+        with manager.middlewares.scoped(middlewares.Pin("layers.0-6")):
+            expected = sweep(model, x, 2).tolist()
+            began_s = time.monotonic()
+            manager.budget = 3 * 64 * 64 * 4
+            assert time.monotonic() - began_s < 5  # nobody else holds it
+            assert manager.stats()["resident_nbytes"] <= 3 * 64 * 64 * 4
+            manager.check()
+            assert sweep(model, x, 2).tolist() == expected
+
+    with pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"):
+        lower_it()
 
 
 # -- NanGuard -------------------------------------------------------------------------------------

@@ -122,6 +122,8 @@ class Evictor:
             self.evict_some(device, excess_nbytes)
             with books.lock:
                 if excess_nbytes == ledger.resident_nbytes - ledger.budget.limit_nbytes:
+                    if self._settle_in_flight(device) or self._give_up_kept(device, excess_nbytes):
+                        continue
                     if any(is_exposed_on(block, device) for block in books.blocks_on(device)):
                         break
                     self._holds.wait_a_little()
