@@ -93,6 +93,19 @@ def test_a_target_of_memory_from_outside_is_that_memory(manager):
     assert (ref * 1).tolist() == [7, 1, 2, 3]
 
 
+def test_a_target_after_an_array_is_gone_that_was_written(manager, ref):
+    ref.toGPU()
+    array = ref.numpy()
+    array[0] = 7
+    expected = array.tolist()
+    del array
+    target = ref.target
+    assert target.tolist() == expected
+    target[1] = 9
+    assert ref.tolist() == [expected[0], 9, *expected[2:]]
+    manager.check()
+
+
 def test_a_budget_below_what_a_target_holds(manager, ref):
     target = ref.target
     with pytest.raises(torch.OutOfMemoryError):

@@ -322,6 +322,8 @@ class Ownership:
         """Return a plain tensor where the bytes are now, and hold them there while it lives."""
         residency = self._residency
         residency.sharing.unshare(ref._ttr_block)
+        # What was written through an array that is gone is at home, and nowhere else.
+        residency.copier.refresh(ref._ttr_block)
         exposure = ref._ttr_block.exposure
         # What is held already stays there: at home, where an array is.
         is_held = exposure is not None and exposure.alive
