@@ -500,3 +500,31 @@ def test_a_composite_that_copies_in_inference_mode_makes_inference_tensors(manag
     ref = manager.adopt(torch.rand(2, 3))
     with torch.inference_mode():
         assert change(ref).is_inference()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("at", ["there", "home"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.as_strided_((2,), (1,)),
+        lambda x: torch.add(torch.zeros(3, 2), 1, out=x),
+        lambda x: x.resize_(3, 1),
+    ],
+)
+def test_other_sizes_in_place_are_those_of_one_tensor_only(manager, change, at):
+    """Its `data` was given them, too: what was computed of it was laid out otherwise."""
+    plain = torch.rand(2, 3)
+    ref = manager.adopt(plain.clone(), sole=True).toGPU()
+    found = []
+    for x in (plain, ref):
+        alias = x.data
+        if at == "home" and x is ref:
+            manager.bring_all_home()
+        change(alias)
+        found.append((x + 0, alias + 0))
+        manager.bring_all_home()
+    assert torch.equal(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])

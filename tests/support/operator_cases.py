@@ -307,7 +307,8 @@ def compare(case: Case) -> list[str] | None:
         ):
             return None
         return [f"{_brief(refusal)} became {_brief(failure)}{_way_to(failure)}"]
-    return _differences_of_runs(plain, ours, case)
+    with torch.inference_mode(case.variant == "inference"):
+        return _differences_of_runs(plain, ours, case)
 
 
 def _plain(x: Any) -> Any:

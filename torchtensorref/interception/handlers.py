@@ -84,8 +84,7 @@ def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any])
     residency.forget_accelerators(ref._ttr_block)
     block: Block = ref._ttr_block
     host = residency.books.host
-    # Another object: the view at hand can be the replica's own base, which keeps its storage.
-    plain = plain_args[0] = for_writing(ref, host).detach()
+    plain = plain_args[0] = for_writing(ref, host)
     before = plain.untyped_storage()
     plan.op(*plain_args, **kwargs)
     if plain.untyped_storage()._cdata != before._cdata:

@@ -88,9 +88,8 @@ class Staged:
         plan, accelerator = operands.plan, operands.accelerator
         for ref in operands.refs:
             if id(ref) not in self.plain_of:
-                block = ref._ttr_block
-                is_seen = block.exposure is not None and block in operands.written
-                self.plain_of[id(ref)] = (for_writing if is_seen else plain_on)(ref, device)
+                is_written = ref._ttr_block in operands.written
+                self.plain_of[id(ref)] = (for_writing if is_written else plain_on)(ref, device)
         for key, sparse in operands.sparse.items():
             parts = [self.plain_of[id(part)] for part in sparse._ttr_parts]
             is_coalesced = sparse.is_coalesced() if sparse.layout is torch.sparse_coo else False

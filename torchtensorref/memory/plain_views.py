@@ -212,9 +212,10 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
 
 
 def for_writing(ref: Any, device: Device) -> torch.Tensor:
-    """Return the plain view that a kernel may write, and resize unless it is held outside.
+    """Make a plain view that a kernel may write, and resize unless it is held outside.
 
-    An array or a storage that the program holds is over memory that a kernel which grows its
+    One of its own, which may be given other sizes (`t_`, `out=`): aliases share the one that is
+    kept. An array or a storage that the program holds is over memory that a kernel which grows its
     `out=` would free. One of the twins over it, ours and the one that was handed out, refuses
     that, with torch's own error.
     """
@@ -224,7 +225,7 @@ def for_writing(ref: Any, device: Device) -> torch.Tensor:
         assert exposure.storage is not None
         if not exposure.storage.resizable():
             return view_over(ref, exposure.storage)
-    return plain_on(ref, device)
+    return view_of(ref, block.replicas[device].base)
 
 
 def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:
