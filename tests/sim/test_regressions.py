@@ -528,3 +528,21 @@ def test_other_sizes_in_place_are_those_of_one_tensor_only(manager, change, at):
         manager.bring_all_home()
     assert torch.equal(found[1][0], found[0][0])
     assert torch.equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        torch.linalg.eigvalsh,
+        torch.linalg.cond,
+        lambda x: torch.linalg.matrix_norm(x, "nuc"),
+        lambda x: torch.linalg.cond(x, out=torch.empty(0)),
+    ],
+)
+def test_what_finds_values_alone_does_so_in_inference_mode(manager, find):
+    """Of a subclass torch finds the vectors, too, by another algorithm: with other last bits."""
+    plain = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    plain = plain @ plain.T
+    ref = manager.adopt(plain.clone())
+    with torch.inference_mode():
+        assert torch.equal(find(ref), find(plain))

@@ -123,7 +123,7 @@ def whole(name: str) -> Treatment:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if records_gradient(tensors) or not may_exchange_formula(tensors):
             return op(*args, **kwargs)
-        result = dispatch(op, (), args, kwargs)
+        result = dispatch(op, (), args, kwargs, as_one=True)
         torch.autograd.graph.increment_version(several_of(result))
         return result
 
@@ -141,7 +141,7 @@ def _as_one(op: OpOverload) -> Treatment:
         are_plain = all(not isinstance(t, TensorRef) for t in tensors)
         if are_plain or records_gradient(tensors) or not may_exchange_formula(tensors):
             return op(*args, **kwargs)
-        return dispatch(op, (), args, kwargs)
+        return dispatch(op, (), args, kwargs, as_one=True)
 
     return call
 

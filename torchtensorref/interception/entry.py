@@ -18,6 +18,7 @@ from ..base.activation import watch
 from ..base.listeners import listeners
 from ..devices.base import Device
 from ..memory.manager import tensorsManager
+from ..memory.plain_views import KEY_NAME
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, plan_of
 from .by_value import run_with_numbers
@@ -33,17 +34,22 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_mode = torch._C._get_dispatch_mode
 _is_inference_mode = torch.is_inference_mode_enabled
 #: A view of what wants gradients says so, too, where its making is noted.
-_SeesViews = torch._C._SetExcludeDispatchKeyGuard
+_Sees = torch._C._SetExcludeDispatchKeyGuard
 #: What kernels raise, before they write: mistakes of the program's own.
 _OF_KERNELS = (RuntimeError, IndexError, ValueError, TypeError)
 #: Of these, what comes at any line, and what composite operators find in what they have written.
 _AFTER_WRITING = (RecursionError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+#: What parts of a composite operator lead to: versions, views, and what is caught above autograd.
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+_OURS = torch._C._dispatch_key_parse(KEY_NAME)
 
 
-def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """Run one operator in which at least one operand is a TensorRef."""
+def dispatch(
+    op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None, *, as_one: bool = False
+) -> Any:
+    """Run one operator in which at least one operand is a TensorRef; a composite one `as_one`."""
     try:
         try:
             plan = op._ttr_plan
@@ -55,7 +61,10 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             return _below_dispatch_modes(op, types, args, kwargs)
         way = WAYS[plan.ready_way]
         in_parts = (
-            plan.minds_gradients and _is_inference_mode() and _is_for_parts(plan, args, kwargs)
+            plan.minds_gradients
+            and _is_inference_mode()
+            and not as_one
+            and _is_for_parts(plan, args, kwargs)
         )
         if (
             way is not None
@@ -69,7 +78,7 @@ def dispatch(op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             if result is not SLOW:
                 return result
         if in_parts:
-            with _SeesViews(torch._C.DispatchKey.ADInplaceOrView, False):
+            with _Sees(_VIEWS, False), _Sees(_OURS, False):
                 # Not `decompose`: some operators have another, in Python, that is preferred there.
                 return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         if watch.on:
