@@ -247,12 +247,14 @@ under the strategies `genoa` and `flow` in turn, with random evictions after eve
 are compared in everything that can be seen: values to the bit, gradients to the bit, shape, dtype,
 strides, device label, `requires_grad`, version counters, what is the same object and what shares
 memory with what. Where plain torch refuses a call, we have to raise the same type of exception.
-*Ready* operands are results that lie on the accelerator already, where nothing has to be decided.
+*Ready* operands are results that lie on the accelerator already, where nothing has to be decided;
+half of those in *inference* mode are.
 
-Three things are left out, because plain torch does not agree with itself there: the values of
+Four things are left out, because plain torch does not agree with itself there: the values of
 memory that nobody has written (`empty` and its like), some calls with operands of another layout
-with which its own kernels read what is not theirs, and the last bits of `linalg.lstsq` by LAPACK's
-`gelsy`, which orders columns by numbers that nobody has written.
+with which its own kernels read what is not theirs, the last bits of `linalg.lstsq` by LAPACK's
+`gelsy`, which orders columns by numbers that nobody has written, and what four operators make of
+normal tensors in inference mode.
 
 """
 
