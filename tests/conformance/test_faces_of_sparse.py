@@ -126,6 +126,27 @@ def test_written_in_place(right):
     right(program)
 
 
+def test_resized_in_place(right):
+    """An optimizer for sparse gradients begins with `grad.new().resize_as_(grad)`."""
+
+    def program(bring: Bring) -> Any:
+        a, dense = sparse("coo", bring(some(5, 7))), bring(some(3, 4))
+        grown = dense.clone().resize_as_(a)
+        return [
+            (a.new().resize_as_(a) + a).to_dense(),
+            a.clone().resize_as_(a).to_dense(),
+            (torch.resize_as_sparse_(a.new(), a) + a).to_dense(),
+            grown.size(),
+            grown.flatten()[:12],
+            *(
+                failure(lambda name=name: getattr(a.clone(), name)(dense.clone()))[0]
+                for name in ("resize_as_", "set_")
+            ),
+        ]
+
+    right(program)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_operators(right, dtype):
     def program(bring: Bring) -> Any:

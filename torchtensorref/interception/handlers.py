@@ -16,6 +16,7 @@ from ..memory.block import Block
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import follow, for_writing, make_ref, view_with
 from ..memory.ref import TensorRef
+from ..memory.sparse import SparseRef
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 
@@ -72,6 +73,10 @@ def _non_overlapping(sizes: Any, strides: Any) -> bool:
 def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operators that change a storage's size or exchange it: done at home, then looked at anew."""
     ref: Any = args[0]
+    if isinstance(ref, SparseRef):
+        return NotImplemented  # its parts are written, as by any other operator
+    # Of a sparse one only its sizes count.
+    args = tuple(arg._ttr_hollow if isinstance(arg, SparseRef) else arg for arg in args)
     if not isinstance(ref, TensorRef):
         # What a plain tensor is set to is held outside from then on.
         return plan.op(*tree_map_only(TensorRef, _held_outside, args), **kwargs)
