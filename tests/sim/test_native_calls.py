@@ -24,6 +24,7 @@ from torchTensorRef.compiled.region import Part, Region
 from torchTensorRef.compiled.slots import Slots
 from torchTensorRef.inject.built_before import PATIENCE
 
+from ..support.injection import injected
 from ..support.programs import called_natively
 
 AMPLE_NBYTES = 1 << 24
@@ -408,6 +409,208 @@ def test_what_stands_in_natively_is_not_taken_for_a_plain_model(ample: Any) -> N
         thread.join()
     assert not found, found[:3]
     ample.check()
+
+
+class Keeping(Mlp):
+    """Keeps what it finds in a parameter's place, where nobody looks for it."""
+
+    kept: Callable[[], list[Any]] = list
+
+    def forward(self, x: Any) -> Any:
+        self.kept().append(self.first.weight)
+        return super().forward(x)
+
+
+#: What a program makes of a parameter that it has kept, to multiply with it later.
+MADE_OF_IT: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda kept: kept,
+    "a part": lambda kept: kept[:, 4:8],
+    "transposed": lambda kept: kept.t(),
+    "detached": lambda kept: kept.detach(),
+    "its data": lambda kept: kept.data,
+    "a part of its data": lambda kept: kept.data[:, 4:8],
+    "a shallow copy": copy.copy,
+}
+
+
+def kept_by(module: nn.Module, x: Any, calls: int = 3) -> Any:
+    """Call a module, and return what it has kept of its last call."""
+    found: list[Any] = []
+    module.kept = lambda: found  # type: ignore[assignment]
+    for _ in range(calls):
+        module(x)
+    return found[-1]
+
+
+def evict_all(manager: Any, module: nn.Module) -> None:
+    """Leave no bytes of a module on the device: they are at home."""
+    for p in module.parameters():
+        p.toCPU()
+    manager.check()
+
+
+@pytest.mark.parametrize("made", MADE_OF_IT)
+def test_what_stood_in_natively_is_what_it_stood_for(ample: Any, made: str) -> None:
+    plain, ours = pair(ample, Keeping)
+    x = torch.rand(3, 16)
+    mine = ample.adopt(x.clone())
+    theirs = MADE_OF_IT[made](kept_by(plain, x))
+    assert native_runs(lambda: kept_by(ours, mine)) == 2
+    kept = MADE_OF_IT[made](kept_by(ours, mine))
+    assert not isinstance(kept, TensorRef)
+    with injected():
+        for _ in range(2 * PATIENCE):  # nor is it said that it is plain: a warning is an error
+            evict_all(ample, ours)
+            assert kept.untyped_storage().nbytes() == 0
+            assert_equal(x @ theirs, mine @ kept)
+    evict_all(ample, ours)
+    factor = torch.full(theirs.shape, 2.0)
+    theirs.mul_(factor)
+    kept.mul_(ample.adopt(factor))
+    assert_equal(plain.first.weight, ours.first.weight)
+    for module in (plain, ours):
+        module.first.weight.add_(1)
+    evict_all(ample, ours)
+    assert_equal(x @ theirs, mine @ kept)
+    assert_equal(plain(x), ours(mine))
+    ample.check()
+
+
+def test_what_another_thread_has_read_in_a_native_call(ample: Any) -> None:
+    inside, may_end = threading.Event(), threading.Event()
+
+    class Waiting(Mlp):
+        def forward(self, x: Any) -> Any:
+            inside.set()
+            may_end.wait(60)
+            return super().forward(x)
+
+    may_end.set()
+    plain, ours = pair(ample, Waiting)
+    x = torch.rand(2, 16)
+    mine = ample.adopt(x.clone())
+    learned(ours, mine)
+    inside.clear()
+    may_end.clear()
+
+    def run() -> None:
+        with torch.no_grad():
+            ours(mine)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        read = ours.first.weight
+    finally:
+        may_end.set()
+        thread.join()
+    assert not isinstance(read, TensorRef)
+    evict_all(ample, ours)
+    assert_equal(x @ plain.first.weight, mine @ read)
+
+
+def test_what_stood_in_natively_has_room_taken_from_it(manage: Callable[..., Any]) -> None:
+    manager = manage("lru", 8 << 10)
+    plain, ours = pair(manager, Keeping)
+    x = torch.rand(3, 16)
+    with torch.no_grad():
+        theirs, kept = kept_by(plain, x), kept_by(ours, manager.adopt(x.clone()))
+        others = [manager.adopt(torch.rand(32, 32)) for _ in range(4)]
+        for other in others:
+            other @ other
+        assert kept.untyped_storage().nbytes() == 0
+        assert_equal(x @ theirs, manager.adopt(x.clone()) @ kept)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen before"])
+def test_gradients_of_what_stood_in_natively(ample: Any, is_frozen: bool) -> None:
+    """They are those of the parameter, where it had some before, too."""
+    plain, ours = pair(ample, Keeping)
+    x = torch.rand(3, 16)
+    mine = ample.adopt(x.clone())
+    with torch.enable_grad():
+        for module, given in ((plain, x), (ours, mine)):
+            module.requires_grad_(not is_frozen)
+            kept_by(module, given)
+            module.requires_grad_(True)
+            kept = kept_by(module, given)
+            given.requires_grad_()
+            for _ in range(2):
+                if module is ours:
+                    evict_all(ample, ours)
+                    assert kept.untyped_storage().nbytes() == 0
+                (module(given).sum() + (given @ kept).square().sum()).backward()
+    for theirs, p in zip(plain.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(ample.release(p.grad), theirs.grad)
+    torch.testing.assert_close(ample.release(mine.grad), x.grad)
+    ample.check()
+
+
+def test_copies_of_what_stood_in_natively_are_their_own(ample: Any) -> None:
+    plain, ours = pair(ample, Keeping)
+    x = torch.rand(3, 16)
+    mine = ample.adopt(x.clone())
+    theirs, kept = kept_by(plain, x), kept_by(ours, mine)
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    copies = [copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)), torch.load(file)]
+    assert b"torchTensorRef" not in file.getvalue() + pickle.dumps(kept)
+    wanted = x @ theirs
+    ours.first.weight.zero_()
+    evict_all(ample, ours)
+    for one in copies:
+        assert type(one) is nn.Parameter
+        assert_equal(wanted, mine @ one)
+    assert not (mine @ kept).any()
+
+
+def test_what_stood_in_natively_and_was_set_to_other_memory(ample: Any) -> None:
+    _, ours = pair(ample, Keeping)
+    mine = ample.adopt(torch.rand(3, 16))
+    kept, others = kept_by(ours, mine), torch.rand(16, 16)
+    kept.data = others
+    assert_equal(ample.release(mine) @ others, mine @ kept)
+
+
+def test_a_parameter_set_to_other_memory_is_what_stood_in_for_it(ample: Any) -> None:
+    plain, ours = pair(ample, Keeping)
+    x = torch.rand(3, 16)
+    mine = ample.adopt(x.clone())
+    theirs, kept = kept_by(plain, x), kept_by(ours, mine)
+    plain.first.weight.data = torch.ones(16, 5)
+    ours.first.weight.data = ample.adopt(torch.ones(16, 5))
+    assert_equal(x @ theirs, mine @ kept)
+
+
+def test_what_stood_in_natively_becomes_another_modules(ample: Any) -> None:
+    """It is one parameter of two modules then, as in plain torch."""
+    _, ours = pair(ample, Keeping)
+    mine = ample.adopt(torch.rand(3, 16))
+    kept, other = kept_by(ours, mine), nn.Linear(16, 16)
+    assert ample.adopt(kept) is ours.first.weight
+    with injected():
+        other.weight = kept
+    assert other.weight is ours.first.weight
+    assert native_runs(lambda: kept_by(ours, mine)) == 2
+
+
+def test_a_copy_of_what_stood_in_natively_shares_until_it_is_written(ample: Any) -> None:
+    plain, ours = pair(ample, lambda: Keeping(128))
+    x = torch.rand(3, 128)
+    mine = ample.adopt(x.clone())
+    kept = [kept_by(plain, x)], [kept_by(ours, mine)]
+    assert ours.first.weight.nbytes >= 1 << 16  # else a copy shares nothing
+    plain_copy, our_copy = copy.deepcopy(plain), called_natively(copy.deepcopy(ours))
+    for module in (plain, ours):
+        module.first.weight.mul_(2)
+    for several, module, given in ((kept[0], plain_copy, x), (kept[1], our_copy, mine)):
+        several += [found := kept_by(module, given), found.data]
+    for theirs, one in zip(*kept, strict=True):
+        evict_all(ample, ours)
+        evict_all(ample, our_copy)
+        assert_equal(x @ theirs, mine @ one)
 
 
 def test_input_exposed_to_numpy(ample: Any) -> None:

@@ -124,6 +124,10 @@ class Entry(Hold):
         plains, some_are_new = slots.stand_ins(refs, self.device)
         if some_are_new:
             self.region.storages = {}
+            table = self.manager.ownership.table
+            with self.residency.books.lock:
+                for block in self.own:
+                    table.note_base(block.base_on(self.device), block)
         self.exchange.hung = dict(zip(map(id, plains), refs, strict=True))
         versions = [*map(_count_of_writes, plains)]
         # From here on there is something to put back.

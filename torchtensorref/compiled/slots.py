@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..devices.base import Device
+from ..memory.adoption import StoodFor, ref_behind
 from ..memory.plain_views import plain_on, view_of
 
 #: A dictionary of parameters or buffers, and a name in it.
@@ -99,13 +101,14 @@ class Slots:
         return list(plains), not fit
 
     def _renew(self, refs: list[Any], device: Device) -> None:
-        made: dict[int, torch.Tensor] = {}
+        made: dict[int, Any] = {}
         for i, ref in enumerate(refs):
             if ref._ttr_plain is not self._views[i] or ref._ttr_device is not device:
-                plain = made.get(id(ref))
+                plain, view = made.get(id(ref)), plain_on(ref, device)
                 if plain is None:
                     plain = made[id(ref)] = _stand_in(ref, self.blocks[i].base_on(device))
-                self._views[i], self._plains[i] = plain_on(ref, device), plain
+                    plain._ttr_ref = StoodFor(ref, view)  # who keeps it is to have the TensorRef
+                self._views[i], self._plains[i] = view, plain
 
     def _hanging(self) -> list[Any]:
         return [*chain.from_iterable(map(_values_of, self._registries))]
@@ -128,10 +131,23 @@ def tensors_of(module: nn.Module) -> Iterator[Any]:
         yield from (tensor for tensor in registry.values() if tensor is not None)
 
 
-def _stand_in(ref: Any, base: torch.Tensor) -> torch.Tensor:
+def _stand_in(ref: Any, base: torch.Tensor) -> Any:
     """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
     with torch.inference_mode(False), torch.no_grad():
         view = view_of(ref, base).data  # with a count of versions of its own
-        if isinstance(ref, nn.Parameter):
-            return nn.Parameter(view, requires_grad=ref.requires_grad)
-        return view
+        if not isinstance(ref, nn.Parameter):
+            return view
+        can_have_gradient = view.is_floating_point() or view.is_complex()
+        plain = nn.Parameter(view, requires_grad=can_have_gradient)
+        if can_have_gradient:
+            plain.register_post_accumulate_grad_hook(_hand_on)
+        return plain.requires_grad_(ref.requires_grad)
+
+
+def _hand_on(plain: torch.Tensor) -> None:
+    """Give the gradient of what was kept to the parameter that it stood for."""
+    ref = ref_behind(plain)
+    if ref is not None and ref.requires_grad:
+        gradient, plain.grad = plain.grad, None
+        accumulate: Any = get_gradient_edge(ref).node
+        accumulate(gradient)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 from weakref import getweakrefs
+from weakref import ref as weak_reference
 
 import torch
 
@@ -12,7 +14,7 @@ from . import core
 from .block import Block, Exposure, Replica
 from .bookkeeping import Books
 from .readiness import AT_HOME_NBYTES
-from .ref import as_parameter, is_plain
+from .ref import TensorRef, as_parameter, is_plain
 from .residency import Residency
 from .states import CLEAN
 from .storage_index import WHOLE, Table
@@ -55,6 +57,34 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     return start, start + (last + 1) * item
+
+
+class StoodFor:
+    """Noted on a plain tensor that has stood for a TensorRef: for which, as long as that lives.
+
+    A copy that shares the memory may carry it along; one that does not is left nothing of it.
+    """
+
+    __slots__ = ("_ref", "_view")
+
+    def __init__(self, ref: Any, view: torch.Tensor) -> None:
+        self._ref = weak_reference(ref)
+        self._view = view
+
+    def ref_of(self, plain: torch.Tensor) -> Any:
+        """Return the TensorRef; None where it is gone, or the tensor was set to other memory."""
+        return self._ref() if self._view.is_set_to(plain) else None
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # nothing, in words that `torch.load` trusts
+
+
+def ref_behind(tensor: torch.Tensor) -> Any:
+    """Return the TensorRef that a plain tensor is known to stand for, or to have stood for."""
+    known = getattr(tensor, "_ttr_ref", None)
+    if type(known) is StoodFor:
+        known = known.ref_of(tensor)
+    return known if isinstance(known, TensorRef) else None
 
 
 class Adopted:
@@ -188,7 +218,7 @@ def replace_in_place(tensor: torch.Tensor, ref: Any) -> Any:
     """
     if isinstance(tensor, torch.nn.Parameter) and not isinstance(ref, torch.nn.Parameter):
         ref = as_parameter(ref)
-    known = getattr(tensor, "_ttr_ref", None)
+    known = ref_behind(tensor)
     if known is not None:
         return known
     if try_replace_in_place(tensor, ref):

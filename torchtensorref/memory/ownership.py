@@ -21,6 +21,7 @@ from .adoption import (
     has_bytes_at_home,
     is_adoptable,
     is_replaceable,
+    ref_behind,
     replace_in_place,
     try_replace_in_place,
 )
@@ -84,7 +85,7 @@ class Ownership:
             return self._adopt_sparse(tensor, sole=sole)
         if isinstance(tensor, TensorRef) or not is_adoptable(tensor) or tensor.grad_fn is not None:
             return tensor
-        known = getattr(tensor, "_ttr_ref", None)
+        known = ref_behind(tensor)
         if known is not None:
             return known
         if torch.is_inference_mode_enabled() and not tensor.is_inference():
@@ -113,16 +114,15 @@ class Ownership:
 
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
-        known = getattr(tensor, "_ttr_ref", None)
-        if known is not None and isinstance(known, TensorRef):
-            return known
         entries = self._residency.holds.native_entries
         entry = entries.get(threading.get_ident()) if entries else None
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
+        known = ref_behind(tensor)
+        if known is not None:
+            return known
         whole = tensor._base if tensor._is_view() else tensor
-        # Not what stands in for a TensorRef in another thread's native run.
-        if not entries and isinstance(whole, torch.nn.Parameter):
+        if isinstance(whole, torch.nn.Parameter) and ref_behind(whole) is None:
             for call in when_plain:
                 call(whole)
         return self._ref_over(tensor, sole=False) if has_bytes_at_home(tensor) else None
@@ -150,7 +150,7 @@ class Ownership:
     def adopt_in_place(self, tensor: torch.Tensor) -> Any:
         """Make the object `tensor` itself a TensorRef, where possible: see `replace_in_place`."""
         ref = self.adopt_tensor(tensor, sole=True)
-        if ref is tensor or getattr(tensor, "_ttr_ref", None) is ref or type(ref) is SparseRef:
+        if ref is tensor or ref_behind(tensor) is ref or type(ref) is SparseRef:
             return ref
         ref = replace_in_place(tensor, ref)
         self.note_registered(ref)
@@ -161,7 +161,7 @@ class Ownership:
 
         With another object in its place the program would train one that the module does not have.
         """
-        is_known = getattr(tensor, "_ttr_ref", None) is not None
+        is_known = ref_behind(tensor) is not None
         return self.adopt_in_place(tensor) if is_known or is_replaceable(tensor) else None
 
     def try_adopt_in_place(self, tensor: torch.Tensor) -> bool:
@@ -172,7 +172,7 @@ class Ownership:
         if tensor._use_count() > 1:  # type: ignore[attr-defined]
             return False
         ref = self.adopt_tensor(tensor)
-        if ref is tensor or getattr(tensor, "_ttr_ref", None) is ref or type(ref) is SparseRef:
+        if ref is tensor or ref_behind(tensor) is ref or type(ref) is SparseRef:
             return False
         if not try_replace_in_place(tensor, ref):
             return False

@@ -6,6 +6,8 @@ import sys
 import weakref
 from collections import deque
 
+import torch
+
 from . import core
 from .block import Block
 
@@ -60,7 +62,14 @@ class Table:
         row.key = storage
         if stop != WHOLE:
             row.start, row.stop = start, stop
-        self._put(storage, (*self._rows(storage), row))
+        # First: copies share a storage until one of them leaves it to the other.
+        self._put(storage, (row, *self._rows(storage)))
+
+    def note_base(self, base: torch.Tensor, block: Block) -> None:
+        """Note whose bytes are in a storage that the program may come by (lock held)."""
+        found = self.find(core.storage_under(base)[0], 0, 0)
+        if found is None or found[0] is not block:
+            self.add(core.hold_weakly(base), 0, WHOLE, block)
 
     def find(self, storage: int, start: int, stop: int) -> tuple[Block, int] | None:
         """Return the block that covers the range, and the byte of the storage where it begins."""

@@ -78,3 +78,14 @@ def test_no_other_storage_gets_the_number_of_one_whose_block_lives():
         add(table, tensor, 0, 16, block)
         kept.append(block)
     assert len(table) == 200
+
+
+def test_whose_bytes_a_storage_has_now_is_found_first():
+    table, base, first, second = Table(), plain(), Block(16), Block(16)
+    for block in (first, first, second):
+        table.note_base(base, block)
+    number = core.storage_under(base)[0]
+    assert len(table._blocks[number]) == 2
+    assert table.find(number, 0, 16) == (second, 0)
+    del second, block
+    assert table.find(number, 0, 16) == (first, 0)
