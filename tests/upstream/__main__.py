@@ -11,15 +11,18 @@ from .suites import BUDGETS, SUITES
 
 
 def main() -> int:
-    """Run the suites that are named, all of them if none is; 1 if anything differs."""
+    """Run the suites that are named, else all that are not long; 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SUITES))
-    names = parser.parse_args().names
+    parser.add_argument("--long", action="store_true", help="also those that take long")
+    chosen = parser.parse_args()
+    names = chosen.names
     unknown = [name for name in names if name not in SUITES]
     if unknown:
         parser.error(f"{', '.join(unknown)}: not in the table; there are {', '.join(SUITES)}")
     differing = 0
-    for name in names or SUITES:
+    usual = [name for name, suite in SUITES.items() if chosen.long or not suite.is_long]
+    for name in names or usual:
         compared = compare(SUITES[name])
         write(note(compared))
         counts = ", ".join(f"{count} {kind}" for kind, count in compared.plain.counts.items())

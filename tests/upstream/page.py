@@ -26,8 +26,9 @@ pytest` on the simulated accelerator, within {tight} (everything comes and goes)
 Compared is what became of each test; what differs is run again both ways, since tests draw numbers.
 A library's own failures count as the same where they are the same.
 
-    python -m tests.upstream             # all
-    python -m tests.upstream einops peft # some
+    python -m tests.upstream             # all but those that take long
+    python -m tests.upstream --long      # all
+    python -m tests.upstream einops timm # some
 
 | library | tests | passed, plain torch | differ, {tight} | differ, {roomy} | left out |
 |---|---|---|---|---|---|

@@ -14,8 +14,9 @@ from pathlib import Path
 from .sources import CACHE, install, unpacked
 from .suites import BUDGETS, Suite
 
-#: One test may take so long, and one run of a suite, in seconds.
-TEST_S, RUN_S = 120, 1500
+#: One test may take so long, and one run of a suite, or of a long one, in seconds.
+TEST_S, RUN_S, LONG_RUN_S = 120, 1500, 7200
+PLUGINS = Path(__file__).parent / "plugins"
 
 
 @dataclass
@@ -80,7 +81,7 @@ def run(
     """Run a suite once: on plain torch, or with us within a budget."""
     # A library without settings of pytest's is not to be run with ours, which pytest finds above.
     (CACHE / "pytest.ini").touch()
-    report = CACHE / f"{suite.name}-{budget or 'plain'}.xml"
+    report = CACHE / f"{suite.name.replace(':', '-')}-{budget or 'plain'}.xml"
     report.unlink(missing_ok=True)
     before = [] if budget is None else [
         "-m", "torchTensorRef", "run", "--device", "sim", "--strategy", "lru",
@@ -98,6 +99,8 @@ def run(
     ]
     if suite.matching:
         options += ["-k", suite.matching]
+    if suite.plugin:
+        options += ["-p", suite.plugin]
     existing = [path for path in tests or suite.tests if (source / path).exists()]
     for folder in suite.packages:
         (source / folder / "__init__.py").touch()
@@ -105,12 +108,13 @@ def run(
     environ = {
         **os.environ,
         **suite.environ,
-        "PYTHONPATH": os.pathsep.join((str(site), str(source))),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, source, PLUGINS))),
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
         "HF_HUB_OFFLINE": "1",
         "TTR_TRACEBACKS": "short",
     }
+    most_s = LONG_RUN_S if suite.is_long else RUN_S
     started = time.perf_counter()
     with (CACHE / f"{report.stem}.log").open("wb") as log:
         try:
@@ -120,11 +124,11 @@ def run(
                 env=environ,
                 stdout=log,
                 stderr=log,
-                timeout=RUN_S,
+                timeout=most_s,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(
-                f"{suite.name} took more than {RUN_S} s: select less of it"
+                f"{suite.name} took more than {most_s} s: select less of it"
             ) from None
     outcomes = read(report)
     outcomes.took_s = time.perf_counter() - started

@@ -23,10 +23,17 @@ class Suite:
     packages: tuple[str, ...] = ()
     #: What is left out, and why.
     left_out: str = ""
+    #: A plugin of `plugins/` that pytest is given.
+    plugin: str = ""
+    #: Which part of a library's tests it is, where another row has others.
+    part: str = ""
+    #: Takes so long that it is run by its name only, or with `--long`.
+    is_long: bool = False
 
     @property
     def name(self) -> str:
-        return self.requirement.partition("==")[0]
+        library = self.requirement.partition("==")[0]
+        return f"{library}:{self.part}" if self.part else library
 
 
 #: Too little for anything: everything comes and goes. And so much that nothing has to.
@@ -47,19 +54,19 @@ SUITES = {
             "tensorly==0.10.0",
             ("tensorly/tenalg", "tensorly/metrics", "tensorly/regression"),
             environ={"TENSORLY_BACKEND": "pytorch"},
-            left_out="decompositions and bases of tensors, which take long",
+            left_out="what is a row by itself",
         ),
         Suite(
             "linear_operator==0.6.1",
             ("test/utils", "test/functions"),
             needs=("jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
-            left_out="the same for each kind of operator, which takes long",
+            left_out="what is a row by itself",
         ),
         Suite(
             "gpytorch==1.15.2",
             ("test/constraints", "test/priors", "test/means", "test/distributions"),
             needs=("linear_operator==0.6.1", "jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
-            left_out="kernels and whole Gaussian processes, which take long",
+            left_out="what is a row by itself",
         ),
         Suite(
             "torch-optimizer==0.3.0",
@@ -103,7 +110,7 @@ SUITES = {
             ),
             needs=("parameterized==0.9.0",),
             packages=("tests",),
-            left_out="models of a hub; each adapter on each custom model, which takes long",
+            left_out="models of a hub",
         ),
         Suite(
             "skorch==1.4.0",
@@ -120,5 +127,78 @@ SUITES = {
             left_out="whole trainings, which take long",
         ),
         Suite("array_api_compat==1.16.0", ("tests",), matching="torch"),
+        Suite(
+            "timm==1.0.31",
+            (
+                "tests/test_layers.py",
+                "tests/test_layers_drop.py",
+                "tests/test_layers_pool.py",
+                "tests/test_layers_pos_embed.py",
+                "tests/test_input_conv.py",
+                "tests/test_model_input.py",
+                "tests/test_prune.py",
+                "tests/test_scheduler.py",
+                "tests/test_scheduled_sampler.py",
+                "tests/test_utils.py",
+                "tests/test_checkpoint_loading.py",
+                "tests/test_checkpoint_saver.py",
+                "tests/test_factory.py",
+                "tests/test_task.py",
+            ),
+            needs=("torchvision==0.28.0",),
+            plugin="torchvision_without_cuda",
+            left_out="each model, each optimizer; data",
+            is_long=True,
+        ),
+        Suite("pytorch_optimizer==4.1.0", ("tests",), is_long=True),
+        Suite(
+            "tensorly==0.10.0",
+            ("tensorly/decomposition", "tensorly/tests", "tensorly/contrib", "tensorly/solvers"),
+            environ={"TENSORLY_BACKEND": "pytorch"},
+            part="decompositions",
+            is_long=True,
+        ),
+        Suite(
+            "linear_operator==0.6.1",
+            ("test/operators",),
+            needs=("jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
+            part="operators",
+            is_long=True,
+        ),
+        Suite(
+            "gpytorch==1.15.2",
+            (
+                "test/kernels",
+                "test/likelihoods",
+                "test/mlls",
+                "test/variational",
+                "test/models",
+                "test/utils",
+                "test/optim",
+            ),
+            needs=("linear_operator==0.6.1", "jaxtyping==0.3.11", "wadler-lindig==0.1.8"),
+            part="kernels",
+            left_out="examples",
+            is_long=True,
+        ),
+        Suite(
+            "peft==0.21.2",
+            ("tests/test_custom_models.py",),
+            needs=(
+                "parameterized==0.9.0",
+                "datasets==5.2.0",
+                "pyarrow==26.0.1",
+                "dill==0.4.1",
+                "pandas==3.1.1",
+                "multiprocess==0.70.19",
+                "xxhash==4.1.0",
+                "httpx==0.28.1",
+                "httpcore==1.0.9",
+                "sniffio==1.3.1",
+            ),
+            packages=("tests",),
+            part="custom-models",
+            is_long=True,
+        ),
     )
 }
