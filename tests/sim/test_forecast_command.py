@@ -36,6 +36,23 @@ def test_a_model_over_several_cards(tmp_path):
     assert (tmp_path / "curve.png").exists()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "falcon_mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2},
+        {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 2},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_what_a_model_keeps_between_tokens_has_several_names(tmp_path, config):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    done = forecast("--model", tmp_path, "--prompt", "9", "--new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert "token 4" in done.stdout
+
+
 def test_a_script(script):
     path = script(
         """

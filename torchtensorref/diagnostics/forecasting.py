@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import runpy
 import sys
 import warnings
@@ -21,6 +22,8 @@ __all__ = ["add_parser", "main"]
 
 #: Steps of decoding that are foretold one by one; those after them are taken for like the last.
 DECODED = 4
+#: What transformers calls what a model keeps from one token to the next; some keep nothing.
+CACHES = ("past_key_values", "cache_params", "state")
 
 
 def add_parser(commands: Any) -> None:
@@ -107,14 +110,17 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
     ids = torch.ones(chosen.batch, chosen.prompt, dtype=torch.int64)
 
     def program() -> Iterator[str]:
+        given, kept = ids, dict[str, Any]()
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            kept["use_cache"] = True
         with torch.no_grad():
-            out = model(ids, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            yield f"prompt of {chosen.prompt}"
-            for number in range(min(DECODED, chosen.new_tokens - 1)):
-                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            for number in range(1 + min(DECODED, chosen.new_tokens - 1)):
+                out = model(given, **kept)
                 token = out.logits[:, -1:].argmax(-1)
-                yield f"token {number + 2}"
+                caches = {name: out[name] for name in CACHES if out.get(name) is not None}
+                kept |= caches
+                given = token if caches else torch.cat([given, token], 1)
+                yield f"token {number + 1}" if number else f"prompt of {chosen.prompt}"
 
     return program
 
