@@ -15,6 +15,7 @@ from torchTensorRef.inject import hooks
 from ..support.injection import kind_of
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
@@ -220,6 +221,52 @@ def test_a_state_dict_of_safetensors_loads(injected, tmp_path):
     assert torch.equal(third.weight, model.weight)
     safetensors_torch.load_model(twin, tmp_path / "file.safetensors")
     assert {kind_of(tensor) for _, tensor in tensors_of(twin)} == {TensorRef}
+
+
+def train(module, steps=2):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["load_file", "safe_open", "mapped", "part of a file", "disabled"])
+def test_what_was_loaded_is_what_is_trained(injected, tmp_path, how):
+    """As in plain torch `nn.Parameter(tensor)` shares memory, whoever has made the tensor."""
+    path = tmp_path / "file.safetensors"
+    safetensors_torch.save_file({"weight": torch.rand(4, 3), "bias": torch.rand(4)}, path)
+    if how == "load_file":
+        state = safetensors_torch.load_file(path)
+        assert {kind_of(tensor) for tensor in state.values()} == {TensorRef}
+    elif how == "safe_open":
+        with safetensors.safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    else:
+        with torchTensorRef.disabled():
+            state = safetensors_torch.load_file(path)
+            if how == "mapped":
+                torch.save(state, tmp_path / "file.pt")
+                state = torch.load(tmp_path / "file.pt", mmap=True)
+            elif how == "part of a file":
+                whole = torch.UntypedStorage.from_file(str(path), nbytes=path.stat().st_size)
+                whole = torch.asarray(whole, dtype=torch.uint8)[:64].view(torch.float32)
+                state = {"weight": whole[:12].view(4, 3), "bias": whole[12:]}
+                whole.copy_(torch.rand(16))
+    before = state["weight"].tolist()
+    module = nn.Linear(3, 4)
+    module.load_state_dict(state, assign=True)
+    assert {kind_of(tensor) for _, tensor in tensors_of(module)} == {TensorRef}
+    train(module)
+    assert state["weight"].tolist() == module.weight.tolist() != before
+    state["bias"].fill_(7)
+    assert module.bias.detach().numpy().tolist() == [7, 7, 7, 7]
+    del state
+    gc.collect()
+    train(module)
+    assert module.bias.tolist() != [7, 7, 7, 7]
+    if how != "part of a file":
+        assert_managed(module)
 
 
 def test_a_storage_that_somebody_holds_is_exposed(injected):

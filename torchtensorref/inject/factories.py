@@ -145,7 +145,8 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
     if type(plain) is not Tensor or is_ref(plain) or not is_plain_world():
         return plain
     if args and isinstance(args[0], torch.UntypedStorage):
-        # safetensors makes tensors of a mapped file so; they are adopted where they are put.
+        # safetensors makes tensors of a mapped file so, in whatever thread: they are adopted where
+        # they are put, or by `load_wrapper`.
         return plain
     if kwargs and (kwargs.get("out") is not None or kwargs.get("names") is not None):
         return plain
@@ -252,7 +253,7 @@ def left_plain(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 
 @lets_program_run
 def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call torch.load, and adopt the tensors in what it gives."""
+    """Call a function that reads a file, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):
         return wrapped(*args, **kwargs)
     with Bar(f"loading {_name_of_file(args[0] if args else kwargs.get('f'))}"):

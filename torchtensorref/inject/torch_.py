@@ -147,13 +147,24 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
     return undo
 
 
+_FILE = "reads the tensors of a file"
+
+
+def load_file_adopted(module: Any) -> Callable[[], None]:
+    """Have a function of safetensors adopt what it gives; return what undoes it."""
+    patch = Patch(module.__name__, "load_file", load_wrapper, _FILE)
+    patch.install()
+    return patch.uninstall
+
+
 _HALFWAY = "a handler that raises would leave our doings half done"
 
 PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...] = (
     *(Patch("torch", name, own_memory_factory, "makes a tensor") for name in OWN_MEMORY),
     *(Patch("torch", name, shared_memory_factory, "makes a tensor") for name in SHARED_MEMORY),
     Patch("torch", "tensor", own_values_factory, "makes a tensor"),
-    Patch("torch", "load", load_wrapper, "reads the tensors of a file"),
+    Patch("torch", "load", load_wrapper, _FILE),
+    LatePatch("safetensors.torch", "load_file", load_file_adopted, _FILE),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
     *(

@@ -141,7 +141,7 @@ class Adoptions:
             Plain and adoptable.
         sole : bool
             The caller gives the tensor up, and knows that memory which came from outside torch (a
-            mapped file, an array) is read by nobody else.
+            mapped file, an array) is read by nobody who does not hold its storage.
 
         Returns
         -------
@@ -150,15 +150,15 @@ class Adoptions:
             range belongs to a block already: the tensor must stay plain.
         """
         number, nbytes, is_resizable = core.storage_under(tensor)
-        # A mapped file is one storage under many tensors: each is a block of its own.
+        # A mapped file may be one storage under many tensors: each is a block of its own.
         start, stop = (0, nbytes) if is_resizable else extent_of(tensor)
         found = self._table.find(number, start, stop)
         if found is not None:
             return found
         if self._table.overlaps(number, start, stop):
             return None
-        if is_resizable:
-            block = self._block_of_ours(tensor, nbytes, sole=sole)
+        if is_resizable or (sole and (start, stop) == (0, nbytes)):
+            block = self._block_of_all(tensor, nbytes, sole=sole)
         else:
             block = self._borrowing_block(tensor, start, stop, sole=sole)
         held = core.hold_weakly(tensor)
@@ -167,21 +167,25 @@ class Adoptions:
             self._readiness.settle_at_home(block)
         return block, start
 
-    def _block_of_ours(self, tensor: torch.Tensor, nbytes: int, *, sole: bool) -> Block:
-        """Make the block of a storage whose memory is torch's."""
+    def _block_of_all(self, tensor: torch.Tensor, nbytes: int, *, sole: bool) -> Block:
+        """Make the block of a whole storage, of whose holders torch keeps count."""
         is_sole = not nbytes or (sole and _user_count(tensor) <= SOLE_USERS)
         births = self._sole if is_sole else self._shared
         return Block(nbytes, births=births, adopted=core.bytes_to_keep(tensor))
 
     def _borrowing_block(self, tensor: torch.Tensor, start: int, stop: int, *, sole: bool) -> Block:
-        """Make the block of memory that came from outside torch."""
+        """Make the block of memory that came from outside torch, or of a part of it."""
         block = Block(stop - start)
         host = self.books.host
         base = bytes_of(tensor)
         if block.nbytes:
-            base = twin_of(storage_of(tensor), start, stop)
-            if not sole:
-                block.exposure = Exposure(host, None, "memory from outside", forever=True)
+            storage = storage_of(tensor)
+            base = twin_of(storage, start, stop)
+            block.exposure = (
+                Exposure(host, storage, "plain tensors share it", own_count=TWIN_USERS)
+                if sole
+                else Exposure(host, None, "memory from outside", forever=True)
+            )
         block.replicas[host] = Replica(block, host, base, CLEAN)
         return block
 

@@ -194,6 +194,11 @@ class Exposure:
         own_count = 2 + (users > 1) * _TORCHS_OWN
         return users > self.own_count or sys.getrefcount(self.storage) > own_count
 
+    def is_over(self, storage: torch.UntypedStorage, device: Device) -> bool:
+        """Whether what is held is a block's storage there, and not a larger one around it."""
+        held = self.storage
+        return self.device is device and held is not None and held.data_ptr() == storage.data_ptr()
+
 
 class Births(Protocol):
     """Who keeps less of a block until somebody asks: of fresh results, and of what is adopted."""

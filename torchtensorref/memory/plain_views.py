@@ -220,12 +220,12 @@ def for_writing(ref: Any, device: Device) -> torch.Tensor:
     that, with torch's own error.
     """
     block: Block = ref._ttr_block
-    exposure = block.exposure
+    exposure, base = block.exposure, block.replicas[device].base
     if exposure is not None and exposure.device is device and exposure.held:
         assert exposure.storage is not None
-        if not exposure.storage.resizable():
+        if base.untyped_storage().resizable() and not exposure.storage.resizable():
             return view_over(ref, exposure.storage)
-    return view_of(ref, block.replicas[device].base)
+    return view_of(ref, base)
 
 
 def view_of(ref: Any, base: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ..base.errors import ExposedError
 from ..devices.base import Device
-from ..devices.storages import bytes_of
+from ..devices.storages import bytes_of, storage_of
 from .block import Block, Exposure, Replica
 from .bookkeeping import Books
 from .copies import Copier
@@ -113,11 +113,10 @@ class Sharing:
                     block=block.name,
                     device=exposure.device.name,
                 )
-            if exposure is None or exposure.device is not device or exposure.storage is None:
-                twin = torch.from_dlpack(  # type: ignore[attr-defined]
-                    bytes_of(block.replicas[device].base)
-                )
-                forever = forever or (exposure is not None and exposure.forever)
+            base = block.replicas[device].base
+            if exposure is None or not exposure.is_over(storage_of(base), device):
+                twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
+                forever = forever or (exposure is not None and exposure.alive)
                 exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
                 block.exposure = exposure
             exposure.forever = exposure.forever or forever
