@@ -546,3 +546,16 @@ def test_what_finds_values_alone_does_so_in_inference_mode(manager, find):
     ref = manager.adopt(plain.clone())
     with torch.inference_mode():
         assert torch.equal(find(ref), find(plain))
+
+
+@pytest.mark.parametrize("view", [lambda z: z.conj(), lambda z: z.conj().imag])
+def test_a_deep_copy_has_the_values_and_no_note_of_how_to_read_them(manager, view):
+    plain = view(torch.tensor([1 + 2j, 3 - 1j]))
+    ref = view(manager.adopt(torch.tensor([1 + 2j, 3 - 1j])))
+    for x in (plain, ref):
+        twin = copy.deepcopy(x)
+        assert (twin.is_conj(), twin.is_neg()) == (False, False)
+        assert torch.equal(twin, plain)
+        first, second = copy.deepcopy([x, x[:]])  # of such views torch's share nothing
+        first.zero_()
+        assert torch.equal(second, plain)

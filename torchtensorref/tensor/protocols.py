@@ -261,6 +261,8 @@ class Protocols:
         # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
         twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
         memo[id(self._ttr_block)] = twin._ttr_block
+        with torch.no_grad():
+            twin = twin.resolve_conj().resolve_neg()  # as torch, whose copy has memory of its own
         memo[id(self)] = twin
         if self.requires_grad:
             twin.requires_grad_()
