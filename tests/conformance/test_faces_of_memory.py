@@ -125,6 +125,9 @@ def test_functions_of_python_for_each_element(right):
         x, y, z = bring(torch.arange(6.0).view(2, 3)), bring(torch.ones(2, 3)), torch.zeros(3)
         x.t().apply_(lambda value: value + 1)
         x.map_(y, lambda a, b: a - 3 * b).map2_(y, z, lambda a, b, c: a + b + c)
+        torch.Tensor.apply_(x, lambda value: value + 2)  # in Python this ended the process
+        torch.Tensor.map_(x, y, max)
+        torch.Tensor.map2_(x, y, z, lambda a, b, c: a * b - c)
         w = bring(torch.ones(2, requires_grad=True))
         refused = [failure(lambda: w.apply_(float)), failure(lambda: x[0, :2].map_(w, max))]
         return [x, x + 1, x._version, refused]

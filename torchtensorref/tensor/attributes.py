@@ -1,6 +1,7 @@
 """Giving TensorRefs their attributes: on their own class, or on torch's where they have none.
 
-In Python a TensorRef has a class of its own, which has them always. In C++ it is of torch's class:
+In Python a TensorRef has a class of its own, which has them always; a few are put on torch's, too,
+since there they are given TensorRefs that they cannot take. In C++ it is of torch's class:
 each attribute is put there, does for TensorRefs what is ours, and for every other tensor what it
 did before; `uninstall()` takes it away again. What plain tensors have not, they go on not having.
 """
@@ -31,6 +32,9 @@ _LEFT_TO_TORCH = frozenset(
     {"__new__", "__init__", "__coerce_same_metadata_as_tangent__", "as_subclass"}
 )
 
+#: What is called on torch's class, or on a plain tensor, and takes the memory of a TensorRef.
+_OF_TORCHS_CLASS = ("apply_", "map_", "map2_", "data")
+
 _NOTHING = object()
 
 
@@ -42,8 +46,13 @@ def attach_to_class(*sources: type) -> None:
 
 def attach_to_tensors(*sources: type) -> Callable[[], None]:
     """Give them to every TensorRef, of whatever class it is; return what takes them away again."""
+    given = _defined(sources)
+    if core.library is None:
+        given = {name: given[name] for name in _OF_TORCHS_CLASS}
+    else:
+        given = core.library.attributes() | given
     had = {}
-    for name, ours in (core.library.attributes() | _defined(sources)).items():
+    for name, ours in given.items():
         if name in _LEFT_TO_TORCH:
             continue
         had[name] = vars(Tensor).get(name, _NOTHING)

@@ -64,10 +64,6 @@ def _register_pickling() -> Undo:
     return undo
 
 
-def _give_attributes() -> Undo:
-    return _nothing if core.library is None else tensor_ref.attach()
-
-
 def _register_class() -> Undo:
     copyreg.pickle(RefType, lambda kind: (pkgutil.resolve_name, ("torch:Tensor",)))
 
@@ -113,7 +109,7 @@ TABLE: tuple[Row, ...] = (
         "operators that take functions ask a class of tensors for a rule",
         after=("kernels",),
     ),
-    Row("attributes", _give_attributes, "in C++ a TensorRef has no class that could have them"),
+    Row("attributes", tensor_ref.attach, "in C++ a TensorRef has no class that could have them"),
     Row("numbers", numbers.attach, "C++ that fills a tensor from a list leaves out our keys"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),

@@ -177,5 +177,5 @@ else:
 
 
 def attach() -> Callable[[], None]:
-    """Give TensorRefs in C++ their attributes; return what takes them away again."""
+    """Give torch's class what TensorRefs need there; return what takes it away again."""
     return attach_to_tensors(Protocols, Surface)
