@@ -195,7 +195,7 @@ def _written_variants(
 
 
 def _in_inference_mode(function: Call) -> Call:
-    """Call where composite operators are not taken apart."""
+    """Call where composite operators come whole; we take those apart that autograd would."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode():
