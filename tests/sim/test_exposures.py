@@ -44,6 +44,16 @@ def test_what_operators_write_is_seen_through_a_target(ref):
         assert target.tolist() == ref.tolist()
 
 
+def test_what_runs_at_home_is_written_where_a_target_is_held(ref, manager):
+    """The bytes under the program's tensor were given back: the next look at it was not theirs."""
+    target = ref.target
+    ref.uniform_()  # as all that draws numbers, it runs at home
+    assert target.tolist() == ref.tolist()
+    manager.check()
+    target.fill_(3)
+    assert (ref + 1).tolist() == [4] * 8
+
+
 @pytest.mark.parametrize(
     "hand_out",
     [

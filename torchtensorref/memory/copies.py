@@ -14,7 +14,7 @@ from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
 from .filling import Filling
-from .holds import Holds
+from .holds import Holds, is_exposed_on
 from .in_flight import InFlight
 from .leaving import Leaving, finish_issue
 from .peers import Peers
@@ -293,7 +293,10 @@ class Copier:
                 self.arrive(replica)
             self._make_current(block.replicas[device])
             for replica in list(block.replicas.values()):
-                if replica.device is not device:
+                if device.is_host and is_exposed_on(block, replica.device):
+                    if replica.state is DIRTY:
+                        replica.become(CLEAN, "it will be given what is written at home")
+                elif replica.device is not device:
                     self._make_stale(replica, f"written on {device.name}")
 
     def has_been_written(self, block: Block, device: Device) -> None:
@@ -310,6 +313,16 @@ class Copier:
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):
             self.written(block, device)
+        if device.is_host and block.exposure is not None:
+            self._give_holder(block)
+
+    def _give_holder(self, block: Block) -> None:
+        """Copy what was written at home to where somebody outside holds the block, in the end."""
+        exposure = block.exposure
+        if exposure is None or exposure.device.is_host or not exposure.alive:
+            return
+        home, held = block.replicas[self._books.host], block.replicas[exposure.device]
+        self.transfer.fetch(home, held).synchronize()
 
     def _make_current(self, replica: Replica) -> None:
         """Let a replica that is being written be the one that counts (lock held)."""
