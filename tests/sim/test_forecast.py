@@ -275,6 +275,22 @@ def test_a_model_without_bytes_of_any_size():
     assert (bound, floor_ns > 0.9 * seen.steady.compute_ns) == ("compute", True)
 
 
+def test_a_program_that_a_made_up_value_misleads_is_told_so():
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+
+    def route(x):
+        chosen = layer(x).argmax(-1)
+        return x.split((chosen[:, None] == torch.arange(8)).sum(0).tolist())
+
+    with pytest.raises(RuntimeError, match="split_sizes") as failed:
+        torchTensorRef.forecast(route, torch.empty(5, 8), device=SPEC)
+    (note,) = failed.value.__notes__
+    assert "the value asked for at" in note
+    assert "test_forecast.py" in note
+    assert "values={'item': ...}" in note
+
+
 def test_the_least_budget_needs_no_host_and_a_little_less_does():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 100))

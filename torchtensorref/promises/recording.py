@@ -25,20 +25,29 @@ def record_of(
     call: Callable[..., Any], *args: Any, steps: int = 1, values: Any = None, **kwargs: Any
 ) -> Record:
     """Write down what a program would do; see `forecast`."""
-    recorder = Recorder()
+    recorder, answers = Recorder(), Values(values)
     modules = _modules_in(call, args, kwargs)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
-    with _as_before(modules), recording(recorder, Values(values)):
-        for module in modules:
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if isinstance(tensor, TensorRef):
-                    recorder.names.setdefault(tensor._ttr_block.block_id, name)
-        if inspect.isgeneratorfunction(call):
-            _run_parts(call(*args, **kwargs), recorder)
-        else:
-            for number in range(steps):
-                recorder.begin_step(f"step {number + 1}" if steps > 1 else "all")
-                call(*args, **kwargs)
+    try:
+        with _as_before(modules), recording(recorder, answers):
+            for module in modules:
+                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                    if isinstance(tensor, TensorRef):
+                        recorder.names.setdefault(tensor._ttr_block.block_id, name)
+            if inspect.isgeneratorfunction(call):
+                _run_parts(call(*args, **kwargs), recorder)
+            else:
+                for number in range(steps):
+                    recorder.begin_step(f"step {number + 1}" if steps > 1 else "all")
+                    call(*args, **kwargs)
+    except Exception as error:
+        if answers.made_up_at:
+            error.add_note(
+                f"A forecast computes nothing: the value asked for at {answers.made_up_at} was "
+                f"made up ({answers.policy}). If that cannot be, answer it: forecast(..., "
+                "values={'item': ...}), by the operators that ask."
+            )
+        raise
     recorder.note_deaths()
     return recorder.record
 

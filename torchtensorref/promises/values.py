@@ -51,6 +51,8 @@ class Values:
                 nearest=nearest(self.policy, POLICIES),
             )
         self._generator = torch.Generator().manual_seed(seed) if self.policy == "random" else None
+        #: File and line of the last question to which an answer was made up; "": none was.
+        self.made_up_at = ""
 
     @property
     def limit_nbytes(self) -> int | None:
@@ -77,6 +79,7 @@ class Values:
         extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n)
         if extent * dtype.itemsize > MADE_UP_NBYTES:
             return None
+        self.made_up_at = where_asked()
         with torch._C.DisableTorchFunction():
             plain: torch.Tensor = torch._C._VariableFunctions.empty_strided(
                 size, stride, dtype=dtype
