@@ -559,12 +559,3 @@ def test_a_deep_copy_has_the_values_and_no_note_of_how_to_read_them(manager, vie
         first, second = copy.deepcopy([x, x[:]])  # of such views torch's share nothing
         first.zero_()
         assert torch.equal(second, plain)
-
-
-def test_what_is_adopted_has_been_written_as_often_as_before(manager):
-    plain = torch.ones(2).add_(1).mul_(2)
-    assert manager.adopt(plain)._version == plain._version == 2
-    parameter = torch.nn.Parameter(plain)
-    module = torch.nn.Module()
-    module.weight = parameter
-    assert manager.adopt(module).weight._version == plain._version

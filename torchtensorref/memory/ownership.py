@@ -94,8 +94,6 @@ class Ownership:
         ref = self._ref_over(tensor, sole=sole)
         if ref is None:
             return tensor
-        if not tensor.is_inference() and tensor._version:
-            torch._C._autograd._unsafe_set_version_counter((ref,), (tensor._version,))
         if isinstance(tensor, torch.nn.Parameter):
             ref = as_parameter(ref)
         return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
