@@ -19,8 +19,6 @@ from .residency import Residency
 from .states import CLEAN
 from .storage_index import WHOLE, Table
 
-#: Users of a storage when only the tensor at hand and our own look at it remain.
-SOLE_USERS = 2
 #: Users of an adopted storage that are ours: its object, a tensor over it, and in C++ the block.
 OWN_USERS = 2 if core.library is None else 3
 #: Users of a storage that a twin was made of: the twin's own hold on it, and the exposure's.
@@ -192,6 +190,10 @@ class Adoptions:
 
 def _user_count(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage_of(tensor)._cdata)
+
+
+#: Users of a storage under one tensor. Our own look at it counts among them, but for torch 2.9.
+SOLE_USERS = _user_count(torch._C._VariableFunctions.empty((1,)))
 
 
 def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
