@@ -80,7 +80,7 @@ def more_room_for(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> t
         return 0, 0.0
     budget = stats["budget_nbytes"]
     missing = max(weights_nbytes - budget, 0)
-    whole = max((cost.whole_op_nbytes for cost in costs.by_block.values()), default=0)
+    whole = max((cost.whole_op_nbytes for cost in list(costs.by_block.values())), default=0)
     tried = {GIB, whole, *((missing or budget) * part // 4 for part in range(1, 5))}
     steps = sorted(step for step in tried if 0 < step <= max(2 * missing, budget, whole))
     rows = [(step, costs.saved_by(step, budget) / fetched) for step in steps]

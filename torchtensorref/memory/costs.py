@@ -110,7 +110,8 @@ class Costs:
         What is fetched most often stays first, as a strategy would have it that knew.
         """
         room_nbytes, saved = budget_nbytes + more_nbytes, 0
-        again = [(cost.again_nbytes(room_nbytes), cost.nbytes) for cost in self.by_block.values()]
+        costs = list(self.by_block.values())  # at once: other threads add some
+        again = [(cost.again_nbytes(room_nbytes), cost.nbytes) for cost in costs]
         again = [(nbytes, size) for nbytes, size in again if nbytes]
         for nbytes, size in sorted(again, key=lambda one: -one[0] / one[1]):
             if size <= more_nbytes:
