@@ -28,18 +28,26 @@ def record_of(
     recorder, answers = Recorder(), Values(values)
     modules = _modules_in(call, args, kwargs)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
+    with _made_up_noted(answers), _as_before(modules), recording(recorder, answers):
+        for module in modules:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if isinstance(tensor, TensorRef):
+                    recorder.names.setdefault(tensor._ttr_block.block_id, name)
+        if inspect.isgeneratorfunction(call):
+            _run_parts(call(*args, **kwargs), recorder)
+        else:
+            for number in range(steps):
+                recorder.begin_step(f"step {number + 1}" if steps > 1 else "all")
+                call(*args, **kwargs)
+    recorder.note_deaths()
+    return recorder.record
+
+
+@contextmanager
+def _made_up_noted(answers: Values) -> Iterator[None]:
+    """Have an error say which value was made up for the program before, if one was."""
     try:
-        with _as_before(modules), recording(recorder, answers):
-            for module in modules:
-                for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                    if isinstance(tensor, TensorRef):
-                        recorder.names.setdefault(tensor._ttr_block.block_id, name)
-            if inspect.isgeneratorfunction(call):
-                _run_parts(call(*args, **kwargs), recorder)
-            else:
-                for number in range(steps):
-                    recorder.begin_step(f"step {number + 1}" if steps > 1 else "all")
-                    call(*args, **kwargs)
+        yield
     except Exception as error:
         if answers.made_up_at:
             error.add_note(
@@ -48,8 +56,6 @@ def record_of(
                 "values={'item': ...}), by the operators that ask."
             )
         raise
-    recorder.note_deaths()
-    return recorder.record
 
 
 def _run_parts(parts: Iterator[Any], recorder: Recorder) -> None:

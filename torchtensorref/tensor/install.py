@@ -109,7 +109,7 @@ TABLE: tuple[Row, ...] = (
         "operators that take functions ask a class of tensors for a rule",
         after=("kernels",),
     ),
-    Row("attributes", tensor_ref.attach, "in C++ a TensorRef has no class that could have them"),
+    Row("attributes", tensor_ref.attach, "what is called on torch's class is given TensorRefs"),
     Row("numbers", numbers.attach, "C++ that fills a tensor from a list leaves out our keys"),
     Row("class", _register_class, "it has torch.Tensor's name, by which pickle would look for it"),
     Row("other processes", _register_pickling, "a TensorRef travels as a tensor does"),
