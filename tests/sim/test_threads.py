@@ -396,7 +396,7 @@ def test_a_device_is_left_when_the_operator_in_flight_has_ended(manage, monkeypa
         after(*args, **kwargs)
 
     monkeypatch.setattr(old, "after_operator", after_operator)
-    gate = gated(monkeypatch, old, "before_operator")
+    gate = gated(monkeypatch, manager.residency, "tell_operator")
     changed = threading.Event()
 
     def change() -> None:
@@ -543,8 +543,7 @@ def test_a_sharer_writes_while_another_one_is_read(manage, monkeypatch, writes_s
     source = manager.adopt(plain.clone())
     twin = copy.deepcopy(source)
     read, written = (twin, source) if writes_source else (source, twin)
-    device = manager.residency.books.main
-    gate = gated(monkeypatch, device, "before_operator")
+    gate = gated(monkeypatch, manager.residency, "tell_operator")
     results = two_at_once(gate, lambda: read * 2, lambda: written.zero_())
     assert_same([plain * 2, torch.zeros(30, 30)], results)
     assert_same([plain, torch.zeros(30, 30)], [read, written])

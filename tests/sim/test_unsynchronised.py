@@ -39,8 +39,7 @@ def write_at_home(ref: Any) -> Any:
 def test_a_kernel_keeps_its_memory_while_another_thread_writes_at_home(manage, monkeypatch):  # noqa: F811
     manager = manage("lru")
     ref = manager.adopt(torch.ones(COUNT))
-    device = manager.residency.books.main
-    gate = gated(monkeypatch, device, "before_operator")
+    gate = gated(monkeypatch, manager.residency, "tell_operator")
     doubled, _ = two_at_once(gate, lambda: ref * 2, lambda: write_at_home(ref))
     assert_same(torch.full((COUNT,), 2.0), doubled)
     assert not manager.residency.holds.stale
@@ -74,13 +73,68 @@ def test_one_of_two_writers_is_right(manage, monkeypatch, is_late_at_home):  # n
     manager = manage("lru")
     ref = manager.adopt(torch.full((COUNT,), 4.0))
     ref + 1
-    books = manager.residency.books
-    gate = gated(monkeypatch, books.host if is_late_at_home else books.main, "before_operator")
+    residency = manager.residency
+    late_at_home = residency.books.host, "before_operator"
+    gate = gated(monkeypatch, *(late_at_home if is_late_at_home else (residency, "tell_operator")))
     late, other = (lambda: write_at_home(ref)), (lambda: ref.mul_(4))
     two_at_once(gate, *((late, other) if is_late_at_home else (other, late)))
     manager.check()
     values = set(ref.tolist())
     assert values == {16.0} or (min(values) >= LOW and max(values) <= HIGH) or values == {4.0}
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("way", ["slow", "watched"])
+def test_an_operator_waits_for_a_copy_home_that_has_begun_meanwhile(manage, monkeypatch, way):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.full((COUNT,), 4.0))
+    ref.add_(1)
+    residency, copier = manager.residency, manager.residency.copier
+    replica = ref._ttr_block.replicas[residency.books.main]
+    begun = []
+
+    def then_copied(act: Any) -> Any:
+        def wrapper(*args: Any) -> Any:
+            result = act(*args)
+            with residency.books.lock:  # as another thread, which does not wait for it yet
+                home = copier.leaving.begin(replica)
+            if home is not None and copier.leaving.issue(replica, home):
+                begun.append(home)
+            return result
+
+        return wrapper
+
+    residency.books.is_pressed = way == "watched"
+    ref._ttr_block.ready = None
+    monkeypatch.setattr(residency, "acquire", then_copied(residency.acquire))
+    monkeypatch.setattr(copier, "written", then_copied(copier.written))
+    ref.lerp_(torch.zeros_like(ref) + 0, 0.5)
+    monkeypatch.undo()
+    assert len(begun) >= 2
+    assert_same(torch.full((COUNT,), 2.5), ref)
+    assert_idle(manager)
+
+
+def test_an_operator_waits_for_what_is_brought_back_meanwhile(manage, monkeypatch):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.full((COUNT,), 4.0))
+    ref + 1
+    residency, block = manager.residency, ref._ttr_block
+    main, acquire = residency.books.main, residency.acquire
+
+    def acquired(*args: Any) -> Any:
+        held = acquire(*args)
+        home = residency.copier.bring_home(block)  # as another thread, which writes at home
+        residency.copier.written(block, residency.books.host)
+        home.base.view(torch.float32).fill_(2)
+        residency.copier.fetch(block, main)
+        return held
+
+    block.ready = None
+    with monkeypatch.context() as patch:
+        patch.setattr(residency, "acquire", acquired)
+        found = ref.lerp(ref, 0.5)
+    assert_same(torch.full((COUNT,), 2.0), found)
     assert_idle(manager)
 
 

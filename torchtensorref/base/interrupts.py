@@ -14,6 +14,7 @@ afterwards: `memory/repair.py`.
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import signal
 import sys
@@ -110,7 +111,11 @@ def _outermost(frame: FrameType | None) -> FrameType | None:
 
 def _is_callback(code: CodeType) -> bool:
     """Whether Python prints what is raised there, and goes on."""
-    return code.co_name == "__del__" or code.co_filename in _SWALLOWING_FILES
+    return (
+        code.co_name == "__del__"
+        or code.co_filename in _SWALLOWING_FILES
+        or any(getattr(callback, "__code__", None) is code for callback in gc.callbacks)
+    )
 
 
 def _is_swallowed_in(frame: FrameType | None) -> bool:

@@ -128,11 +128,11 @@ class SlowPath:
 
 def before_kernel(staged: Staged) -> ReferenceCheck | None:
     """Tell the device what the kernel will read and write; copy its operands for `TTR_SHADOW`."""
-    plan, device = staged.operands.plan, staged.device
-    device.before_operator(staged.reads, staged.writes)
+    plan, device, residency = staged.operands.plan, staged.device, staged.manager.residency
+    residency.tell_operator(device, staged.held, staged.operands.written)
     check = ReferenceCheck(plan, staged.args, staged.kwargs) if settings.shadow else None
     if settings.trace >= 3:
-        staged.manager.residency.books.log.note("-", plan.name, f"on {device.name}")
+        residency.books.log.note("-", plan.name, f"on {device.name}")
     return check
 
 

@@ -56,9 +56,9 @@ class Staged:
     """The arguments of one call as its kernel takes them, held on a device until `release`."""
 
     __slots__ = (
-        "_held",
         "args",
         "device",
+        "held",
         "kwargs",
         "label",
         "manager",
@@ -80,7 +80,8 @@ class Staged:
         self.plain_of: dict[int, torch.Tensor] = {}
         #: The same of sparse operands, by the id of what the call has.
         self.plain_of_sparse: dict[int, torch.Tensor] = {}
-        self._held = held
+        #: What was acquired, until `release`.
+        self.held = held
 
     def prepare(self) -> None:
         """Make the plain arguments."""
@@ -158,7 +159,7 @@ class Staged:
     def release(self) -> None:
         """Let go of the operands; those about which nothing is left to decide are ready again."""
         residency, device = self.manager.residency, self.device
-        residency.release(self._held)
+        residency.release(self.held)
         with residency.books.lock:
             for block in self.operands.blocks:
                 if device.is_host:

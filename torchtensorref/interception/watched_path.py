@@ -198,9 +198,7 @@ def _run_fetched(
             # First: an exception may come when part of the operands has been written.
             for block in written:
                 residency.copier.written(block, device)
-            device.before_operator(
-                [replica.base for replica in held], [b.replicas[device].base for b in written]
-            )
+            residency.tell_operator(device, held, written)
             is_open = residency.readiness.open_held(operands, device)
             out = WAYS[plan.ready_way](plan, args, kwargs) if is_open else SLOW
         finally:

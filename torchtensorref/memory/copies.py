@@ -179,6 +179,15 @@ class Copier:
         if home is not None and home.state is FILLING:
             self.wait_for(home)
 
+    def is_on_its_way_home(self, block: Block) -> bool:
+        """Whether a dirty replica of a block is being copied home (lock held)."""
+        home = block.replicas.get(self._books.host)
+        return (
+            home is not None
+            and home.state is FILLING
+            and any(replica.state is DIRTY for replica in block.replicas.values())
+        )
+
     def end_write_back(self, block: Block) -> None:
         """Order a copy home before an operator that is about to write what it reads, and holds."""
         home = block.replicas.get(self._books.host)
@@ -190,9 +199,7 @@ class Copier:
             home = block.replicas.get(self._books.host)
             if home is not None:
                 self._holds.wait_for_issue(home)
-            if home is None or home.arrival is None:
-                return
-            if any(replica.state is DIRTY for replica in block.replicas.values()):
+            if home is not None and home.arrival is not None and self.is_on_its_way_home(block):
                 # Compute waits, the host does not; what arrives is stale at once.
                 home.arrival.wait()
                 home.become(INVALID, "written while it was copied home")

@@ -130,6 +130,38 @@ class Residency:
         limit_nbytes = self.books.ledgers[device].budget.limit_nbytes
         raise OutOfBudgetError(device.name, need_nbytes, limit_nbytes, limit_nbytes)
 
+    def tell_operator(
+        self, device: Device, held: Sequence[Replica], written: Sequence[Block]
+    ) -> None:
+        """Tell a device what a kernel is about to read and write there.
+
+        Since it was acquired another thread may have written it elsewhere and begun to bring it
+        back, or to copy home what will be written. The kernel is ordered behind those copies, too.
+
+        Parameters
+        ----------
+        device : Device
+            Where the kernel runs.
+        held : sequence of Replica
+            What `acquire` holds.
+        written : sequence of Block
+            Those of its blocks that the kernel writes.
+        """
+        reads = [replica.base for replica in held]
+        writes = [block.replicas[device].base for block in written]
+        while True:
+            with self.books.lock:
+                moving = [replica for replica in held if replica.state is FILLING]
+                leaving = [block for block in written if self.copier.is_on_its_way_home(block)]
+                if not (moving or leaving or device.is_host):
+                    return device.before_operator(reads, writes)
+            for replica in moving:
+                self.copier.wait_for(replica)
+            if device.is_host:
+                return device.before_operator(reads, writes)  # may wait, and so without the lock
+            for block in leaving:
+                self.copier.end_write_back(block)
+
     def _pin(self, device: Device, blocks: Sequence[Block]) -> list[Replica]:
         for block in blocks:
             if block.exposure is not None or block.promise is not None:

@@ -348,7 +348,7 @@ class Replayer:
         try:
             reads = [block.replicas[device].base for block in blocks]
             writes = [block.replicas[device].base for block in written]
-            device.before_operator(reads, writes)
+            residency.tell_operator(device, held, written)
             for block in written:
                 residency.copier.written(block, device)
             times = residency.times

@@ -81,9 +81,7 @@ def _run_fetched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     try:
         for block in written:
             residency.copier.written(block, device)
-        device.before_operator(
-            [replica.base for replica in held], [b.replicas[device].base for b in written]
-        )
+        residency.tell_operator(device, held, written)
         is_open = residency.readiness.open_held(blocks, device)
         has_run = is_open and replayer.run_ready(op, blocks)
     finally:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -241,6 +242,31 @@ def test_what_a_handler_raises_in_a_finalizer_is_not_lost(recwarn):
         del thing
         time.sleep(0)
     assert log == ["finalized"]
+    assert not recwarn.list
+
+
+def test_what_a_handler_raises_in_a_callback_of_the_collector_is_not_lost(recwarn):
+    log: list[str] = []
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":  # a second one would come again later, by itself
+            signal.raise_signal(ALARM)
+        log.append(phase)
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    gc.disable()  # but for the one below
+    gc.callbacks.append(collecting)
+    try:
+        with pytest.raises(Told):
+            gc.collect()
+            time.sleep(0)
+    finally:
+        gc.callbacks.remove(collecting)
+        gc.enable()
+    assert log == ["start", "stop"]
     assert not recwarn.list
 
 
