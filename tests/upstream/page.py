@@ -79,5 +79,7 @@ def write(known: dict[str, Any], page: Path = PAGE) -> None:
         }
         if texts:
             lines.append(f"\n## {name}\n\n")
+            if SUITES[name].because:
+                lines.append(f"{SUITES[name].because}\n\n")
             lines += [f"* `{test}`: {text.strip()}\n" for text, test in sorted(texts.items())]
     page.write_text("".join(lines))
