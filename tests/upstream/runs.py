@@ -54,7 +54,7 @@ class Compared:
 
 def compare(suite: Suite) -> Compared:
     """Run a suite three times; what differs is run again, both ways, since tests draw numbers."""
-    source = unpacked(suite.requirement)
+    source = unpacked(suite.requirement) / suite.folder
     site = install((suite.requirement, *suite.needs))
     plain = run(suite, source, site, None)
     compared = Compared(suite, plain, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "upstream"
+#: Modules that stand in for build backends.
+BACKENDS = Path(__file__).parent / "backends"
 
 
 def unpacked(requirement: str) -> Path:
@@ -26,10 +29,16 @@ def unpacked(requirement: str) -> Path:
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", name]
-    subprocess.run([*command, "-d", str(CACHE), requirement], check=False)
+    command += ["-d", str(CACHE), requirement]
     forms = [f"{form}-{version}.tar.gz" for form in (plain, name, name.replace("_", "-"))]
-    packed = next((CACHE / form for form in forms if (CACHE / form).exists()), None)
-    if packed is None:
+    # If pip cannot read it because a compiler is missing, once more with what stands in for that.
+    stand_in = {**os.environ, "PYTHONPATH": str(BACKENDS)}
+    for options, environ in (([], None), (["--no-build-isolation"], stand_in)):
+        subprocess.run([*command, *options], check=False, env=environ)
+        packed = next((CACHE / form for form in forms if (CACHE / form).exists()), None)
+        if packed is not None:
+            break
+    else:
         raise LookupError(f"pip brings no source distribution of {requirement}")
     with tarfile.open(packed) as file:
         top = file.getnames()[0].partition("/")[0]

@@ -21,6 +21,8 @@ class Suite:
     environ: dict[str, str] = field(default_factory=dict)
     #: Folders whose tests import each other, and whose `__init__.py` was not packed.
     packages: tuple[str, ...] = ()
+    #: Where in the source distribution it is run, if not at its top.
+    folder: str = ""
     #: What is left out, and why.
     left_out: str = ""
     #: Why tests differ, as known issues have it, if some do.
@@ -133,6 +135,23 @@ SUITES = {
             ),
             needs=("tabulate==0.9.0", "flaky==3.8.1"),
             left_out="whole trainings, which take long",
+        ),
+        Suite(
+            "safetensors==0.8.0",
+            tuple(
+                f"tests/test_{name}.py"
+                for name in (
+                    "handle",
+                    "multithreaded",
+                    "pread_backend",
+                    "pt_comparison",
+                    "pt_model",
+                    "simple",
+                    "threadable",
+                )
+            ),
+            folder="bindings/python",
+            left_out="other libraries of arrays",
         ),
         Suite("array_api_compat==1.16.0", ("tests",), matching="torch"),
         Suite(
