@@ -71,6 +71,45 @@ def test_a_forecast_knows_that_rows_move_alone():
     assert all(figure.value == 0 for figure in figures.values()), said
 
 
+class Stacked(nn.Module):
+    """Layers that lie in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Parameter(torch.rand(32, 128, 64))
+
+    def forward(self, x):
+        for number in (0, 7, 31):
+            x = nn.functional.linear(x @ self.layers[number].t(), self.layers[number].t())
+        return x.sum()
+
+
+class Experts(nn.Module):
+    """Of sixty-four matrices those that have rows: as many as there are rows, here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.rand(64, 64, 64))
+
+    def forward(self, x):
+        ends = torch.ones(64, dtype=torch.int32).cumsum(0, dtype=torch.int32).clamp(max=8)
+        return torch._grouped_mm(x, self.matrices, offs=ends).sum()
+
+
+def multiply(model: Any) -> Iterator[str]:
+    with torch.no_grad():
+        for number in range(3):
+            model(torch.rand(8, 64))
+            yield f"pass {number}"
+
+
+@pytest.mark.parametrize("kind", [Stacked, Experts])
+def test_a_forecast_knows_that_parts_move_alone(kind):
+    said: list[str] = []
+    figures = dict(benchmark.agreement(Shape("parts", kind, multiply), said.append))
+    assert all(figure.value == 0 for figure in figures.values()), said
+
+
 def test_a_wrong_forecast_is_found(monkeypatch):
     monkeypatch.setattr(replayer, "run_watched", lambda *_: False)
     monkeypatch.setattr(Replayer, "run_ready", lambda *_: False)

@@ -33,6 +33,7 @@ class Operands:
         "kwargs",
         "label",
         "on_accelerator",
+        "pieces",
         "plan",
         "reads_part_alone",
         "refs",
@@ -64,6 +65,8 @@ class Operands:
         self.is_at_home = False
         #: It reads a few rows of a table that is at home, and stays there.
         self.reads_part_alone = False
+        #: The blocks that were made for this call, of operands of which it reads a part.
+        self.pieces: frozenset[Block] = frozenset()
         #: What it took where it ran in blocks; 0: it did not.
         self.in_blocks_nbytes = 0
         #: The distinct blocks of all operands, and of those that are written.

@@ -50,14 +50,15 @@ def place(operands: Operands, manager: TensorsManager, placed: Device | None = N
 def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bool:
     """Whether a block of which only a part is read is not on the accelerator, and stays away.
 
-    Where there is room for all of it, it is fetched once it has been read a few times: then its
-    rows need not cross the link each time.
+    Where there is room for all of it, and it may stay, it is fetched once it has been read a few
+    times: then its rows need not cross the link each time.
     """
     if any(block.readable_on(one) is not None for one in residency.books.accelerators):
         return False
     ledger = residency.books.ledgers[accelerator]
     room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
-    is_wanted = block.use_count >= TABLE_USES and not residency.books.is_pressed
+    stays = not (residency.books.is_pressed or residency.feed.gives_back)
+    is_wanted = stays and block.use_count >= TABLE_USES
     return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
 
 

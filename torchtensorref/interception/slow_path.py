@@ -35,6 +35,7 @@ from .fallback import Fallback
 from .handlers import HANDLERS
 from .operands import Operands, analyse
 from .placement import place
+from .read_alone import ReadAlone
 from .reference_check import ReferenceCheck
 from .results import wrap
 from .staging import Staged, fetch, sizes_of
@@ -97,6 +98,16 @@ class SlowPath:
             return NotImplemented
         if plan.is_true_view and isinstance(self.args[0], TensorRef):
             return view(operands, manager.residency)
+        alone = ReadAlone.of(operands, manager)
+        if alone is None:
+            return self._run_phases(operands)
+        try:
+            return self._run_phases(alone.operands)
+        finally:
+            alone.release()
+
+    def _run_phases(self, operands: Operands) -> Any:
+        manager = self.manager
         device = place(operands, manager, self.placed)
         note_operator(operands, device, manager.residency)
         born: list[Block] = []
@@ -233,7 +244,7 @@ def note_operator(operands: Operands, device: Device, residency: Residency) -> N
     """Count an operator that is about to run, and tell those who follow the program."""
     residency.note_operator(
         device,
-        operands.blocks,
+        [block for block in operands.blocks if block not in operands.pieces],
         operands.written,
         operands.plan.kind,
         is_at_home=operands.is_at_home,

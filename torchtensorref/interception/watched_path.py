@@ -33,6 +33,7 @@ from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
 from .operands import flattened, targets
+from .read_alone import LEAST_NBYTES, is_short
 from .ready_path import SLOW, WAYS, all_owned
 
 _Tensor = torch.Tensor
@@ -125,6 +126,10 @@ def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[B
     for block in closed:
         if not (block.exposure is None and block.sharers is None and block.promise is None):
             return False
+        if block.nbytes >= LEAST_NBYTES:  # else no part of it is moved alone
+            refs = (arg for arg in flattened(plan, args) if isinstance(arg, TensorRef))
+            if all(is_short(ref, block) for ref in refs if ref._ttr_block is block):
+                return False
     if not tensorsManager.unsupported:
         return True
     dtypes = [arg.dtype for arg in args if isinstance(arg, TensorRef)]

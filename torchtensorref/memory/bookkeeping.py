@@ -56,7 +56,7 @@ class Counts:
     blocked_tile_count: int = 0
     reordered_op_count: int = 0
     blocked_operators: dict[str, int] = field(default_factory=dict)
-    #: Operators that ran on the accelerator with the rows they read of a table at home.
+    #: Operators that ran on the accelerator with the part that they read of a block at home.
     parts_op_count: int = 0
     #: What single blocks and operators have cost.
     costs: Costs = field(default_factory=Costs)

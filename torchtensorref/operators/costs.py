@@ -71,6 +71,13 @@ def touched_nbytes(tensor: torch.Tensor) -> int:
     return nbytes
 
 
+def _of_groups(table: torch.Tensor, x: torch.Tensor) -> int:
+    """Bytes of the groups that may have rows: no more are read than there are rows."""
+    nbytes, rows = touched_nbytes(table), x.size(0)
+    count = 0 if table.dim() == 2 else table.size(0)  # groups along what is summed over are all
+    return nbytes * rows // count if rows < count else nbytes
+
+
 _dtype_names: dict[Any, str] = {None: "float32"}
 
 
@@ -91,7 +98,9 @@ def operator_cost(
             if isinstance(tensor, torch.Tensor):
                 if dtype is None:
                     dtype = tensor.dtype
-                if position or not plan.gathers_rows:
+                if plan.reads_groups and position:
+                    nbytes += _of_groups(tensor, plain_args[0])
+                elif position or not plan.gathers_rows:
                     nbytes += touched_nbytes(tensor)
     for tensor in out if type(out) in (list, tuple) else (out,):
         if isinstance(tensor, torch.Tensor):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from .blocked.taken import GROUPS
 from .python_kernels import Doubted, OverTwins, has_kernel_in_python, is_doubted
 from .row import FlopRule, PeakRule, Reads, Row, Special
 from .substitutes import ByDevice, Substitute
@@ -67,6 +68,8 @@ class OpPlan:
     reads_part: bool
     #: And its result is made of that part.
     gathers_rows: bool
+    #: Only some groups of a table may be read.
+    reads_groups: bool
 
     # -- what it writes --
 
@@ -124,7 +127,7 @@ class OpPlan:
     @property
     def may_be_fetched(self) -> bool:
         """Whether a call that lacks operands runs where they are brought to, whatever they are."""
-        is_placed = self.reads_part or self.is_random or self.host_operands
+        is_placed = self.reads_part or self.reads_groups or self.is_random or self.host_operands
         return not is_placed and self.special is None
 
     def allows(self, kwargs: dict[str, Any]) -> bool:
@@ -249,6 +252,7 @@ def compiled(row: Row) -> OpPlan:
         minds_labels=has_device or bool(row.host_operands) or row.makes_on_host,
         reads_part=row.reads is not Reads.ALL,
         gathers_rows=row.reads is Reads.ROWS,
+        reads_groups=str(op) in GROUPS,
         write_names=write_names,
         writes=writes,
         counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),

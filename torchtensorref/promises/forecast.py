@@ -114,8 +114,9 @@ class Forecast:
         if op.reads_part:
             parts = (*op.reads[1:], *op.births, *op.births)  # the rows as they come, and as result
             return sum(blocks[number].nbytes for number in parts)
-        held = sum(blocks[number].nbytes for number in (*op.reads, *op.births))
-        return held + op.peak_nbytes
+        alone = dict(op.parts)
+        held = sum(blocks[n].nbytes for n in (*op.reads, *op.births) if n not in alone)
+        return held + sum(nbytes for _, nbytes in op.parts) + op.peak_nbytes
 
     @functools.cached_property
     def enough_nbytes(self) -> int:
@@ -188,7 +189,8 @@ class Forecast:
         ranges = dict(self.record.step_ranges())
         ops = [self.record.ops[index] for index in ranges[step.name]]
         kinds = self._kinds
-        used = {n for op in ops for n in op.reads if kinds[n] == "weights" and not op.reads_part}
+        whole = ((n, op) for op in ops for n in op.reads if not op.reads_part)
+        used = {n for n, op in whole if kinds[n] == "weights" and n not in dict(op.parts)}
         weights_nbytes = sum(self.record.blocks[number].nbytes for number in used)
         missing_nbytes = max(0, weights_nbytes - self.budget_nbytes)
         link_ns = int(missing_nbytes / self.spec.h2d_bytes_per_s * 1e9)

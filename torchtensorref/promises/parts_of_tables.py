@@ -1,12 +1,14 @@
-"""A recorded operator that reads a few rows of a table, on the accelerator with these alone."""
+"""A recorded operator that reads a small part of a block, on the accelerator with that alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ..base.options import settings
 from ..devices.storages import empty_bytes
+from ..interception.read_alone import is_away
 from ..memory.block import Block, Replica
 from ..memory.budget import SHORTAGES
 from ..memory.states import CLEAN
@@ -38,9 +40,50 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     return True
 
 
-def _piece(nbytes: int, replayer: Any) -> Block:
+def read_alone(
+    replayer: Any, op: OpRecord, blocks: list[Block]
+) -> tuple[list[Block], frozenset[Block], list[Replica]]:
+    """Do as `interception.read_alone`.
+
+    Returns
+    -------
+    list of Block
+        What the operator runs with.
+    frozenset of Block
+        Those of it that are pieces.
+    list of Replica
+        What is held at home meanwhile.
+    """
+    residency, host = replayer.residency, replayer.host
+    parts = [(replayer.blocks[number], nbytes) for number, nbytes in op.parts]
+    if not parts or not residency.books.accelerators or settings.blocks == "off":
+        return blocks, frozenset(), []
+    if not op.packs:
+        parts = [part for part in parts if is_away(part[0], replayer.device, residency)]
+    elif not is_away(parts[0][0], replayer.device, residency):
+        parts = []
+    if not parts:
+        return blocks, frozenset(), []
+    wholes = list(dict.fromkeys(block for block, _ in parts))
+    with residency.books.lock:
+        for block in wholes:
+            residency.books.note_use(block, residency.books.tick)
+    held = residency.acquire(host, wholes, [], 0)
+    if op.packs:
+        residency.release(held)
+        held = []
+    pieces: dict[Block, list[Block]] = {block: [] for block in wholes}
+    for block, nbytes in parts:
+        pieces[block].append(_piece(nbytes, replayer, is_packed=op.packs))
+    residency.books.counts.parts_op_count += 1
+    found = [one for block in blocks for one in pieces.get(block, (block,))]
+    return found, frozenset(chain.from_iterable(pieces.values())), held
+
+
+def _piece(nbytes: int, replayer: Any, *, is_packed: bool = True) -> Block:
     host = replayer.host
-    host.charge(0, 2 * nbytes, "uint8")
+    if is_packed:
+        host.charge(0, 2 * nbytes, "uint8")
     block = Block(nbytes, replayer.residency.books.tick)
     block.replicas[host] = Replica(block, host, empty_bytes(nbytes, "meta"), CLEAN)
     return block

@@ -51,6 +51,10 @@ class OpRecord:
     on_host: bool = False
     #: It reads a part of its first operand: rows of a table.
     reads_part: bool = False
+    #: Blocks of which a part moves alone while they are away, and its bytes; and whether it is
+    #: packed at home (groups, not known before: as many as there are rows).
+    parts: tuple[tuple[int, int], ...] = ()
+    packs: bool = False
     #: The host waits for what it returns: a number.
     waits: bool = False
     #: It only makes a copy, which shares the bytes of the first operand until one is written.

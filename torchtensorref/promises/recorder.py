@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..interception.operands import Operands
+from ..interception.read_alone import parts_of
 from ..memory.block import Block
 from ..operators.plan import OpPlan, ReadyWay
 from .record import BlockRecord, OpRecord, Record
@@ -62,6 +63,8 @@ class Recorder:
                 may_be_fetched=_may_be_fetched(plan, operands),
                 on_host=on_host,
                 reads_part=plan.reads_part,
+                parts=parts_of(plan, operands.args, operands.kwargs),
+                packs=plan.reads_groups,
                 waits=not plan.returns_tensors,
                 shares=shares,
                 form=form,
@@ -101,6 +104,7 @@ class Recorder:
             reads,
             peak_nbytes=peak_nbytes,
             may_be_fetched=_may_be_fetched(plan, operands),
+            parts=parts_of(plan, operands.args, operands.kwargs),
             fetched_form=self._form_of(plan, operands),
         )
         whole.views = self._take_views()

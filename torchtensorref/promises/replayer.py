@@ -22,7 +22,7 @@ from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
-from .parts_of_tables import run_on_parts
+from .parts_of_tables import read_alone, run_on_parts
 from .record import OpRecord, Record
 from .watched import run_watched
 
@@ -296,10 +296,18 @@ class Replayer:
     # -- the slow path --------------------------------------------------------------------------
 
     def _run_slow(self, op: OpRecord, blocks: list[Block]) -> None:
+        blocks, pieces, held = read_alone(self, op, blocks)
+        try:
+            self._run_placed(op, blocks, pieces)
+        finally:
+            self.residency.release(held)
+
+    def _run_placed(self, op: OpRecord, blocks: list[Block], pieces: frozenset[Block]) -> None:
         residency, host = self.residency, self.host
         written = [self.blocks[number] for number in op.writes]
         device, is_at_home = self._place(op, blocks)
-        residency.note_operator(device, blocks, written, op.kind, is_at_home=is_at_home)
+        told = [block for block in blocks if block not in pieces]
+        residency.note_operator(device, told, written, op.kind, is_at_home=is_at_home)
         if device is host:
             if run_on_parts(self, op, blocks):
                 return

@@ -74,6 +74,27 @@ class HostReaders:
             else:
                 del self._readers[address]
 
+    def _of(self, address: int, nbytes: int) -> list[tuple[int, Reader]]:
+        """Return the copies that read from within a range, and where each begins (lock held).
+
+        A part of a block that is moved alone begins somewhere in it.
+        """
+        end = address + max(nbytes, 1)
+        return [
+            (start, reader)
+            for start, readers in self._readers.items()
+            if address <= start < end
+            for reader in readers
+        ]
+
+    def _forget(self, address: int, reader: Reader) -> None:
+        with self._lock:
+            left = [other for other in self._readers.get(address, ()) if other is not reader]
+            if left:
+                self._readers[address] = left
+            else:
+                self._readers.pop(address, None)
+
     def about_to_change(self, base: Tensor) -> None:
         """Wait until no copy reads these bytes, and forget their mirror.
 
@@ -81,15 +102,13 @@ class HostReaders:
         """
         if not self.are_watched:
             return
-        address = storage_of(base).data_ptr()
+        storage = storage_of(base)
+        address = storage.data_ptr()
         with self._lock:
-            readers = list(self._readers.get(address, ()))
-        for reader in readers:
+            readers = self._of(address, storage.nbytes())
+        for each, reader in readers:
             reader.finish_reading()
-        with self._lock:
-            left = [reader for reader in self._readers.pop(address, ()) if reader not in readers]
-            if left:
-                self._readers[address] = left
+            self._forget(each, reader)
         self.mirrors.drop(address)
 
     def about_to_be_filled(self, destination: Tensor, device: object) -> None:
@@ -100,7 +119,9 @@ class HostReaders:
         if not self.are_watched:
             return
         address = destination.data_ptr()
-        for reader in list(self._readers.get(address, ())):
+        with self._lock:
+            readers = self._of(address, destination.nbytes)
+        for _, reader in readers:
             if getattr(reader, "device", None) is not device:
                 reader.finish_reading()
         self.mirrors.drop(address)

@@ -24,6 +24,7 @@ from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
 from ...operators.plan import OpPlan, ReadyWay
 from ..handlers import keeps_everything
+from ..read_alone import parts_of
 from .chrome import chrome_trace, write_json
 from .passing import recorders
 
@@ -48,6 +49,8 @@ class Ran(NamedTuple):
     #: What it is: it may take the ready path; the host runs it; only a part of the first operand is
     #: read; the host waits for what it returns; its result shares the bytes of its operand.
     facts: tuple[str, ...]
+    #: Blocks of which a part moves alone while they are away, and its bytes.
+    parts: tuple[tuple[int, int], ...]
 
 
 class Timeline(AbstractContextManager["Timeline"]):
@@ -162,6 +165,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             dtype_name,
             _peak_nbytes(plan, args, kwargs),
             _facts(plan, args, kwargs),
+            parts_of(plan, args, kwargs),
         )
         self.events.append((happening, ran))
         self.resident.append((happening.end_ns, self._ledger.resident_nbytes))
@@ -209,6 +213,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
         "fetched": plan.may_be_fetched,
         "on_host": draws and is_ref and first.device.type == "cpu",
         "reads_part": plan.reads_part,
+        "packs": plan.reads_groups,
         "waits": not plan.returns_tensors,
         "shares": plan.shares and is_ref and keeps_everything(first, kwargs),
     }

@@ -1,4 +1,4 @@
-"""What operators that read a few rows or elements of a table take from it.
+"""What operators that read a few rows, elements or groups of a table take from it.
 
 Each rule packs what a call reads at home, and says which places of the pack it then asks for: the
 operator itself, called with the pack instead of the table, gives the same result bit for bit.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 aten = torch.ops.aten
+
+#: Groups are packed that have less than this share of their table.
+GROUPS_SHARE = 1 / 2
 
 #: The arguments of a call by their names, tensors as they are at home; and the most numbers that
 #: may be taken. Returns the arguments that change; None where it may not, or cannot.
@@ -116,4 +119,46 @@ TAKES: dict[Any, Take] = {
     aten.gather.default: _gather,
     aten.take.default: _take,
     aten.index.Tensor: _index,
+}
+
+
+class Groups(NamedTuple):
+    """The arguments of a product of groups of rows, each with a matrix of its own.
+
+    Attributes
+    ----------
+    rows, table, ends : str
+        What has the rows, one group after the other; the matrices; and where each group ends.
+    """
+
+    rows: str
+    table: str
+    ends: str
+
+    def take(self, call: dict[str, Any], most: float) -> dict[str, Any] | None:
+        """Take the matrices of the groups that have rows: the others are not read.
+
+        To pack them takes the host about as long as to copy all of them, if they are many.
+        """
+        matrices, ends = call[self.table], call[self.ends]
+        if matrices.dim() != 3 or ends.numel() != matrices.size(0):
+            return None
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        used = (ends > starts).nonzero().view(-1)
+        if not 0 < used.numel() * matrices[0].numel() < most * GROUPS_SHARE:
+            return None
+        if matrices.is_contiguous():
+            pack = matrices.index_select(0, used)
+        elif matrices.mT.is_contiguous():
+            pack = matrices.mT.index_select(0, used).mT
+        else:
+            return None
+        return {self.table: pack, self.ends: ends.index_select(0, used)}
+
+
+#: Operators that read some groups of a table, by name: another library's is registered late.
+GROUPS = {
+    "aten._grouped_mm.default": Groups("self", "mat2", "offs"),
+    # Where the accelerator has no kernel for it (CUDA before compute capability 8.0).
+    "transformers.grouped_mm_fallback.default": Groups("input", "weight", "offs"),
 }

@@ -261,6 +261,17 @@ def test_who_writes_waits_for_copies_that_read():
     assert reader.finished
 
 
+def test_who_writes_waits_for_copies_that_read_a_part():
+    weight, reader, beyond = base(100), SlowReader(), SlowReader()
+    host_readers.note_reader(weight[40:60], reader)
+    host_readers.note_reader(weight[90:], beyond)
+    host_readers.about_to_be_filled(weight[:90], object())
+    assert reader.finished
+    assert not beyond.finished
+    host_readers.about_to_change(weight)
+    assert beyond.finished
+
+
 def test_readers_that_have_finished_are_forgotten():
     for _ in range(500):
         reader = SlowReader()
