@@ -16,18 +16,22 @@ from torch.utils._pytree import tree_leaves
 from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block, Replica
+from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
-from ..memory.plain_views import plain_on
+from ..memory.plain_views import make_ref, plain_on
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
 from ..memory.states import INVALID
 from ..operators.blocked.cut import is_dense
-from ..operators.blocked.taken import GROUPS
-from ..operators.plan import OpPlan
+from ..operators.blocked.taken import GROUPS, GROUPS_SHARE, groups_with_rows
+from ..operators.plan import OpPlan, plan_of
 from ..operators.row import Special
 from .operands import Operands, analyse
 from .pieces import gathered_piece, piece_of
 from .placement import table_is_away
+from .tiles import Phases
+
+aten = torch.ops.aten
 
 #: A view is short that has at most this share of the bytes of its block, ...
 SHORT_SHARE = 1 / 8
@@ -63,19 +67,26 @@ def parts_of(
         x, matrices, ends = (plan.argument(name, args, kwargs) for name in GROUPS[plan.name])
         if not (isinstance(matrices, TensorRef) and isinstance(ends, TensorRef)):
             return ()
-        count, rows = matrices.size(0), x.size(0)
-        block = matrices._ttr_block
-        nbytes = matrices.nbytes * rows // max(count, 1)
-        if matrices.dim() != 3 or block.nbytes < LEAST_NBYTES or nbytes >= block.nbytes / 2:
+        block, rows = matrices._ttr_block, x.size(0)
+        each_nbytes = _each_nbytes(matrices, ends)
+        if not 0 < rows * each_nbytes < block.nbytes * GROUPS_SHARE:
             return ()
         of_ends = ends._ttr_block.block_id, ends.element_size() * rows
-        return ((block.block_id, nbytes), of_ends)
+        return (*[(block.block_id, each_nbytes)] * rows, of_ends)
     written = [plan.argument(name, args, kwargs) for name in plan.write_names]
     refs = {id(ref): ref for ref in tree_leaves((args, kwargs)) if isinstance(ref, TensorRef)}
     whole = {ref._ttr_block for ref in tree_leaves(written) if isinstance(ref, TensorRef)}
     whole |= {ref._ttr_block for ref in refs.values() if not is_short(ref, ref._ttr_block)}
     parts = ((ref._ttr_block, ref.nbytes) for ref in refs.values())
     return tuple((block.block_id, nbytes) for block, nbytes in parts if block not in whole)
+
+
+def _each_nbytes(table: torch.Tensor, ends: torch.Tensor) -> int:
+    """Bytes of the matrix of each group; 0 where they do not move one by one."""
+    if table.dim() != 3 or ends.numel() != table.size(0) or table.nbytes < LEAST_NBYTES:
+        return 0
+    nbytes: int = table.nbytes // table.size(0)
+    return nbytes if nbytes % ALIGNED_NBYTES == 0 else 0
 
 
 def _may_stand_for_operands(plan: OpPlan) -> bool:
@@ -105,14 +116,19 @@ class ReadAlone:
     Attributes
     ----------
     operands : Operands
-        Those of the call with the pieces.
+        By which it is decided where the call runs.
     """
 
     def __init__(self, operands: Operands, manager: TensorsManager) -> None:
         self.operands = operands
+        self._whole = operands
         self._manager = manager
         self._residency: Residency = manager.residency
         self._held: list[Replica] = []
+        self._part_ids: list[int] = []
+        #: Of a grouped product: the groups that have rows, and where they end among themselves.
+        self._groups: list[Any] = []
+        self._ends: Any = None
 
     @classmethod
     def of(cls, operands: Operands, manager: TensorsManager) -> ReadAlone | None:
@@ -130,30 +146,50 @@ class ReadAlone:
             return None
         call = cls(operands, manager)
         try:
-            made = call._groups() if plan.reads_groups else call._short_views()
-            if not made:
-                return None
-            call._exchange(made)
+            is_any = call._take_groups() if plan.reads_groups else call._take_short_views()
         except BaseException:
             call.release()
             raise
+        if not is_any:
+            call.release()
+            return None
+        books.counts.parts_op_count += 1
         return call
+
+    def brought_to(self, device: Device, phases: Phases) -> Operands:
+        """Return what the call runs with on a device: groups are put together there."""
+        if not self._groups:
+            return self.operands
+        if device.is_host:
+            return self._whole  # of which no more is read there
+        names = GROUPS[self._whole.plan.name]
+        table, ends = (self._whole.argument(name) for name in (names.table, names.ends))
+
+        stack = analyse(plan_of(aten.stack.default), (self._groups,), {}, self._manager)
+        self._groups = []
+        try:
+            pack = phases(stack, device, [])
+        except SHORTAGES:
+            return self._whole
+        if not table.is_contiguous():
+            with self._residency.books.lock:
+                turned = plain_on(pack, device).mT
+            pack = make_ref(turned, pack._ttr_block, device, pack.device)
+        self.operands = self._with({id(table): pack, id(ends): self._ends})
+        return self.operands
 
     def release(self) -> None:
         """Let go of the memory at home that pieces share."""
-        residency, held = self._residency, self._held
-        self._held = []
-        residency.books.counts.costs.forget_parts(p.block_id for p in self.operands.pieces)
-        if held:
-            residency.release(held)
+        self._let_go()
+        self._groups = []
+        self._residency.books.counts.costs.forget_parts(self._part_ids)
 
     # -- what becomes pieces --------------------------------------------------------------------
 
-    def _short_views(self) -> dict[int, Any]:
-        """Return pieces over the memory at home for short views, by the id of these."""
+    def _take_short_views(self) -> bool:
         operands, host = self.operands, self._residency.books.host
         if not any(is_short(ref, ref._ttr_block) for ref in operands.refs):
-            return {}
+            return False
         plain = {id(ref) for ref in operands.adopted.values()}
         views: dict[Block, list[Any]] = {}
         for ref in operands.refs:
@@ -165,61 +201,77 @@ class ReadAlone:
             and self._is_away(block)
             for ref in refs
         ]
-        self._hold(list(dict.fromkeys(ref._ttr_block for ref in short)))
-        return {
-            id(ref): piece_of(plain_on(ref, host), ref.device, self._residency).ref for ref in short
-        }
+        if short:
+            self._hold(list(dict.fromkeys(ref._ttr_block for ref in short)))
+            made = {id(ref): self._piece(plain_on(ref, host), ref) for ref in short}
+            self.operands = self._with(made)
+        return bool(short)
 
-    def _groups(self) -> dict[int, Any]:
-        """Return packs of the groups that a product uses, and which they are, likewise."""
+    def _take_groups(self) -> bool:
         operands, host = self.operands, self._residency.books.host
-        groups = GROUPS[operands.plan.name]
-        given = {name: operands.argument(name) for name in (groups.table, groups.ends)}
-        if not all(isinstance(value, TensorRef) for value in given.values()):
-            return {}
-        blocks: list[Block] = [ref._ttr_block for ref in given.values()]
-        if blocks[0].nbytes < LEAST_NBYTES or not self._is_away(blocks[0]):
-            return {}
-        self._hold(blocks)
-        call = {name: plain_on(ref, host) for name, ref in given.items()}
-        try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                packs = groups.take(call, blocks[0].nbytes / given[groups.table].element_size())
-        finally:
-            self.release()  # they are copies
-        return {
-            id(given[name]): gathered_piece(pack, given[name].device, self._residency).ref
-            for name, pack in (packs or {}).items()
-        }
+        names = GROUPS[operands.plan.name]
+        table, ends = (operands.argument(name) for name in (names.table, names.ends))
+        if not (isinstance(table, TensorRef) and isinstance(ends, TensorRef)):
+            return False
+        block: Block = table._ttr_block
+        each_nbytes = _each_nbytes(table, ends)
+        if not each_nbytes or not self._is_away(block):
+            return False
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._hold([ends._ttr_block])
+            used = groups_with_rows(plain_on(ends, host))
+            if not 0 < used.numel() * each_nbytes < block.nbytes * GROUPS_SHARE:
+                return False
+            new_ends = plain_on(ends, host).index_select(0, used)
+            self._let_go()
+            self._hold([block])
+            stack = plain_on(table, host)
+            stack = stack if stack.is_contiguous() else stack.mT
+            if not stack.is_contiguous():
+                return False
+            self._groups = [self._piece(stack[number], table) for number in used.tolist()]
+        self._ends = gathered_piece(new_ends, ends.device, self._residency).ref
+        # Whoever decides sees what would move.
+        self.operands = analyse(operands.plan, operands.args, operands.kwargs, self._manager)
+        pieces = [piece._ttr_block for piece in self._groups]
+        self.operands.blocks = [b for b in operands.blocks if b is not block] + pieces
+        self.operands.pieces = frozenset(pieces)
+        return True
+
+    def _piece(self, part: torch.Tensor, ref: Any) -> Any:
+        """Make a part of a TensorRef's memory at home a block of its own, over that memory."""
+        piece = piece_of(part, ref.device, self._residency).ref
+        block, part_id = ref._ttr_block, piece._ttr_block.block_id
+        costs, whole_nbytes = self._residency.books.counts.costs, self._whole.nbytes
+        costs.note_part(part_id, block.block_id, block.nbytes, whole_nbytes)
+        self._part_ids.append(part_id)
+        return piece
 
     def _is_away(self, block: Block) -> bool:
-        is_read = block not in self.operands.written
-        return is_read and is_away(block, self.operands.accelerator, self._residency)
+        is_read = block not in self._whole.written
+        return is_read and is_away(block, self._whole.accelerator, self._residency)
 
     def _hold(self, blocks: Sequence[Block]) -> None:
         """Keep blocks at home, and count a use: what is used often may be worth its room."""
         residency = self._residency
-        if not blocks:
-            return
         with residency.books.lock:
             for block in blocks:
                 residency.books.note_use(block, residency.books.tick)
         self._held = residency.acquire(residency.books.host, blocks, [], 0)
 
-    # -- the call with them ---------------------------------------------------------------------
+    def _let_go(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._residency.release(held)
 
-    def _exchange(self, made: dict[int, Any]) -> None:
-        operands, costs = self.operands, self._residency.books.counts.costs
-        for ref in operands.refs:
-            piece = made.get(id(ref))
-            if piece is not None:
-                part, block = piece._ttr_block, ref._ttr_block
-                costs.note_part(part.block_id, block.block_id, block.nbytes, operands.nbytes)
-        args = tuple(_exchanged(arg, made) for arg in operands.args)
-        kwargs = {name: _exchanged(arg, made) for name, arg in operands.kwargs.items()}
-        self.operands = analyse(operands.plan, args, kwargs, self._manager)
-        self.operands.pieces = frozenset(piece._ttr_block for piece in made.values())
-        self._residency.books.counts.parts_op_count += 1
+    def _with(self, made: dict[int, Any]) -> Operands:
+        """Return the operands with others in the place of those with some ids."""
+        whole = self._whole
+        args = tuple(_exchanged(arg, made) for arg in whole.args)
+        kwargs = {name: _exchanged(arg, made) for name, arg in whole.kwargs.items()}
+        operands = analyse(whole.plan, args, kwargs, self._manager)
+        operands.pieces = frozenset(piece._ttr_block for piece in made.values())
+        return operands
 
 
 def _exchanged(value: Any, made: dict[int, Any]) -> Any:

@@ -100,38 +100,40 @@ class SlowPath:
             return view(operands, manager.residency)
         alone = ReadAlone.of(operands, manager)
         if alone is None:
-            return self._run_phases(operands)
+            return self._run_phases(operands, None)
         try:
-            return self._run_phases(alone.operands)
+            return self._run_phases(alone.operands, alone)
         finally:
             alone.release()
 
-    def _run_phases(self, operands: Operands) -> Any:
+    def _run_phases(self, operands: Operands, alone: ReadAlone | None) -> Any:
         manager = self.manager
         device = place(operands, manager, self.placed)
         note_operator(operands, device, manager.residency)
+        if alone is not None:
+            operands = alone.brought_to(device, self._run_on)
         born: list[Block] = []
-
-        def run_phases(operands: Operands, device: Device, born: list[Block]) -> Any:
-            with fetch(operands, device, manager) as staged:
-                check = before_kernel(staged)
-                timing = begin_timing(staged)
-                # First: an exception may come when part of the operands has been written.
-                commit(staged)
-                try:
-                    out = run_kernel(staged)
-                finally:
-                    count_versions(operands)
-                    confirm(staged)
-                after_kernel(staged, out, check, timing)
-                return wrap(out, staged, born)
-
-        blocks = Blocks(operands, manager, run_phases, born)
-        fallback = Fallback(operands, manager, lambda d: run_phases(operands, d, born), blocks)
+        blocks = Blocks(operands, manager, self._run_on, born)
+        fallback = Fallback(operands, manager, lambda d: self._run_on(operands, d, born), blocks)
         result = fallback.run(device)
         # Not after an error, which may have come halfway: it would be lost behind the next one.
         after_operator(operands, device, born, manager)
         return result
+
+    def _run_on(self, operands: Operands, device: Device, born: list[Block]) -> Any:
+        """Run the phases from 3 on; append the blocks of fresh results to `born`."""
+        with fetch(operands, device, self.manager) as staged:
+            check = before_kernel(staged)
+            timing = begin_timing(staged)
+            # First: an exception may come when part of the operands has been written.
+            commit(staged)
+            try:
+                out = run_kernel(staged)
+            finally:
+                count_versions(operands)
+                confirm(staged)
+            after_kernel(staged, out, check, timing)
+            return wrap(out, staged, born)
 
 
 # -- phases 4 and 5: commit, run ----------------------------------------------------------------

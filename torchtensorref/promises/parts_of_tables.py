@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ..base.options import settings
+from ..devices.base import Device
 from ..devices.storages import empty_bytes
 from ..interception.read_alone import is_away
 from ..memory.block import Block, Replica
@@ -30,7 +31,10 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     with residency.books.lock:
         for block in blocks:
             residency.readiness.settle_at_home(block)
-    pieces = [_piece(nbytes, replayer) for nbytes in (rows_nbytes, *(b.nbytes for b in blocks[1:]))]
+    pieces = []
+    for nbytes in (rows_nbytes, *(block.nbytes for block in blocks[1:])):
+        host.charge(0, 2 * nbytes, "uint8")
+        pieces.append(_piece(nbytes, replayer))
     try:
         born = replayer.run_on(replayer.device, op, pieces, [])
     except SHORTAGES:
@@ -40,50 +44,89 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     return True
 
 
-def read_alone(
-    replayer: Any, op: OpRecord, blocks: list[Block]
-) -> tuple[list[Block], frozenset[Block], list[Replica]]:
-    """Do as `interception.read_alone`.
+class ReadAlone:
+    """Does as `interception.read_alone`: pieces stand for what is read of blocks that are away.
 
-    Returns
-    -------
-    list of Block
-        What the operator runs with.
-    frozenset of Block
-        Those of it that are pieces.
-    list of Replica
-        What is held at home meanwhile.
+    Attributes
+    ----------
+    blocks : list of Block
+        By which it is decided where the operator runs.
+    pieces : set of Block
+        Those of them that are pieces.
     """
-    residency, host = replayer.residency, replayer.host
-    parts = [(replayer.blocks[number], nbytes) for number, nbytes in op.parts]
-    if not parts or not residency.books.accelerators or settings.blocks == "off":
-        return blocks, frozenset(), []
-    if not op.packs:
-        parts = [part for part in parts if is_away(part[0], replayer.device, residency)]
-    elif not is_away(parts[0][0], replayer.device, residency):
-        parts = []
-    if not parts:
-        return blocks, frozenset(), []
-    wholes = list(dict.fromkeys(block for block, _ in parts))
-    with residency.books.lock:
-        for block in wholes:
-            residency.books.note_use(block, residency.books.tick)
-    held = residency.acquire(host, wholes, [], 0)
-    if op.packs:
+
+    def __init__(self, replayer: Any, op: OpRecord, blocks: list[Block]) -> None:
+        self.blocks = self._whole = blocks
+        self.pieces: set[Block] = set()
+        self._replayer = replayer
+        self._op = op
+        self._held: list[Replica] = []
+        residency = replayer.residency
+        parts = [(replayer.blocks[number], nbytes) for number, nbytes in op.parts]
+        if not parts or not residency.books.accelerators or settings.blocks == "off":
+            return
+        away = {block for block, _ in parts if is_away(block, replayer.device, residency)}
+        if op.packs and parts[0][0] in away:
+            away = {block for block, _ in parts}
+            residency.release(residency.acquire(replayer.host, [parts[-1][0]], [], 0))
+        elif op.packs or not away:
+            return
+        with residency.books.lock:
+            for block in away:
+                residency.books.note_use(block, residency.books.tick)
+        self._held = residency.acquire(replayer.host, [b for b in blocks if b in away], [], 0)
+        self._pieces_of: dict[Block, list[Block]] = {block: [] for block in away}
+        for block, nbytes in parts:
+            if block in away:
+                self._pieces_of[block].append(_piece(nbytes, replayer))
+        if op.packs:
+            replayer.host.charge(0, 2 * parts[-1][1], "uint8")  # where they end is made at home
+        self.pieces.update(chain.from_iterable(self._pieces_of.values()))
+        self.blocks = self._in_place(self._pieces_of)
+        residency.books.counts.parts_op_count += 1
+
+    def brought_to(self, device: Device) -> list[Block]:
+        """Return what it runs with on a device."""
+        if not (self._op.packs and self.pieces):
+            return self.blocks
+        if device.is_host:
+            return self._whole
+        first = self._replayer.blocks[self._op.parts[0][0]]
+        try:
+            pack = _packed(self._replayer, self._pieces_of[first])
+        except SHORTAGES:
+            return self._whole
+        self.blocks = self._in_place({**self._pieces_of, first: [pack]})
+        self.pieces.clear()  # they are in the pack
+        self._pieces_of.clear()
+        return self.blocks
+
+    def release(self) -> None:
+        """Let go of what is held at home."""
+        held, self._held = self._held, []
+        self._replayer.residency.release(held)
+
+    def _in_place(self, pieces_of: dict[Block, list[Block]]) -> list[Block]:
+        return [one for block in self._whole for one in pieces_of.get(block, (block,))]
+
+
+def _packed(replayer: Any, pieces: list[Block]) -> Block:
+    """Put pieces together on the accelerator."""
+    residency, device = replayer.residency, replayer.device
+    nbytes = sum(piece.nbytes for piece in pieces)
+    held = residency.acquire(device, pieces, [], 0)
+    try:
+        residency.tell_operator(device, held, [])
+        bases = [replica.base for replica in held]
+        device.after_operator(bases, [], flops=0, nbytes=2 * nbytes, dtype_name="uint8")
+        block: Block = residency.born(empty_bytes(nbytes, "meta"), device)
+        return block
+    finally:
         residency.release(held)
-        held = []
-    pieces: dict[Block, list[Block]] = {block: [] for block in wholes}
-    for block, nbytes in parts:
-        pieces[block].append(_piece(nbytes, replayer, is_packed=op.packs))
-    residency.books.counts.parts_op_count += 1
-    found = [one for block in blocks for one in pieces.get(block, (block,))]
-    return found, frozenset(chain.from_iterable(pieces.values())), held
 
 
-def _piece(nbytes: int, replayer: Any, *, is_packed: bool = True) -> Block:
+def _piece(nbytes: int, replayer: Any) -> Block:
     host = replayer.host
-    if is_packed:
-        host.charge(0, 2 * nbytes, "uint8")
     block = Block(nbytes, replayer.residency.books.tick)
     block.replicas[host] = Replica(block, host, empty_bytes(nbytes, "meta"), CLEAN)
     return block

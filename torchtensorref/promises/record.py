@@ -51,8 +51,8 @@ class OpRecord:
     on_host: bool = False
     #: It reads a part of its first operand: rows of a table.
     reads_part: bool = False
-    #: Blocks of which a part moves alone while they are away, and its bytes; and whether it is
-    #: packed at home (groups, not known before: as many as there are rows).
+    #: Blocks of which parts move alone while they are away, and the bytes of each; and whether
+    #: those of the first are put together there (groups: as many as there are rows).
     parts: tuple[tuple[int, int], ...] = ()
     packs: bool = False
     #: The host waits for what it returns: a number.

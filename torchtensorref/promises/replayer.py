@@ -22,7 +22,7 @@ from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
-from .parts_of_tables import read_alone, run_on_parts
+from .parts_of_tables import ReadAlone, run_on_parts
 from .record import OpRecord, Record
 from .watched import run_watched
 
@@ -296,18 +296,19 @@ class Replayer:
     # -- the slow path --------------------------------------------------------------------------
 
     def _run_slow(self, op: OpRecord, blocks: list[Block]) -> None:
-        blocks, pieces, held = read_alone(self, op, blocks)
+        alone = ReadAlone(self, op, blocks)
         try:
-            self._run_placed(op, blocks, pieces)
+            self._run_placed(op, alone)
         finally:
-            self.residency.release(held)
+            alone.release()
 
-    def _run_placed(self, op: OpRecord, blocks: list[Block], pieces: frozenset[Block]) -> None:
+    def _run_placed(self, op: OpRecord, alone: ReadAlone) -> None:
         residency, host = self.residency, self.host
         written = [self.blocks[number] for number in op.writes]
-        device, is_at_home = self._place(op, blocks)
-        told = [block for block in blocks if block not in pieces]
+        device, is_at_home = self._place(op, alone.blocks)
+        told = [block for block in alone.blocks if block not in alone.pieces]
         residency.note_operator(device, told, written, op.kind, is_at_home=is_at_home)
+        blocks = alone.brought_to(device)
         if device is host:
             if run_on_parts(self, op, blocks):
                 return

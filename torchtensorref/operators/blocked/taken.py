@@ -14,7 +14,7 @@ import torch
 
 aten = torch.ops.aten
 
-#: Groups are packed that have less than this share of their table.
+#: Groups move alone that have less than this share of their table.
 GROUPS_SHARE = 1 / 2
 
 #: The arguments of a call by their names, tensors as they are at home; and the most numbers that
@@ -135,25 +135,11 @@ class Groups(NamedTuple):
     table: str
     ends: str
 
-    def take(self, call: dict[str, Any], most: float) -> dict[str, Any] | None:
-        """Take the matrices of the groups that have rows: the others are not read.
 
-        To pack them takes the host about as long as to copy all of them, if they are many.
-        """
-        matrices, ends = call[self.table], call[self.ends]
-        if matrices.dim() != 3 or ends.numel() != matrices.size(0):
-            return None
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        used = (ends > starts).nonzero().view(-1)
-        if not 0 < used.numel() * matrices[0].numel() < most * GROUPS_SHARE:
-            return None
-        if matrices.is_contiguous():
-            pack = matrices.index_select(0, used)
-        elif matrices.mT.is_contiguous():
-            pack = matrices.mT.index_select(0, used).mT
-        else:
-            return None
-        return {self.table: pack, self.ends: ends.index_select(0, used)}
+def groups_with_rows(ends: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the groups that have rows: the matrices of others are not read."""
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return (ends > starts).nonzero().view(-1)
 
 
 #: Operators that read some groups of a table, by name: another library's is registered late.
