@@ -85,15 +85,17 @@ class Stacked(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of sixty-four matrices those that have rows: as many as there are rows, here."""
+    """Of sixty-four matrices those that have rows: as many as there are rows, and always others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.matrices = nn.Parameter(torch.rand(64, 64, 64))
+        self.count = 0
 
     def forward(self, x):
-        ends = torch.ones(64, dtype=torch.int32).cumsum(0, dtype=torch.int32).clamp(max=8)
-        return torch._grouped_mm(x, self.matrices, offs=ends).sum()
+        self.count += 8
+        ends = torch.ones(64, dtype=torch.int32).cumsum(0, dtype=torch.int32) - self.count
+        return torch._grouped_mm(x, self.matrices, offs=ends.clamp(0, 8)).sum()
 
 
 def multiply(model: Any) -> Iterator[str]:

@@ -1,11 +1,16 @@
 """Operators that read a small part of a large block that is away: the part moves alone."""
 
+import ctypes
+import gc
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from torchTensorRef.base.options import options
+from torchTensorRef.memory.report import living_blocks
 
 from ..support.differential import differences
 
@@ -131,6 +136,185 @@ def test_what_is_written_at_home_is_read_anew(manage):
         assert not differences(weights[5] * 2, ours[5] * 2)
         weights[5, number] = 7
         ours.numpy()[5, number] = 7
+
+
+# -- parts that stay ------------------------------------------------------------------------------
+
+
+def away(manager, weights):
+    """Adopt a block, read a part of it twice, so that this stays, and let memory be short."""
+    ours, other = manager.adopt(weights.clone()), manager.adopt(torch.randn(2, 400_000))
+    other.sum()
+    manager.adopt(torch.randn(2, 400_000)).sum()
+    assert manager.residency.books.is_pressed
+    for _ in range(3):
+        ours[5] * 2
+    assert manager.residency.books.parts._of[ours._ttr_block].at
+    return ours
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+def test_what_is_read_again_stays(manage, strategy):
+    weights = matrices()
+    manager = manage(strategy, nbytes=BUDGET)
+    ours = away(manager, weights)
+    manager.reset_stats()
+    for _ in range(5):
+        assert not differences(weights[5] * 2, ours[5] * 2)
+        assert not differences(weights[5].t().sum(0), ours[5].t().sum(0)), "of another shape"
+    assert manager.stats()["fetched_nbytes"] == manager.stats()["prefetched_nbytes"] == 0
+
+
+def test_a_report_says_of_a_block_what_was_copied_of_its_parts(manage):
+    manager = manage(nbytes=BUDGET)
+    ours = away(manager, matrices())
+    number = ours._ttr_block.block_id
+    costs = manager.residency.books.counts.costs
+    assert costs.by_block[number].parts_nbytes == 2 * MATRIX_NBYTES
+    assert set(costs.by_block) <= {block.block_id for block in living_blocks(manager)}
+    assert costs._whole_of
+    del ours
+    gc.collect()
+    assert not costs._whole_of
+
+
+def test_genoa_keeps_none(manage):
+    weights = matrices()
+    manager = manage("genoa", nbytes=BUDGET)
+    ours = manager.adopt(weights.clone())
+    for _ in range(4):
+        assert not differences(weights[5] * 2, ours[5] * 2)
+    assert manager.stats()["fetched_nbytes"] == 4 * MATRIX_NBYTES
+    assert not manager.residency.books.parts._of
+
+
+def write_array(x):
+    array = x.numpy()
+    array[5, 1] = 7
+
+
+def write_while_exposed(x):
+    array = x.numpy()
+    x[5] * 2
+    array[5, 1] = 7
+
+
+def write_by_pointer(x):
+    ctypes.c_float.from_address(x.data_ptr() + 5 * MATRIX_NBYTES).value = 7
+
+
+def write_twin(x):
+    twin = x.clone()
+    twin[5, 1] = 7
+    return twin
+
+
+def write_and_keep_twin(x):
+    twin = x.clone()
+    x[5, 1] = 7
+    return twin
+
+
+def exchange_storage(x):
+    x.resize_(2 * COUNT, ROWS, COLUMNS)
+    x.fill_(3)
+
+
+def train(x):
+    x.requires_grad_()
+    (x[5] * 2).sum().backward()
+    torch.optim.SGD([x], lr=0.5).step()
+    x.requires_grad_(False)
+    x.grad = None
+
+
+WRITERS = {
+    "an operator": lambda x: x.mul_(2),
+    "an operator on a view": lambda x: x[5].add_(1),
+    "a number": lambda x: x.__setitem__((5, 1), 7),
+    "out": lambda x: torch.mul(x[3], 2, out=x[5]),
+    "a copy": lambda x: x.copy_(x.flip(0)),
+    "an array": write_array,
+    "an array that is there meanwhile": write_while_exposed,
+    "a pointer": write_by_pointer,
+    "a copy that shares": write_twin,
+    "what shares with a copy": write_and_keep_twin,
+    "another storage": exchange_storage,
+    "shared memory": lambda x: x.share_memory_()[5].add_(1),
+    "other data": lambda x: setattr(x, "data", x.data.flip(0)),
+    "an optimizer": train,
+}
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_part_that_stays_is_not_read_after_the_block_was_written(manage, writer, strategy):
+    weights = matrices()
+    manager = manage(strategy, nbytes=BUDGET)
+    ours = away(manager, weights)
+    expected_twin, twin = WRITERS[writer](weights), WRITERS[writer](ours)
+    for _ in range(4):
+        assert not differences(weights[5] * 2, ours[5] * 2)
+        if isinstance(twin, torch.Tensor) and twin is not ours:
+            assert not differences(expected_twin[5] * 2, twin[5] * 2)
+    manager.adopt(torch.randn(2, 400_000)).sum()
+    assert not differences(weights[5] * 2, ours[5] * 2)
+
+
+def test_a_part_that_another_thread_has_read_while_it_was_written_does_not_stay(manage):
+    weights = matrices()
+    manager = manage(nbytes=BUDGET)
+    ours = away(manager, weights)
+    copier, written = manager.residency.copier, []
+
+    def read_meanwhile(block, device):
+        type(copier).written(copier, block, device)
+        if block is ours._ttr_block and device.is_host and not written:
+            written.append(True)
+            for _ in range(2):
+                thread = threading.Thread(target=lambda: ours[5] * 2)
+                thread.start()
+                thread.join()
+
+    copier.written = read_meanwhile
+    state = torch.get_rng_state()
+    try:
+        ours.uniform_()  # at home, where the numbers are those of plain torch
+    finally:
+        del copier.written
+    assert written
+    torch.set_rng_state(state)
+    weights.uniform_()
+    assert not differences(weights[5] * 2, ours[5] * 2)
+    assert not differences(weights * 2, ours * 2)
+
+
+def test_layers_that_lie_in_one_tensor_are_fetched_ahead(manage):
+    weights, x = matrices(), torch.randn(4, COLUMNS)
+    manager = manage("flow", nbytes=12 * MATRIX_NBYTES)
+    ours, ours_too = manager.adopt(weights.clone()), manager.adopt(x.clone())
+    for _ in range(8):
+        expected, found = x, ours_too
+        for layer in range(COUNT):
+            expected = F.linear(expected, weights[layer]).tanh() @ weights[layer]
+            found = F.linear(found, ours[layer]).tanh() @ ours[layer]
+        assert not differences(expected, found)
+    manager.reset_stats()
+    y = ours_too
+    for layer in range(COUNT):
+        y = F.linear(y, ours[layer]).tanh() @ ours[layer]
+    stats = manager.stats()
+    assert stats["fetched_nbytes"] < stats["prefetched_nbytes"] <= COUNT * MATRIX_NBYTES
+
+
+def test_parts_go_with_their_block(manage):
+    manager = manage(nbytes=BUDGET)
+    ours = away(manager, matrices())
+    number = next(iter(manager.residency.books.parts._of[ours._ttr_block].at.values())).block_id
+    del ours
+    gc.collect()
+    assert not manager.residency.books.parts._of
+    assert manager.residency.books.known.get(number) is None
 
 
 def test_gradients_go_to_the_block(manage):

@@ -7,6 +7,7 @@ this one call, before it is decided where it runs. The block stays where it is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from ..base.options import settings
 from ..devices.base import Device
 from ..memory.block import Block, Replica
+from ..memory.bookkeeping import Books
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
-from ..memory.plain_views import make_ref, plain_on
+from ..memory.plain_views import make_ref, plain_on, view_with
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
 from ..memory.states import INVALID
@@ -56,10 +58,11 @@ def is_short(ref: Any, block: Block) -> bool:
 
 def parts_of(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of which a call would move a part, by their numbers, and its bytes.
+) -> tuple[tuple[int, int, int], ...]:
+    """Return the blocks of which a call would move parts, by their numbers, with their places.
 
-    Of groups, how many are used is not known before their ends are: not more than there are rows.
+    Of groups, which are used is not known before their ends are: as many as there are rows, and
+    where is -1.
     """
     if not _may_stand_for_operands(plan):
         return ()
@@ -71,14 +74,17 @@ def parts_of(
         each_nbytes = _each_nbytes(matrices, ends)
         if not 0 < rows * each_nbytes < block.nbytes * GROUPS_SHARE:
             return ()
-        of_ends = ends._ttr_block.block_id, ends.element_size() * rows
-        return (*[(block.block_id, each_nbytes)] * rows, of_ends)
+        of_ends = ends._ttr_block.block_id, -1, ends.element_size() * rows
+        return (*[(block.block_id, -1, each_nbytes)] * rows, of_ends)
     written = [plan.argument(name, args, kwargs) for name in plan.write_names]
     refs = {id(ref): ref for ref in tree_leaves((args, kwargs)) if isinstance(ref, TensorRef)}
     whole = {ref._ttr_block for ref in tree_leaves(written) if isinstance(ref, TensorRef)}
     whole |= {ref._ttr_block for ref in refs.values() if not is_short(ref, ref._ttr_block)}
-    parts = ((ref._ttr_block, ref.nbytes) for ref in refs.values())
-    return tuple((block.block_id, nbytes) for block, nbytes in parts if block not in whole)
+    return tuple(
+        (ref._ttr_block.block_id, int(ref.storage_offset()) * ref.element_size(), ref.nbytes)
+        for ref in refs.values()
+        if ref._ttr_block not in whole
+    )
 
 
 def _each_nbytes(table: torch.Tensor, ends: torch.Tensor) -> int:
@@ -125,7 +131,8 @@ class ReadAlone:
         self._manager = manager
         self._residency: Residency = manager.residency
         self._held: list[Replica] = []
-        self._part_ids: list[int] = []
+        self._pieces: list[Block] = []  # for this call alone,
+        self._piece_ids: list[int] = []  # also those that are in a pack by now
         #: Of a grouped product: the groups that have rows, and where they end among themselves.
         self._groups: list[Any] = []
         self._ends: Any = None
@@ -166,7 +173,7 @@ class ReadAlone:
         table, ends = (self._whole.argument(name) for name in (names.table, names.ends))
 
         stack = analyse(plan_of(aten.stack.default), (self._groups,), {}, self._manager)
-        self._groups = []
+        self._groups, self._pieces = [], []
         try:
             pack = phases(stack, device, [])
         except SHORTAGES:
@@ -176,13 +183,15 @@ class ReadAlone:
                 turned = plain_on(pack, device).mT
             pack = make_ref(turned, pack._ttr_block, device, pack.device)
         self.operands = self._with({id(table): pack, id(ends): self._ends})
+        self.operands.pieces = frozenset((pack._ttr_block, self._ends._ttr_block))
         return self.operands
 
     def release(self) -> None:
         """Let go of the memory at home that pieces share."""
         self._let_go()
         self._groups = []
-        self._residency.books.counts.costs.forget_parts(self._part_ids)
+        self._pieces = []
+        self._residency.books.counts.costs.forget_parts(self._piece_ids)
 
     # -- what becomes pieces --------------------------------------------------------------------
 
@@ -205,6 +214,7 @@ class ReadAlone:
             self._hold(list(dict.fromkeys(ref._ttr_block for ref in short)))
             made = {id(ref): self._piece(plain_on(ref, host), ref) for ref in short}
             self.operands = self._with(made)
+            self.operands.pieces = frozenset(self._pieces)
         return bool(short)
 
     def _take_groups(self) -> bool:
@@ -233,18 +243,39 @@ class ReadAlone:
         self._ends = gathered_piece(new_ends, ends.device, self._residency).ref
         # Whoever decides sees what would move.
         self.operands = analyse(operands.plan, operands.args, operands.kwargs, self._manager)
-        pieces = [piece._ttr_block for piece in self._groups]
-        self.operands.blocks = [b for b in operands.blocks if b is not block] + pieces
-        self.operands.pieces = frozenset(pieces)
+        parts = [part._ttr_block for part in self._groups]
+        self.operands.blocks = [b for b in operands.blocks if b is not block] + parts
+        self.operands.pieces = frozenset(self._pieces)
         return True
 
     def _piece(self, part: torch.Tensor, ref: Any) -> Any:
-        """Make a part of a TensorRef's memory at home a block of its own, over that memory."""
-        piece = piece_of(part, ref.device, self._residency).ref
-        block, part_id = ref._ttr_block, piece._ttr_block.block_id
-        costs, whole_nbytes = self._residency.books.counts.costs, self._whole.nbytes
-        costs.note_part(part_id, block.block_id, block.nbytes, whole_nbytes)
-        self._part_ids.append(part_id)
+        """Make a part of a TensorRef's memory at home a block of its own, over that memory.
+
+        The second time it stays one, which strategies keep, and foretell, like others.
+        """
+        books, block = self._residency.books, ref._ttr_block
+        width = part.element_size()
+        place = int(part.storage_offset()) * width, part.numel() * width
+        with books.lock:
+            base = block.replicas[books.host].base
+            # Looked at again: another thread may have brought the block to the accelerator.
+            may_stay = not self._residency.feed.gives_back and self._is_away(block)
+            kept = books.parts.find(block, base, place) if may_stay else None
+            if kept is not None:
+                storage = kept.replicas[books.host].base.untyped_storage()
+                piece = make_ref(view_with(part, storage, 0), kept, books.host, ref.device)
+            else:
+                piece = piece_of(part, ref.device, self._residency).ref
+                if may_stay and books.parts.recurs(block, base, place):
+                    kept = piece._ttr_block
+                    kept.is_persistent = True
+                    books.parts.keep(block, place, kept)
+                    weakref.finalize(kept, _forget_cost, books, kept.block_id).atexit = False
+        part_id, whole_nbytes = piece._ttr_block.block_id, self._whole.nbytes
+        books.counts.costs.note_part(part_id, block.block_id, block.nbytes, whole_nbytes)
+        if kept is None:
+            self._pieces.append(piece._ttr_block)
+            self._piece_ids.append(part_id)
         return piece
 
     def _is_away(self, block: Block) -> bool:
@@ -269,9 +300,11 @@ class ReadAlone:
         whole = self._whole
         args = tuple(_exchanged(arg, made) for arg in whole.args)
         kwargs = {name: _exchanged(arg, made) for name, arg in whole.kwargs.items()}
-        operands = analyse(whole.plan, args, kwargs, self._manager)
-        operands.pieces = frozenset(piece._ttr_block for piece in made.values())
-        return operands
+        return analyse(whole.plan, args, kwargs, self._manager)
+
+
+def _forget_cost(books: Books, part_id: int) -> None:
+    books.counts.costs.forget_parts([part_id])
 
 
 def _exchanged(value: Any, made: dict[int, Any]) -> Any:

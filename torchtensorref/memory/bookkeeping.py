@@ -18,6 +18,7 @@ from .budget import Budget
 from .costs import Costs
 from .known import KnownBlocks
 from .ledger import Ledger
+from .parts import Parts
 
 #: Operators for which all has to fit before memory is no longer short; twice as many each time that
 #: was wrong.
@@ -137,6 +138,8 @@ class Books:
         self._waiting_count = 0
         self.ledgers = Ledgers(self.lock)
         self.counts = Counts()
+        #: Parts of blocks at home that operators have read.
+        self.parts = Parts()
         #: Number of the operator that runs; the clock of recency.
         self.tick = 0
         #: Blocks by number, for strategies that name blocks which are not on the device.

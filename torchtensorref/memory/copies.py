@@ -271,6 +271,7 @@ class Copier:
             return
         self.wait_for_home(block)
         with self._books.lock:
+            self._books.parts.forget(block)
             exposure = block.exposure
             if exposure is None:
                 return
@@ -295,6 +296,7 @@ class Copier:
         books = self._books
         self.wait_for_home(block)
         with books.lock:
+            books.parts.forget(block)
             block.ready = None
             for replica in list(block.replicas.values()):
                 self.arrive(replica)
@@ -317,6 +319,7 @@ class Copier:
             if home is not None:
                 device.has_changed(home.base)
         with self._books.lock:
+            self._books.parts.forget(block)
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):
             self.written(block, device)

@@ -39,6 +39,7 @@ class Filling:
             return False
         books, device = self._books, replica.device
         block.owned = False  # and so not ready where it may be written unasked
+        books.parts.forget(block)  # it may be written here
         ledger = books.ledgers[device]
         if not (self._holds.stale and self._holds.take_stale(replica)):
             self._take_room(replica, ledger)

@@ -72,6 +72,7 @@ class Rehousing:
             return True  # it has been written since, or has died: nothing is left to be done
         for block in blocks:
             block.is_rehoused = True
+            self._books.parts.forget(block)
         old, home.base = home.base, mirror.memory
         host_readers.mirrors.drop(mirror.address)
         del old

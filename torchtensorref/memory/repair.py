@@ -54,6 +54,7 @@ class Repair:
             if self._has_lost_copies(device, me | {doubt.ident for doubt in noted}):
                 device.synchronize()  # nobody knows their events, so all there is
         with books.lock:
+            books.parts.clear()
             # Another thread may have repaired meanwhile what it has left, and hold operands again.
             found = [doubt for doubt in books.doubts if any(doubt is one for one in noted)]
             written = set(self._holds.forget_threads(me | {doubt.ident for doubt in found}))

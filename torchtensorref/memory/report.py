@@ -127,7 +127,13 @@ def living_blocks(manager: Any) -> list[Block]:
     found += manager.ownership.table.blocks()
     for device in residency.books.ledgers:
         found += residency.books.blocks_on(device)
-    return [block for block in dict.fromkeys(found) if ours.issuperset(block.replicas)]
+    with residency.books.lock:
+        parts = residency.books.parts.blocks()  # of others that are among them
+    return [
+        block
+        for block in dict.fromkeys(found)
+        if ours.issuperset(block.replicas) and block not in parts
+    ]
 
 
 def _totals(stats: dict[str, Any]) -> list[str]:

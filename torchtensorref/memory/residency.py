@@ -299,6 +299,7 @@ class Residency:
     def resized(self, block: Block, nbytes: int) -> None:
         """Note that the storage of a block at home, and nowhere else, has another size now."""
         with self.books.lock:
+            self.books.parts.forget(block)
             block.nbytes = nbytes
             for replica in block.replicas.values():
                 replica.nbytes = nbytes
@@ -310,6 +311,8 @@ class Residency:
     def forget_accelerators(self, block: Block) -> None:
         """Drop every replica but the one at home, which is current, and about to change storage."""
         books = self.books
+        with books.lock:
+            books.parts.forget(block)
         for device in books.accelerators:
             replica = block.replicas.get(device)
             if replica is not None:

@@ -72,6 +72,7 @@ class Sharing:
         copied.holders = [weakref.ref(mover) for mover in movers]
         replicas = {host: copied}
         for mover in movers:
+            self._books.parts.forget(mover)
             mover.move_to(replicas, copied.holders)
         _ = block.is_shared
 
@@ -104,6 +105,7 @@ class Sharing:
         self._copier.refresh(block)
         with self._books.lock:
             block.ready = None
+            self._books.parts.forget(block)
             exposure = block.exposure
             if exposure is not None and exposure.device is not device and exposure.alive:
                 raise ExposedError(
@@ -139,6 +141,7 @@ class Sharing:
             shared.untyped_storage().share_memory_()
             block.ready = None
             block.is_rehoused = True
+            self._books.parts.forget(block)
             home.base, block.exposure = shared, None
 
     def own_home_bytes(self, block: Block) -> None:
@@ -148,4 +151,5 @@ class Sharing:
             if block.exposure is None and not home.base.untyped_storage().resizable():
                 block.ready = None
                 block.is_rehoused = True
+                self._books.parts.forget(block)
                 home.base = copy_of(home.base)

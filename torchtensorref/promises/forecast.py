@@ -114,9 +114,9 @@ class Forecast:
         if op.reads_part:
             parts = (*op.reads[1:], *op.births, *op.births)  # the rows as they come, and as result
             return sum(blocks[number].nbytes for number in parts)
-        alone = dict(op.parts)
+        alone = {number for number, _, _ in op.parts}
         held = sum(blocks[n].nbytes for n in (*op.reads, *op.births) if n not in alone)
-        return held + sum(nbytes for _, nbytes in op.parts) + op.peak_nbytes
+        return held + sum(nbytes for _, _, nbytes in op.parts) + op.peak_nbytes
 
     @functools.cached_property
     def enough_nbytes(self) -> int:
@@ -190,7 +190,8 @@ class Forecast:
         ops = [self.record.ops[index] for index in ranges[step.name]]
         kinds = self._kinds
         whole = ((n, op) for op in ops for n in op.reads if not op.reads_part)
-        used = {n for n, op in whole if kinds[n] == "weights" and n not in dict(op.parts)}
+        alone = {number for op in ops for number, _, _ in op.parts}
+        used = {n for n, op in whole if kinds[n] == "weights" and n not in alone}
         weights_nbytes = sum(self.record.blocks[number].nbytes for number in used)
         missing_nbytes = max(0, weights_nbytes - self.budget_nbytes)
         link_ns = int(missing_nbytes / self.spec.h2d_bytes_per_s * 1e9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from ..base.options import settings
@@ -12,6 +11,7 @@ from ..devices.storages import empty_bytes
 from ..interception.read_alone import is_away
 from ..memory.block import Block, Replica
 from ..memory.budget import SHORTAGES
+from ..memory.parts import Place
 from ..memory.states import CLEAN
 from .record import OpRecord
 
@@ -62,7 +62,7 @@ class ReadAlone:
         self._op = op
         self._held: list[Replica] = []
         residency = replayer.residency
-        parts = [(replayer.blocks[number], nbytes) for number, nbytes in op.parts]
+        parts = [(replayer.blocks[number], (start, n)) for number, start, n in op.parts]
         if not parts or not residency.books.accelerators or settings.blocks == "off":
             return
         away = {block for block, _ in parts if is_away(block, replayer.device, residency)}
@@ -76,12 +76,11 @@ class ReadAlone:
                 residency.books.note_use(block, residency.books.tick)
         self._held = residency.acquire(replayer.host, [b for b in blocks if b in away], [], 0)
         self._pieces_of: dict[Block, list[Block]] = {block: [] for block in away}
-        for block, nbytes in parts:
+        for block, place in parts:
             if block in away:
-                self._pieces_of[block].append(_piece(nbytes, replayer))
+                self._pieces_of[block].append(self._piece(block, place))
         if op.packs:
-            replayer.host.charge(0, 2 * parts[-1][1], "uint8")  # where they end is made at home
-        self.pieces.update(chain.from_iterable(self._pieces_of.values()))
+            replayer.host.charge(0, 2 * parts[-1][1][1], "uint8")  # where they end is made at home
         self.blocks = self._in_place(self._pieces_of)
         residency.books.counts.parts_op_count += 1
 
@@ -105,6 +104,22 @@ class ReadAlone:
         """Let go of what is held at home."""
         held, self._held = self._held, []
         self._replayer.residency.release(held)
+
+    def _piece(self, block: Block, place: Place) -> Block:
+        books = self._replayer.residency.books
+        piece = _piece(place[1], self._replayer)
+        if place[0] >= 0 and not self._replayer.residency.feed.gives_back:
+            with books.lock:
+                base = block.replicas[books.host].base
+                kept: Block | None = books.parts.find(block, base, place)
+                if kept is not None:
+                    return kept
+                if books.parts.recurs(block, base, place):
+                    piece.is_persistent = True
+                    books.parts.keep(block, place, piece)
+                    return piece
+        self.pieces.add(piece)
+        return piece
 
     def _in_place(self, pieces_of: dict[Block, list[Block]]) -> list[Block]:
         return [one for block in self._whole for one in pieces_of.get(block, (block,))]

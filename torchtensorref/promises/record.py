@@ -51,9 +51,10 @@ class OpRecord:
     on_host: bool = False
     #: It reads a part of its first operand: rows of a table.
     reads_part: bool = False
-    #: Blocks of which parts move alone while they are away, and the bytes of each; and whether
-    #: those of the first are put together there (groups: as many as there are rows).
-    parts: tuple[tuple[int, int], ...] = ()
+    #: Blocks of which parts move alone while they are away, with the first byte of each (-1: not
+    #: known) and how many there are; and whether those of the first are put together there
+    #: (groups: as many as there are rows).
+    parts: tuple[tuple[int, int, int], ...] = ()
     packs: bool = False
     #: The host waits for what it returns: a number.
     waits: bool = False

@@ -71,7 +71,7 @@ def _events(record: Record, found: dict[int, Block]) -> Iterator[Access | Birth 
     unheard: list[int] = []
     told_at = 0
     for index, op in enumerate(record.each(), 1):
-        alone = dict(op.parts)
+        alone = {number for number, _, _ in op.parts}
         told = () if op.on_host or op.reads_part else op.reads
         reads = sorted(number for number in told if number not in alone)
         if any(number in found for number in reads):

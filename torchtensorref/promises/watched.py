@@ -42,7 +42,7 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     )
     if may_be_watched(residency) and are_there:
         return _run_opened(replayer, op, blocks, closed)
-    if any(replayer.blocks[number] in closed for number, _ in op.parts):
+    if any(replayer.blocks[number] in closed for number, _, _ in op.parts):
         return False
     are_alone = all(block.exposure is None and block.sharers is None for block in closed)
     if may_be_fetched(residency) and op.may_be_fetched and are_alone:

@@ -44,7 +44,7 @@ def _op_of(one: Slice) -> OpRecord:
         may_be_fetched="fetched" in facts,
         on_host="on_host" in facts,
         reads_part="reads_part" in facts,
-        parts=tuple((number, nbytes) for number, nbytes in args.get("parts", ())),
+        parts=tuple(map(tuple, args.get("parts", ()))),
         packs="packs" in facts,
         waits="waits" in facts,
         shares="shares" in facts,

@@ -49,8 +49,8 @@ class Ran(NamedTuple):
     #: What it is: it may take the ready path; the host runs it; only a part of the first operand is
     #: read; the host waits for what it returns; its result shares the bytes of its operand.
     facts: tuple[str, ...]
-    #: Blocks of which a part moves alone while they are away, and its bytes.
-    parts: tuple[tuple[int, int], ...]
+    #: Blocks of which parts move alone while they are away, the first byte of each, and its bytes.
+    parts: tuple[tuple[int, int, int], ...]
 
 
 class Timeline(AbstractContextManager["Timeline"]):
