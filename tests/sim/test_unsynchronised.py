@@ -6,6 +6,8 @@ Plain torch promises no more, and no less: nothing is lost, and no kernel loses 
 from __future__ import annotations
 
 import random
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -175,3 +177,25 @@ def test_every_value_is_somebodys(manage, name, _):  # noqa: F811
         assert ref.min().item() >= LOW
         assert ref.max().item() <= HIGH
     manager.check()
+
+
+def test_what_another_thread_is_just_taking_in_is_in_order(manage, monkeypatch):  # noqa: F811
+    """It counts before it has its place: a look in between said that nobody would evict it."""
+    manager = manage()
+    x = manager.adopt(torch.rand(16, 16))
+    y = x @ x
+    ledger = manager.residency.books.ledgers[manager.residency.books.main]
+    put_in_order, has_counted = ledger._put_in_order, threading.Event()
+
+    def put_late(replica):
+        has_counted.set()
+        time.sleep(0.1)
+        put_in_order(replica)
+
+    monkeypatch.setattr(ledger, "_put_in_order", put_late)
+    thread = threading.Thread(target=lambda: y._ttr_block.replicas)
+    thread.start()
+    assert has_counted.wait(10)
+    counted = [death() for death in list(ledger._replicas.values())]
+    assert all(ledger.is_in_order(replica) for replica in counted)
+    thread.join()

@@ -99,20 +99,22 @@ class SlowPath:
         if plan.is_true_view and isinstance(self.args[0], TensorRef):
             return view(operands, manager.residency)
         alone = ReadAlone.of(operands, manager)
-        if alone is None:
-            return self._run_phases(operands, None)
-        try:
-            return self._run_phases(alone.operands, alone)
-        finally:
-            alone.release()
-
-    def _run_phases(self, operands: Operands, alone: ReadAlone | None) -> Any:
-        manager = self.manager
-        device = place(operands, manager, self.placed)
-        note_operator(operands, device, manager.residency)
         if alone is not None:
-            operands = alone.brought_to(device, self._run_on)
-        born: list[Block] = []
+            operands = alone.operands
+        try:
+            device = place(operands, manager, self.placed)
+            note_operator(operands, device, manager.residency)
+            if alone is not None:
+                # Not by way of an argument: where torch has compiled something, who calls a
+                # function holds those, and pieces that are in a pack by now would stay.
+                operands = alone.brought_to(device, self._run_on)
+            return self._run_placed(operands, device)
+        finally:
+            if alone is not None:
+                alone.release()
+
+    def _run_placed(self, operands: Operands, device: Device) -> Any:
+        manager, born = self.manager, list[Block]()
         blocks = Blocks(operands, manager, self._run_on, born)
         fallback = Fallback(operands, manager, lambda d: self._run_on(operands, d, born), blocks)
         result = fallback.run(device)

@@ -161,7 +161,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
 
     def is_in_order(self, replica: Replica) -> bool:
         """Whether a replica has a place in that order."""
-        return replica.number in self._recency
+        with self._lock:  # another thread may be just taking it in: it counts before it has one
+            return replica.number in self._recency
 
     def remove(self, replica: Replica) -> int:
         """Stop counting a replica; return its bytes."""
