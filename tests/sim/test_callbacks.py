@@ -190,6 +190,23 @@ def test_what_is_misspelt_is_refused(manager):
         manager.off("fetch", print)
 
 
+def test_what_is_new_is_not_taken_for_what_stays(manage):
+    """After a thousand operators each input was, at its second use."""
+    manager = manage("flow")
+    weight = manager.adopt(torch.rand(8, 8))
+    manager.residency.books.tick = 5000
+    x = manager.adopt(torch.rand(3, 8))
+    manager.residency.books.is_pressed = True
+    x @ weight
+    x @ weight
+    assert not x._ttr_block.is_persistent
+    assert not x.clone()._ttr_block.is_persistent
+    manager.residency.books.tick = 7000
+    x._ttr_block.ready = None  # it is told of
+    x @ weight
+    assert x._ttr_block.is_persistent
+
+
 def test_looking_on_changes_no_decision(manage):
     """The same operators take the same paths, and the same bytes move."""
     outcomes = []

@@ -169,11 +169,12 @@ class Adoptions:
         """Make the block of a whole storage, of whose holders torch keeps count."""
         is_sole = not nbytes or (sole and _user_count(tensor) <= SOLE_USERS)
         births = self._sole if is_sole else self._shared
-        return Block(nbytes, births=births, adopted=core.bytes_to_keep(tensor))
+        tick = self.books.tick  # it stays if it is used long after
+        return Block(nbytes, tick, births=births, adopted=core.bytes_to_keep(tensor))
 
     def _borrowing_block(self, tensor: torch.Tensor, start: int, stop: int, *, sole: bool) -> Block:
         """Make the block of memory that came from outside torch, or of a part of it."""
-        block = Block(stop - start)
+        block = Block(stop - start, self.books.tick)
         host = self.books.host
         base = bytes_of(tensor)
         if block.nbytes:

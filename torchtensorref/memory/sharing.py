@@ -36,7 +36,7 @@ class Sharing:
         # Whoever holds exposed bytes may write them unseen: those are copied now.
         home = self._copier.bring_home(block) if is_exposed else None
         with self._books.lock:
-            twin = Block(block.nbytes)
+            twin = Block(block.nbytes, self._books.tick)
             twin.is_persistent = block.is_persistent
             if home is None:
                 block.share_with(twin)

@@ -104,7 +104,7 @@ class Replayer:
     def _at_home(self, number: int) -> Block:
         """Make a block that is at home, and nowhere else."""
         known = self.record.blocks[number]
-        block = Block(known.nbytes)
+        block = Block(known.nbytes, self.residency.books.tick)
         base = empty_bytes(known.nbytes, "meta")
         block.replicas[self.host] = Replica(block, self.host, base, CLEAN)
         block.is_persistent, block.use_count = known.is_persistent, known.use_count
