@@ -29,6 +29,7 @@ from ..strategy import (
     Strategy,
 )
 from .flow import Flow
+from .flow.history import History
 
 #: What weights may take of a budget; the rest is for activations.
 WEIGHTS_SHARE = 0.9
@@ -49,13 +50,17 @@ TINY_SHARE = 1 / 4096
 LIMIT_TOLERANCE = 0.05
 
 
+def _flow_of_one() -> Flow:
+    return Flow(History(hears_all=False))
+
+
 class Venice(Strategy):
     """Deal weights out to all accelerators; follow the flow of each.
 
     Parameters
     ----------
     make_flow : callable, optional
-        Makes what decides for one accelerator: a `Flow`.
+        Makes what decides for one accelerator: a `Flow` that hears of its own alone.
     """
 
     name = "venice"
@@ -64,7 +69,7 @@ class Venice(Strategy):
     #: What is compiled runs on one accelerator, whatever lives elsewhere.
     allows_compiled = False
 
-    def __init__(self, make_flow: Callable[[], Strategy] = Flow) -> None:
+    def __init__(self, make_flow: Callable[[], Strategy] = _flow_of_one) -> None:
         self._make_flow = make_flow
         self._flows: dict[str, Strategy] = {}
         self._nbytes: dict[int, int] = {}  # of what lasts, in the order of its first use

@@ -1,0 +1,28 @@
+"""The benchmark of several accelerators, on a decoder of a quarter of its layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import several_accelerators as benchmark
+from torchTensorRef.inject import hooks
+
+
+@pytest.fixture(autouse=True)
+def few_layers(manage, monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        return benchmark.Llama(8).eval()
+
+    monkeypatch.setattr(benchmark, "made", made)
+    manage()
+    token = hooks.is_disabled.set(False)
+    yield
+    hooks.is_disabled.reset(token)
+
+
+def test_links_work_at_once():
+    """Of two accelerators that hold half; once one of them waited for the other's."""
+    found = benchmark.measured(["two-half"])
+    assert found["two-half"]["over_floor"] < 1.25
