@@ -197,25 +197,25 @@ class ReadAlone:
 
     def _take_short_views(self) -> bool:
         operands, host = self.operands, self._residency.books.host
-        if not any(is_short(ref, ref._ttr_block) for ref in operands.refs):
+        short = {id(ref): ref for ref in operands.refs if is_short(ref, ref._ttr_block)}
+        if not short:
             return False
-        plain = {id(ref) for ref in operands.adopted.values()}
-        views: dict[Block, list[Any]] = {}
-        for ref in operands.refs:
-            views.setdefault(ref._ttr_block, []).append(ref)
-        short = [
-            ref
-            for block, refs in views.items()
-            if all(is_short(ref, block) and id(ref) not in plain for ref in refs)
-            and self._is_away(block)
-            for ref in refs
-        ]
-        if short:
-            self._hold(list(dict.fromkeys(ref._ttr_block for ref in short)))
-            made = {id(ref): self._piece(plain_on(ref, host), ref) for ref in short}
-            self.operands = self._with(made)
-            self.operands.pieces = frozenset(self._pieces)
-        return bool(short)
+        for ref in operands.adopted.values():  # plain operands are read anew each time
+            short.pop(id(ref), None)
+        whole = {ref._ttr_block for ref in operands.refs if id(ref) not in short}
+        blocks = dict.fromkeys(ref._ttr_block for ref in short.values())
+        away = [block for block in blocks if block not in whole and self._is_away(block)]
+        if not away:
+            return False
+        self._hold(away)
+        made = {
+            key: self._piece(plain_on(ref, host), ref)
+            for key, ref in short.items()
+            if ref._ttr_block in away
+        }
+        self.operands = self._with(made)
+        self.operands.pieces = frozenset(self._pieces)
+        return True
 
     def _take_groups(self) -> bool:
         operands, host = self.operands, self._residency.books.host
@@ -266,10 +266,8 @@ class ReadAlone:
                 piece = make_ref(view_with(part, storage, 0), kept, books.host, ref.device)
             else:
                 piece = piece_of(part, ref.device, self._residency).ref
-                if may_stay and books.parts.recurs(block, base, place):
+                if may_stay and books.parts.note(block, base, place, piece._ttr_block):
                     kept = piece._ttr_block
-                    kept.is_persistent = True
-                    books.parts.keep(block, place, kept)
                     weakref.finalize(kept, _forget_cost, books, kept.block_id).atexit = False
         part_id, whole_nbytes = piece._ttr_block.block_id, self._whole.nbytes
         books.counts.costs.note_part(part_id, block.block_id, block.nbytes, whole_nbytes)

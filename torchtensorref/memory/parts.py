@@ -49,19 +49,15 @@ class Parts:
         known = self._of.get(block)
         return known.at.get(place) if known is not None and known.base() is base else None
 
-    def recurs(self, block: Block, base: torch.Tensor, place: Place) -> bool:
-        """Note that a part is read; whether it was before."""
+    def note(self, block: Block, base: torch.Tensor, place: Place, part: Block) -> bool:
+        """Note that a part is read; whether it was before, and so is kept as one that lasts."""
         known = self._of.get(block)
         if known is None or known.base() is not base or len(known.at) >= MOST_PLACES:
             known = self._of[block] = _PartsOf(weakref.ref(base))
-        if place in known.at:
-            return True
-        known.at[place] = None
-        return False
-
-    def keep(self, block: Block, place: Place, part: Block) -> None:
-        """Keep a part that `recurs`."""
-        self._of[block].at[place] = part
+        recurs = place in known.at
+        known.at[place] = part if recurs else None
+        part.is_persistent = recurs
+        return recurs
 
     def forget(self, block: Block) -> None:
         """Let go of all parts of a block."""

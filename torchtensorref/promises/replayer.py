@@ -22,7 +22,8 @@ from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
-from .parts_of_tables import ReadAlone, run_on_parts
+from .parts_of_tables import run_on_parts
+from .read_alone import ReadAlone
 from .record import OpRecord, Record
 from .watched import run_watched
 

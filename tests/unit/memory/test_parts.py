@@ -18,9 +18,10 @@ def kept():
         torch.empty(1024, dtype=torch.uint8),
         Block(128),
     )
-    assert not found.recurs(block, base, PLACE)
-    assert found.recurs(block, base, PLACE)
-    found.keep(block, PLACE, part)
+    assert not found.note(block, base, PLACE, part)
+    assert not part.is_persistent
+    assert found.note(block, base, PLACE, part)
+    assert part.is_persistent
     return found, block, base, part
 
 
@@ -36,7 +37,7 @@ def test_a_part_is_of_the_memory_that_it_was_made_of():
     found, block, base, _ = kept()
     other = base.clone()
     assert found.find(block, other, PLACE) is None
-    assert not found.recurs(block, other, PLACE)
+    assert not found.note(block, other, PLACE, Block(128))
     assert not found.blocks()
 
 
@@ -46,9 +47,9 @@ def test_parts_are_forgotten():
     assert found.blocks() == {part}
     found.forget(block)
     assert found.find(block, base, PLACE) is None
-    assert not found.recurs(block, base, PLACE)
+    assert not found.note(block, base, PLACE, Block(128))
     found.clear()
-    assert not found.recurs(block, base, PLACE)
+    assert not found.note(block, base, PLACE, Block(128))
 
 
 def test_parts_go_with_their_block():
@@ -62,7 +63,7 @@ def test_only_so_many_places_are_remembered(monkeypatch):
     monkeypatch.setattr(parts, "MOST_PLACES", 3)
     found, block, base, part = kept()
     for start in range(2):
-        found.recurs(block, base, (start, 1))
+        found.note(block, base, (start, 1), Block(1))
     assert found.blocks() == {part}
-    found.recurs(block, base, (2, 1))
+    found.note(block, base, (2, 1), Block(1))
     assert not found.blocks()
