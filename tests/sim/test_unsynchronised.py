@@ -140,6 +140,26 @@ def test_an_operator_waits_for_what_is_brought_back_meanwhile(manage, monkeypatc
     assert_idle(manager)
 
 
+@pytest.mark.parametrize("way", ["read", "peek"])
+def test_a_copy_home_waits_for_what_compute_was_given_just_before(manage, monkeypatch, way):  # noqa: F811
+    manager = manage("lru")
+    ref = manager.adopt(torch.full((COUNT,), 4.0))
+    ref.add_(1)
+    residency, block = manager.residency, ref._ttr_block
+    main = residency.books.main
+    base, copy_out = block.replicas[main].base, main.copy_out
+
+    def copied(*args: Any, **kwargs: Any) -> Any:  # another thread's kernel, which writes it, ends
+        main.after_operator([], [base], flops=10**9, nbytes=0, dtype_name="float32")
+        return copy_out(*args, **kwargs)
+
+    monkeypatch.setattr(main, "copy_out", copied)
+    copier = residency.copier
+    found = copier.peek(block) if way == "peek" else copier.bring_home(block).base
+    assert found.view(torch.float32).eq(5).all()
+    assert_idle(manager)
+
+
 # One accelerator: several are clocked with each other, and refuse what is not ordered.
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - {"scatter"}))
 @pytest.mark.parametrize("_", range(ROUNDS))

@@ -185,7 +185,18 @@ class Device(PeerLinks, ABC):
 
     @abstractmethod
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:
-        """Issue a copy of all bytes of `base` into host memory; return the event of its arrival."""
+        """Issue a copy of all bytes of `base` into host memory; return the event of its arrival.
+
+        Parameters
+        ----------
+        base : Tensor
+            Has arrived, as far as compute knows.
+        destination : Tensor
+            Plain host tensor, uint8, one-dimensional, as many bytes as `base` has.
+        after : Event, optional
+            The copy starts no earlier. Without, it starts when everything is done that compute has
+            been given by then, also by other threads.
+        """
 
     @abstractmethod
     def available(self, base: Tensor) -> Event | None:

@@ -99,7 +99,7 @@ def _copy(device: Device, source: Tensor, destination: Tensor, *, into: bool) ->
         destination.copy_(source)
         return time.perf_counter_ns() - start_ns
     base = destination if into else source
-    before = device.available(base) if into else device.record()
+    before = device.available(base) if into else None
     device.synchronize()
     start_ns = device.now_ns()
     copy = device.copy_in if into else device.copy_out

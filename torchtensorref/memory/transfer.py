@@ -120,7 +120,7 @@ class Transfer:
         event = self._issue(
             "write_back",
             replica,
-            lambda: device.copy_out(replica.base, destination, after=device.record()),
+            lambda: device.copy_out(replica.base, destination),
         )
         if settings.sync:
             event.synchronize()
@@ -132,9 +132,7 @@ class Transfer:
         """Return a host copy of a replica's bytes; counted nowhere, since nothing becomes of it."""
         device = replica.device
         copied = empty_bytes(replica.nbytes)
-        self._retry(
-            lambda: device.copy_out(replica.base, copied, after=device.record())
-        ).synchronize()
+        self._retry(lambda: device.copy_out(replica.base, copied)).synchronize()
         return copied
 
     def _issue(self, kind: str, replica: Replica, issue: Callable[[], Event]) -> Event:

@@ -153,6 +153,8 @@ class CopyEngines:
         """Issue a copy to the host, as `Device.copy_out` does."""
         memory = self._memory
         resident = self._check_ends("copy_out", base, destination)
+        if after is None:
+            after = self.event_at(self._compute.reached_ns)
         written_ns = resident.written_ns
         arriving = memory.arriving.get(resident.key)
         if arriving is not None:

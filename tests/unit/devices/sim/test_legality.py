@@ -130,10 +130,11 @@ def test_copying_over_a_replica_waits_for_its_own_readers(sim):
 
 def test_copying_out_what_is_not_written_yet_is_refused(sim):
     base, home = sim.allocate(10), host_bytes(10)
+    before = sim.record()
     operate(sim, [], [base], flops=100)
     with pytest.raises(InvariantError, match="its writer"):
-        sim.copy_out(base, home)
-    sim.copy_out(base, home, after=sim.record())
+        sim.copy_out(base, home, after=before)
+    assert sim.copy_out(base, home).start_ns == sim.record().end_ns
 
 
 def test_copying_out_what_is_still_arriving_needs_an_order(sim):
