@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.interception.ready_path import SLOW
+from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.interception.watched_path import run_watched
 from torchTensorRef.memory.strategy_feed import StrategyFeed
 from torchTensorRef.operators.plan import plan_of
@@ -168,6 +169,48 @@ def test_results_that_are_not_small_end_it(world):
         if kind == "use" and what.block_id in (world.number(1), world.number(2))
     )
     assert [first < born < second for born in births] == [True]
+
+
+def test_results_that_are_gone_again_do_not_end_it(world):
+    world.expect(1, 2)
+    world.use(0)
+    for _ in range(20):
+        assert (world.x.expand(200) + 1).numel() == 200
+    assert world.weights[2]._ttr_block.ready is not None
+
+
+def test_a_write_of_what_is_at_home_too_does_not_end_it(world, monkeypatch):
+    world.expect(1, 2)
+    world.use(0)
+    world.told()
+    lease, weight = world.manager.residency.feed.lease, world.weights[2]
+    before = weight.detach().cpu().tolist()
+    assert not weight._ttr_block.owned
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(SlowPath, "run", lambda path: pytest.fail(f"{path.plan.name} was slow"))
+        weight.mul_(3)
+        weight.mul_(2)
+    assert world.manager.residency.feed.lease is lease is not None
+    world.use(3)
+    assert world.told() == [(2, True), (2, True), (3, False)]
+    assert weight.tolist() == (torch.tensor(before) * 6).tolist()
+
+
+def test_what_is_evicted_while_it_is_about_to_be_written_is_written_right(world, monkeypatch):
+    world.expect(1, 2)
+    world.use(0)
+    weight, residency = world.weights[2], world.manager.residency
+    before, open_held = weight.detach().cpu().tolist(), residency.readiness.open_held
+
+    def evicted(blocks: Any, device: Any) -> bool:
+        opened = open_held(blocks, device)
+        residency.evictor.evict_all()  # as another thread
+        return opened
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(residency.readiness, "open_held", evicted)
+        weight.mul_(3)
+    assert weight.tolist() == (torch.tensor(before) * 3).tolist()
 
 
 def test_small_results_are_told_between_the_uses_that_they_came_between(world):

@@ -114,6 +114,18 @@ def test_what_is_there_and_at_home_is_written_without_phases(listener, monkeypat
     manager.check()
 
 
+def test_a_result_that_counts_as_what_stays_at_its_first_use_takes_no_phases(listener, monkeypatch):
+    manager, strategy = listener
+    monkeypatch.setattr(strategy, "on_birth", lambda *_: 0)
+    weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0
+    made = torch.mm(x, weight)
+    assert not made._ttr_block.is_persistent
+    monkeypatch.setattr(SlowPath, "run", lambda path: pytest.fail(f"{path.plan.name} was slow"))
+    torch.mm(made, weight)
+    assert made._ttr_block.is_persistent
+    assert made._ttr_block.ready is weight._ttr_block.ready is None
+
+
 def test_operands_and_result_count_as_used_by_the_same_operator(listener):
     manager, _ = listener
     weight, x = weight_on(manager, 16, 16), manager.adopt(torch.rand(4, 16)).toGPU() + 0

@@ -71,17 +71,17 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             used[arg._ttr_block] = None
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
-    closed = closed_among(used, residency, device)
-    if not closed:
-        return SLOW
-    for block in closed:
-        if block.ready is not None or block.result is not None:
-            return SLOW  # it is not only they that keep it from the ready path
     written: list[Block] = []
     for target in targets(plan, args) if plan.writes else ():
         if not isinstance(target, TensorRef):
             return SLOW  # a formula fills the single number that it has made
         written.append(target._ttr_block)
+    closed = closed_among(used, residency, device)
+    if not closed:
+        return _run_owned(plan, args, kwargs, residency, device, written) if written else SLOW
+    for block in closed:
+        if block.ready is not None or block.result is not None:
+            return SLOW  # it is not only they that keep it from the ready path
     call = plan, args, kwargs, residency, device, used, written
     if (
         may_be_watched(residency)
@@ -143,6 +143,27 @@ def run_promised(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 @holds_operands
+def _run_owned(
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    residency: Residency,
+    device: Device,
+    written: Sequence[Block],
+) -> Any:
+    """Run an operator on what is ready, and would be written unasked but for a copy elsewhere."""
+    residency.holds.begin_operator()
+    try:
+        if residency.books.main is not device:
+            return SLOW
+        if not all(residency.own(block, device) for block in written):
+            return SLOW
+        return WAYS[plan.ready_way](plan, args, kwargs)
+    finally:
+        residency.holds.end_operator()
+
+
+@holds_operands
 def _run_opened(
     plan: OpPlan,
     args: tuple[Any, ...],
@@ -164,9 +185,11 @@ def _run_opened(
                 return SLOW
             # Before its results are there, as on the slow path: they are known by what came before.
             residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
-            out = WAYS[plan.ready_way](plan, args, kwargs)
+            # Some results count as what stays from then on, and are closed.
+            is_open = residency.readiness.open_held(list(used), device)
+            out = WAYS[plan.ready_way](plan, args, kwargs) if is_open else SLOW
         finally:
-            residency.readiness.close_watched(closed, device)
+            residency.readiness.close_watched(list(used), device)
         if out is SLOW:
             residency.feed.has_not_run(plan.kind)
         else:

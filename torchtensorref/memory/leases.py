@@ -13,14 +13,16 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..devices.base import Device
 from ..operators.plan import plan_of
 from . import core
 from .block import Block
+from .ledger import Ledger
 from .ref import TensorRef
 
 #: More uses than that are not noted: a strategy that misses some learns anew.
 MOST_USES = 4096
+#: What is made may fill this share of the budget meanwhile.
+RESULTS_SHARE = 1 / 64
 
 
 class Lease:
@@ -28,13 +30,10 @@ class Lease:
 
     Parameters
     ----------
-    device : Device
-        Where they are.
+    ledger : Ledger
+        Of the device where they are.
     blocks : sequence of Block
         Opened to the ready path; their uses are noted from now on. None is kept alive.
-    result_nbytes : int
-        Results of more bytes than that, together, end it: the strategy reckons with the room that
-        short-lived ones take, and hears only of those that are there when it is told.
 
     Attributes
     ----------
@@ -42,14 +41,24 @@ class Lease:
         The size of each block, by its number, for those that are gone when their use is told.
     """
 
-    def __init__(self, device: Device, blocks: Sequence[Block], result_nbytes: int) -> None:
-        self.device = device
-        self.result_nbytes = result_nbytes
+    def __init__(self, ledger: Ledger, blocks: Sequence[Block]) -> None:
+        self.device = ledger.device
+        self._ledger = ledger
+        self._most_nbytes = ledger.resident_nbytes + int(ledger.limit_nbytes * RESULTS_SHARE)
         self.nbytes = {block.block_id: block.nbytes for block in blocks}
         self._blocks = [weakref.ref(block) for block in blocks]
         self._results: list[weakref.ref[Block]] = []
         for block in blocks:
             block.logged_as = block.block_id
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has to end, since what is made meanwhile fills the device.
+
+        The strategy reckons with the room that short-lived results take, and hears only of those
+        that are there when it is told.
+        """
+        return self._ledger.resident_nbytes > self._most_nbytes
 
     def log_result(self, block: Block) -> None:
         """Have the uses of a result noted that is made meanwhile."""

@@ -15,8 +15,6 @@ from .states import CLEAN, DIRTY, FILLING, INVALID
 
 #: Operators on blocks up to this size run at home as long as nothing larger takes part.
 AT_HOME_NBYTES = 16
-#: Results that take more than this share of the budget end a lease.
-RESULTS_SHARE = 1 / 64
 
 
 class Readiness:
@@ -107,7 +105,7 @@ class Readiness:
         return True
 
     def open_held(self, blocks: Sequence[Block], device: Device) -> bool:
-        """Open the ready path to blocks that are held on a device; False if one cannot be."""
+        """Open the ready path to blocks that are there, or held; False if one cannot be."""
         with self._books.lock:
             closed = [block for block in blocks if block.ready is not device]
             return len(self._open(closed, device)) == len(closed)
@@ -140,8 +138,7 @@ class Readiness:
                     break
                 there.append(block)
             opened = self._open(there, device)
-            result_nbytes = int(books.ledgers[device].limit_nbytes * RESULTS_SHARE)
-            return Lease(device, opened, result_nbytes) if opened else None
+            return Lease(books.ledgers[device], opened) if opened else None
 
     def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
         """Close the ready path to those of the blocks whose uses the strategy wants to hear."""

@@ -130,6 +130,28 @@ class Residency:
         limit_nbytes = self.books.ledgers[device].budget.limit_nbytes
         raise OutOfBudgetError(device.name, need_nbytes, limit_nbytes, limit_nbytes)
 
+    def own(self, block: Block, device: Device) -> bool:
+        """Let operators write a ready block unasked: what others have of it is stale from now on.
+
+        Returns
+        -------
+        bool
+            False where it is not ready there, or others may have it all the same.
+        """
+        if block.owned:
+            return True
+        with self.books.lock:
+            replica = block.readable_on(device)
+            if replica is None or block.ready is not device or self.books.is_spread:
+                return False
+            self.holds.pin([replica])
+        try:
+            self.copier.end_write_back(block)
+            self.copier.written(block, device)
+        finally:
+            self.holds.unpin([replica])
+        return self.readiness.open_held([block], device) and block.owned
+
     def tell_operator(
         self, device: Device, held: Sequence[Replica], written: Sequence[Block]
     ) -> None:

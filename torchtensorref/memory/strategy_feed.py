@@ -128,8 +128,7 @@ class StrategyFeed:
             lease = self.lease
             if lease is not None:  # if it turns out to stay, its uses are told as those of others
                 lease.log_result(block)
-                lease.result_nbytes -= block.nbytes
-                if lease.result_nbytes < 0:
+                if lease.is_full:
                     self._readiness.close_watched(lease.blocks(), lease.device)
             self._unheard.append((block.born, weakref.ref(block)))
 
