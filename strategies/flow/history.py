@@ -4,8 +4,8 @@ The record is the sequence of accesses to persistent blocks. A *sticky cursor* p
 past: the future is taken to be what followed there. While the program does what it did then, the
 cursor only moves on, through nested periods too (the optimizer after four micro-steps, the decoder
 after twenty denoising steps). An access to another block by an equal operator is a substitution
-and moves it on as well; anything else puts it where the recent past agrees with the record
-longest.
+and moves it on as well, unless the record knows the last accesses in this very order; anything else
+puts it where the recent past agrees with the record longest.
 
 A record is a hint. It never holds a block alive, and a wrong forecast may cost time, nothing else.
 """
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from .allocation_sites import AllocationSites
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
-GRAM_LENGTHS = (24, 8, 3, 1)
+GRAM_LENGTHS = LONGEST_GRAM, *_ = (24, 8, 3, 1)
 #: Places remembered per context.
 PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
@@ -205,7 +205,8 @@ class History:
         self._append(symbol, struct)
         self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
-        if is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT:
+        is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
+        if is_in_place and self._find_place(LONGEST_GRAM) < 0:
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:
@@ -255,9 +256,17 @@ class History:
             if len(places) > PLACES_PER_GRAM:
                 del places[0]
 
-    def _find_place(self) -> int:
-        """Return where the recent past agrees with the record longest; the newest on ties."""
+    def _find_place(self, shortest: int = 1) -> int:
+        """Return where the recent past agrees with the record longest; the newest on ties.
+
+        Parameters
+        ----------
+        shortest : int, optional
+            Agreements of fewer accesses do not count: then -1, as where there is none.
+        """
         for rank, length in enumerate(GRAM_LENGTHS):
+            if length < shortest:
+                break
             if len(self._symbols) < length:
                 continue
             gram = hash(tuple(self._symbols[-length:]))

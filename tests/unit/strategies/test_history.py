@@ -78,6 +78,18 @@ def test_substitution_by_an_equal_operator_keeps_the_place():
     assert (history.leap_count, foreseen(history, 3)) == (told(layers).leap_count + 1, [3, 4, 0])
 
 
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_blocks_that_equal_operators_use_several_times_in_a_row_are_foreseen(together, times):
+    """Layers that are applied to two inputs in turn, cells of a recurrent network."""
+    layers = [tuple(range(i, i + together)) for i in range(0, 40, together)]
+    period = [(block_id, 0) for layer in layers for block_id in layer * times]
+    history = told(period * 4)
+    assert history.period == len(period)
+    assert history.confidence > 0.95
+    assert foreseen(history, len(period)) == [block_id for block_id, _ in period]
+
+
 def test_an_exception_in_the_middle_of_a_step_is_one_wrong_access():
     history = told(sweep(0, 20, 0) * 3 + sweep(0, 7, 0))
     leaps = history.leap_count
