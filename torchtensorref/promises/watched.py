@@ -34,7 +34,9 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     if not (op.may_be_ready and books.is_pressed):
         return False
     closed = closed_among(blocks, residency, device)
-    if not closed or any(b.ready is not None or b.result is not None for b in closed):
+    if not closed:
+        return _run_owned(replayer, op, blocks)
+    if any(b.ready is not None or b.result is not None for b in closed):
         return False
     are_there = all(
         (replica := block.replicas.get(device)) is not None and replica.state is not INVALID
@@ -50,6 +52,13 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     return False
 
 
+def _run_owned(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
+    written = [replayer.blocks[number] for number in op.writes]
+    if not (written and all(replayer.residency.own(b, replayer.device) for b in written)):
+        return False
+    return replayer.run_ready(op, blocks)
+
+
 def _run_opened(replayer: Replay, op: OpRecord, blocks: list[Block], closed: list[Block]) -> bool:
     residency, device = replayer.residency, replayer.device
     try:
@@ -59,9 +68,10 @@ def _run_opened(replayer: Replay, op: OpRecord, blocks: list[Block], closed: lis
         if not all(block.owned for block in written):
             return False
         residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
-        has_run = replayer.run_ready(op, blocks)
+        is_open = residency.readiness.open_held(blocks, device)
+        has_run = is_open and replayer.run_ready(op, blocks)
     finally:
-        residency.readiness.close_watched(closed, device)
+        residency.readiness.close_watched(blocks, device)
     if has_run:
         residency.feed.tell_deaths()
         residency.after_operator(device, ())
