@@ -163,6 +163,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "max": (lambda x: x.max(-1), (r(7, 3),)),
     "cumprod": (lambda x: x.cumprod(0), (r(4),)),
     "compare": (lambda x, y: torch.where(x > y, x, y), (r(3), r(3))),
+    "batch norm": (
+        lambda x, mean, var, w: F.batch_norm(x, mean.detach(), var.detach().exp(), w),
+        (r(2, 3, 4), r(3), r(3), r(3)),
+    ),
+    "parts": (lambda x: torch.ops.aten.unsafe_chunk(x, 2), (r(4, 2),)),
+    "silu": (F.silu, (r(3, 4),)),
 }
 
 
@@ -201,6 +207,9 @@ def test_python_sees_no_ready_operator(adapter, handed_over):
     _ = (a @ w + b)[1:].relu().sum()
     with torch.no_grad():
         F.linear(a, w).add_(b)
+        F.batch_norm(a, w[0], b[0])
+        torch.unsafe_chunk(a, 2)
+    F.silu(w).sum().backward()
     assert handed_over == []
     stats = manager.stats()
     assert stats["slow_op_count"] == 0 < stats["ready_op_count"]
@@ -417,7 +426,9 @@ def test_uses_that_are_told_later_are_noted_in_cpp(adapter: Callable[..., Any]) 
     del weights[2:]
     assert not strategy.heard
     assert manager.stats()["ready_op_count"] == before + len(made)
-    _ = weights[1].exp_() + x  # it is at home too, which would be stale: not for this path
+    _ = weights[1].exp_() + x  # it is at home too, which is stale then
+    assert not strategy.heard
+    manager.residency.feed.catch_up()
     told = [(use.block_id, use.is_write) for use in strategy.uses() if use.block_id in numbers]
     first, second, third, _ = numbers
     assert third == number

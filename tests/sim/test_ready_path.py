@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections import Counter
@@ -105,6 +106,7 @@ COMPOSITES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool | None]] =
     ),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (q(2, 3, 8), q(8), q(8)), True),
     "group norm": (lambda x, w: F.group_norm(x, 2, w), (q(2, 4, 3), q(4)), True),
+    "batch norm": (lambda x, m: F.batch_norm(x, m, m * m), (q(2, 4, 3), q(4)), None),
 }
 
 
@@ -219,6 +221,9 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "view of another dtype": (lambda x: x.view(torch.int32), (q(3, 8),)),
     "offset": (lambda x: (x[1:, ::2], x[:, 3], x[2:, 1:2]), (q(3, 8),)),
     "strides of one": (lambda x: (x[:, :1] + 1, x.t()[:1] * 2, x[:0].neg()), (q(3, 8),)),
+    "batch norm": (lambda x, m, v, w: F.batch_norm(x, m, v, w), (q(2, 4, 3), q(4), q(4), q(4))),
+    "parts": (lambda x: (*torch.unsafe_chunk(x, 2), x.unsafe_split(2, 1)[1]), (q(4, 6),)),
+    "silu backward": (torch.ops.aten.silu_backward.default, (q(3, 8), q(3, 8))),
     "reductions": (lambda x: (x.mean(-1, keepdim=True), x.sum([0, 1]), x.argmax()), (q(3, 8),)),
 }
 
@@ -238,7 +243,17 @@ def test_operators_on_ready_operands(ample: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["several results", "list of operands", "lists", "lists written", "new strides", "sizes"],
+    [
+        "several results",
+        "list of operands",
+        "lists",
+        "lists written",
+        "new strides",
+        "sizes",
+        "batch norm",
+        "parts",
+        "silu backward",
+    ],
 )
 def test_they_take_the_ready_path(ample: Any, name: str) -> None:
     function, sizes = OPERATORS[name]
@@ -248,7 +263,23 @@ def test_they_take_the_ready_path(ample: Any, name: str) -> None:
         with counted(ample) as found:
             function(*ours)
     assert found["slow"] == 0
-    assert found["ready"] or name == "sizes"  # those are views
+    assert found["ready"] or name in ("sizes", "parts")  # those are views
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_batch_norm_writes_its_statistics_only_in_training(ample: Any, mode: Any) -> None:
+    plain, (x,) = torch.nn.BatchNorm1d(3), made((q(4, 3),))
+    ours = ample.adopt(copy.deepcopy(plain))
+    there = ready(ample, x)[0]
+    block = ours.running_mean._ttr_block
+    host = ample.residency.books.host
+    for training in (False, True, False):
+        plain.train(training), ours.train(training)
+        with mode():
+            assert_equal(plain(x), ours(there))
+        assert (block.readable_on(host) is None) == training
+        assert_equal(list(plain.buffers()), list(ours.buffers()))
+        ample.bring_all_home()
 
 
 def test_labels_are_asked_for_where_they_differ(

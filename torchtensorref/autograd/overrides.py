@@ -209,11 +209,12 @@ _function_modes = torch._C._len_torch_function_stack
 
 def ahead(op: OpOverload) -> Treatment:
     """Make the kernel of a composite operator: as one where autograd has nothing to note."""
-    plan = plan_of(op)
-    way = WAYS[plan.ready_way]
+    any_plan = plan_of(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        is_noted = _is_grad_enabled() and _any_wants_gradients(args)
+        plan = any_plan if any_plan.reading is None else any_plan.of_call(args, kwargs)
+        way = WAYS[plan.ready_way]
+        is_noted = way is None or (_is_grad_enabled() and _any_wants_gradients(args))
         try:
             if not is_noted and may_bypass(function_modes=False):
                 result = way(plan, args, kwargs)

@@ -67,7 +67,7 @@ def give_functions() -> None:
 def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operator as one where it has to be seen; NotImplemented: in its parts."""
     try:
-        plan = plan_of(op)
+        plan = plan_of(op).of_call(args, kwargs)
         if not watch.on:
             result = _run_ready(plan, args, kwargs)
         elif watch.takes_apart:
@@ -104,9 +104,10 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     space, _, base = name.partition("::")
     op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
     plan = plan_of(op)
-    random_position = -1
-    if plan.is_random and plan.random_argument is not None:
-        random_position = plan.argument_names.index(plan.random_argument)
+    # The argument with which it is for Python, since it draws random numbers, or writes.
+    python_with = plan.writing_argument or (plan.random_argument if plan.is_random else None)
+    position = -1 if python_with is None else plan.argument_names.index(python_with)
+    plan = plan.reading or plan
     by_device = plan.op if isinstance(plan.op, ByDevice) else None
     return {
         "op": op,
@@ -119,7 +120,7 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "minds_gradients": plan.minds_gradients,
         "is_for_host": by_device is not None,
         "minds_stand_ins": by_device is not None and by_device.minds_stand_ins,
-        "random_position": random_position,
+        "python_position": position,
         "peak": int(RULES[plan.peak_nbytes]),
         "writes": plan.writes,
         "twins": tuple(-1 if twin is None else twin for twin in plan.result_of_write),

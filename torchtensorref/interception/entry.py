@@ -59,6 +59,8 @@ def dispatch(
             plan = plan_of(op)
         if _dispatch_modes():
             return _below_dispatch_modes(op, types, args, kwargs)
+        if plan.reading is not None:
+            plan = plan.of_call(args, kwargs or {})
         way = WAYS[plan.ready_way]
         in_parts = (
             plan.minds_gradients
@@ -113,7 +115,7 @@ def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     plan = getattr(op, "_ttr_plan", None)
     if plan is None or (isinstance(error, _OF_KERNELS) and not isinstance(error, _AFTER_WRITING)):
         return
-    note_written(plan, args, kwargs)
+    note_written(plan.of_call(args, kwargs), args, kwargs)
 
 
 def take_usual_path(

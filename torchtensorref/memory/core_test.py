@@ -90,7 +90,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "minds_gradients": False,
         "is_for_host": False,
         "minds_stand_ins": False,
-        "random_position": -1,
+        "python_position": -1,
         "peak": 0,
         "writes": (),
         "twins": (-1,),

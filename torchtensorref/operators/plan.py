@@ -78,6 +78,9 @@ class OpPlan:
     writes: tuple[int, ...]
     #: It leaves it to its kernel, which sees nothing but plain tensors, to count their versions.
     counts_lists: bool
+    #: The argument that decides whether it writes at all, and its plan where it does not.
+    writing_argument: str | None
+    reading: OpPlan | None
 
     # -- results --
 
@@ -144,6 +147,12 @@ class OpPlan:
             return False
         name = self.random_argument
         return name is None or bool(self.argument(name, args, kwargs))
+
+    def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+        """Return the plan of a call: another one where it could write, and does not."""
+        if self.reading is None or self.argument(self.writing_argument, args, kwargs):
+            return self
+        return self.reading
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value an argument has in a call, its default where it was left out."""
@@ -224,7 +233,7 @@ def compiled(row: Row) -> OpPlan:
     lists = tuple(i for i, kind in enumerate(types) if kind in _LIST_TYPES)
     write_names = (*(a.name for a in schema.arguments if _is_written(a)), *row.writes)
     writes = tuple(names.index(name) for name in write_names)
-    is_composite = _has_kernel(op, "CompositeImplicitAutograd")
+    is_composite = _has_kernel(op, "CompositeImplicitAutograd") and not _has_kernel(op, "CPU")
     is_declared = any(r.alias_info is not None and not _is_written(r) for r in schema.returns)
     has_device = "device" in names
     run: Any = op
@@ -255,6 +264,8 @@ def compiled(row: Row) -> OpPlan:
         reads_groups=str(op) in GROUPS,
         write_names=write_names,
         writes=writes,
+        writing_argument=row.writes_only_with,
+        reading=_reading(row),
         counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),
         returns_tensors=any("Tensor" in result for result in results),
         result_of_write=tuple(_written_twin(schema, result) for result in schema.returns),
@@ -274,12 +285,21 @@ def compiled(row: Row) -> OpPlan:
         spreads_sizes=row.binding is torch._C.TensorBase.view,
         special=row.special,
         shares=row.special is Special.SHARE,
-        peak_nbytes=row.peak_nbytes,
+        peak_nbytes=None if row.writes_only_with else row.peak_nbytes,
         own_flops=flops_of(op),
     )
     # It follows from the rest; nobody has seen the plan yet.
     object.__setattr__(plan, "ready_way", int(_ready_way(plan, row)))
+    if plan.reading is not None:  # its uses look alike
+        object.__setattr__(plan.reading, "kind", plan.kind)
     return plan
+
+
+def _reading(row: Row) -> OpPlan | None:
+    """Compile the plan of calls that write nothing, where there are such."""
+    if row.writes_only_with is None:
+        return None
+    return compiled(replace(row, writes=(), writes_only_with=None))
 
 
 def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:

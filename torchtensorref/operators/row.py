@@ -52,6 +52,8 @@ class Row:
 
     #: Arguments that it may write although they are not marked so.
     writes: tuple[str, ...] = ()
+    #: It writes those only where this argument says so.
+    writes_only_with: str | None = None
     #: Its results share memory with an argument although they are not marked so.
     aliases: bool = False
     #: The same, and as views do: pure address arithmetic on the first argument. None: where the
@@ -79,7 +81,8 @@ class Row:
     is_exact: bool = False
     #: For all overloads of the operator, before torch's own `flop_counter` is asked.
     flops: FlopRule | None = None
-    #: A composite operator with this runs as one where what it takes fits the budget.
+    #: A composite operator with this runs as one where what it takes fits the budget, and it does
+    #: not write.
     peak_nbytes: PeakRule | None = None
     #: A composite operator that torch makes of the same others whoever wants gradients, where none
     #: are noted, and whose result is never a view.

@@ -183,17 +183,30 @@ NORMALISATION = (
     Row(aten.rms_norm.default, ignores_gradients=True),
     Row(aten._fused_rms_norm.default, ignores_gradients=True),
     Row(aten._softmax.default, binding=_functions._softmax),
+    Row(
+        aten.batch_norm.default,
+        reason=_TRAINING,
+        writes=("running_mean", "running_var"),
+        writes_only_with="training",
+        binding=_functions.batch_norm,
+        peak_nbytes=peaks.norm,
+        seen_as=aten.native_batch_norm.default,
+    ),
     *(
-        Row(op, reason=_TRAINING, writes=("running_mean", "running_var"))
-        for op in (
-            aten.native_batch_norm.default,
-            aten.native_batch_norm.out,
-            aten.cudnn_batch_norm.default,
-            aten.miopen_batch_norm.default,
+        Row(
+            op,
+            reason=_TRAINING,
+            writes=("running_mean", "running_var"),
+            writes_only_with=training,
+        )
+        for op, training in (
+            (aten.native_batch_norm.default, "training"),
+            (aten.native_batch_norm.out, "training"),
+            (aten.cudnn_batch_norm.default, "training"),
+            (aten.miopen_batch_norm.default, "training"),
             # Composite: these reach us whole under inference mode, and then call the ones above.
-            aten.batch_norm.default,
-            aten.instance_norm.default,
-            aten._batch_norm_impl_index.default,
+            (aten.instance_norm.default, "use_input_stats"),
+            (aten._batch_norm_impl_index.default, "training"),
         )
     ),
 )
@@ -239,7 +252,7 @@ VIEWS = (
         host_operands=("nested_size", "nested_strides", "offsets"),
     ),
     *(
-        Row(op, reason="views that may be written without invalidating one another", aliases=True)
+        Row(op, reason="views that may be written without invalidating one another", is_view=True)
         for op in (
             aten.unsafe_split.Tensor,
             aten.unsafe_split_with_sizes.default,

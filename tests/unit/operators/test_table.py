@@ -69,7 +69,22 @@ def test_only_composites_with_one_result_run_as_one():
         key = "CompositeImplicitAutograd"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
         assert [str(result.type) for result in op._schema.returns] == ["Tensor"]
-        assert plan_of(op).ready_way == ReadyWay.WHOLE
+        plan = plan_of(op)
+        assert (plan.reading or plan).ready_way == ReadyWay.WHOLE
+
+
+def test_only_calls_that_write_nothing_go_by_the_other_plan():
+    for row in ROWS:
+        plan = plan_of(row.op)
+        assert (plan.reading is None) == (row.writes_only_with is None)
+        if plan.reading is not None:
+            assert set(plan.write_names) > set(plan.reading.write_names)
+            assert plan.reading.kind == plan.kind
+            assert plan.ready_way == ReadyWay.NONE
+    plan, x = plan_of(aten.native_batch_norm.default), torch.ones(1)
+    assert plan.of_call((x, x, x, x, x, True, 0.1, 1e-5), {}) is plan
+    assert plan.of_call((x, x, x, x, x, False, 0.1, 1e-5), {}) is plan.reading
+    assert plan.of_call((x, x, x, x, x), {"training": True}) is plan
 
 
 def test_what_is_random_only_sometimes_is_tagged_as_random():

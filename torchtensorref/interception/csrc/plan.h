@@ -37,7 +37,7 @@ struct Plan {
   bool shares = false;        // a copy of a large block costs nothing on the slow path
   bool minds_labels = false, minds_gradients = false, is_for_host = false;
   bool minds_stand_ins = false;  // Python looks at what its forward operator has left
-  int16_t random_position = -1;  // the argument that makes it draw random numbers
+  int16_t python_position = -1;  // the argument that leaves it to Python: it draws random numbers, or writes
   Peak peak = Peak::kNotWhole;
 
   bool runs_above() const { return may_be_ready && !is_view && !writes; }
@@ -82,7 +82,7 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   plan.op = said["op"].cast<py::object>().release().ptr();
   for (auto [name, member] : kSaid) plan.*member = said[name].cast<bool>();
   plan.may_be_ready = plan.may_be_ready && schema.name().compare(0, 6, "aten::") == 0;
-  plan.random_position = said["random_position"].cast<int16_t>();
+  plan.python_position = said["python_position"].cast<int16_t>();
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])
     for (auto& slot : plan.slots)

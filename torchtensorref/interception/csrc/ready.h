@@ -124,9 +124,9 @@ class ReadyCall {
     if (plan_.minds_stand_ins && world.has_stand_ins.load(std::memory_order_relaxed)) return false;
     for (auto i : plan_.devices)
       if (!argument(i).isNone()) return false;
-    if (plan_.random_position >= 0) {
-      const IValue& draws = argument(plan_.random_position);
-      if ((draws.isBool() && draws.toBool()) || (draws.isDouble() && draws.toDouble() != 0.0)) return false;
+    if (plan_.python_position >= 0) {
+      const IValue& decides = argument(plan_.python_position);
+      if ((decides.isBool() && decides.toBool()) || (decides.isDouble() && decides.toDouble() != 0.0)) return false;
     }
     return true;
   }
