@@ -89,6 +89,24 @@ def test_a_device_that_a_call_names_is_a_label(manager, is_open):
         assert is_there(manager, made + 1)
 
 
+def test_what_is_made_beside_a_ready_tensor_takes_the_ready_path(manager):
+    x = manager.adopt(torch.rand(300, 300)) + 1
+    before = manager.stats()
+    made = (
+        x.double(),
+        x.to(torch.float16),
+        torch.zeros_like(x),
+        torch.full_like(x, 2.0, dtype=torch.int64),
+        x.new_empty((3, 4)),
+    )
+    after = manager.stats()
+    assert after["slow_op_count"] == before["slow_op_count"]
+    assert after["ready_op_count"] == before["ready_op_count"] + len(made)
+    for one in made:
+        assert one.device.type == "cpu"
+        assert is_there(manager, one)
+
+
 def test_attention_and_lstms_that_were_chosen_for_the_host(manager):
     q = manager.adopt(torch.rand(2, 4, 5, 8)).requires_grad_()
     nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from torch import nn
 
 from torchTensorRef.memory import ledger as ledgers
 from torchTensorRef.operators import peaks
+from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.operators.table import ROWS
 
 from ..support.differential import differences
@@ -285,15 +287,18 @@ def test_batch_norm_writes_its_statistics_only_in_training(ample: Any, mode: Any
 def test_labels_are_asked_for_where_they_differ(
     ample: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a real accelerator, an operator that may name a device is looked at in the slow path."""
+    """With a real accelerator, what may make its result anywhere is looked at in the slow path."""
     (x,) = ready(ample, torch.rand(3, 8))
+    anywhere = dataclasses.replace(plan_of(torch.ops.aten.neg.default), minds_labels=True)
+    monkeypatch.setattr(torch.ops.aten.neg.default, "_ttr_plan", anywhere)
+    assert plan_of(torch.ops.aten.linspace.Tensor_Tensor).minds_labels
     found = []
     for differ in (False, True, False):
         monkeypatch.setattr(ample.residency.books, "labels_differ", differ)
         with counted(ample) as counts, torch.no_grad():
-            torch.zeros_like(x), torch.neg(x)
+            torch.zeros_like(x), x.double(), torch.neg(x)
         found.append((counts["ready"], counts["slow"]))
-    assert found == [(2, 0), (1, 1), (2, 0)]
+    assert found == [(3, 0), (2, 1), (3, 0)]
 
 
 def test_training_takes_the_ready_path(ample: Any) -> None:

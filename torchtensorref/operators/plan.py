@@ -258,7 +258,9 @@ def compiled(row: Row) -> OpPlan:
         ),
         has_device=has_device,
         host_operands=row.host_operands,
-        minds_labels=has_device or bool(row.host_operands) or row.makes_on_host,
+        minds_labels=(has_device and not _makes_beside_self(schema))
+        or bool(row.host_operands)
+        or row.makes_on_host,
         reads_part=row.reads is not Reads.ALL,
         gathers_rows=row.reads is Reads.ROWS,
         reads_groups=str(op) in GROUPS,
@@ -328,6 +330,12 @@ def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:
         if plan.list_positions == (0,) and str(arguments[0].type) == "List[Tensor]":
             return ReadyWay.ANY if plan.writes else ReadyWay.LISTED
     return ReadyWay.ANY
+
+
+def _makes_beside_self(schema: Any) -> bool:
+    """Whether it makes its result where `self` is, unless a call names a device."""
+    first = schema.arguments[0]
+    return first.name == "self" and str(first.type) == "Tensor"
 
 
 def _is_written(argument: Any) -> bool:
