@@ -158,6 +158,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "softmax": (lambda x: x.softmax(-1), (r(3, 4),)),
     "complex": (lambda x: torch.view_as_complex(x).conj() * 2, (r(3, 2),)),
     "dtype": (lambda x: x.to(torch.float64), (r(3),)),
+    "dtype and device": (lambda x: x.to("cpu", torch.float64), (r(3),)),
+    "softmax of another dtype": (lambda x: x.softmax(-1, dtype=torch.float64), (r(3, 4),)),
     "one hot": (F.one_hot, (torch.tensor([2, 0, 1]),)),
     "gather": (lambda x, i: x.gather(0, i), (r(7, 3), torch.tensor([[1, 6, 0]]))),
     "max": (lambda x: x.max(-1), (r(7, 3),)),

@@ -296,7 +296,7 @@ def test_labels_are_asked_for_where_they_differ(
     for differ in (False, True, False):
         monkeypatch.setattr(ample.residency.books, "labels_differ", differ)
         with counted(ample) as counts, torch.no_grad():
-            torch.zeros_like(x), x.double(), torch.neg(x)
+            torch.zeros_like(x), x.to("cpu", torch.float64), torch.neg(x)
         found.append((counts["ready"], counts["slow"]))
     assert found == [(3, 0), (2, 1), (3, 0)]
 

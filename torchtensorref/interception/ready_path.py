@@ -43,8 +43,10 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
     most operators cost.
     """
     first = args[0]
-    if not isinstance(first, TensorRef) or (kwargs and not plan.allows(kwargs)):
+    if not isinstance(first, TensorRef) or (kwargs and not plan.allows(kwargs, first)):
         return SLOW
+    if kwargs and "device" in kwargs:
+        kwargs = {**kwargs, "device": None}
     device = first._ttr_block.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
     if device is not residency.books.ready_device and device is not residency.books.ready_host:
@@ -152,11 +154,11 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     first: Any = flat[0] if flat else None
     if (
         not isinstance(first, TensorRef)
-        or (kwargs and not plan.allows(kwargs))
+        or (kwargs and not plan.allows(kwargs, first))
         or (not plan.makes_dense and first.is_complex())
     ):
         return SLOW
-    kwargs = kwargs or _NO_KWARGS
+    kwargs = {**kwargs, "device": None} if kwargs and "device" in kwargs else kwargs or _NO_KWARGS
     residency: Any = tensorsManager._residency
     device = first._ttr_block.ready
     if (

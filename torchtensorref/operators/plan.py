@@ -133,9 +133,11 @@ class OpPlan:
         is_placed = self.reads_part or self.reads_groups or self.is_random or self.host_operands
         return not is_placed and self.special is None
 
-    def allows(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with such keywords may take the ready path."""
-        if kwargs.get("device") is not None:
+    def allows(self, kwargs: dict[str, Any], first: Any) -> bool:
+        """Whether a call with such keywords, and this first operand, may take the ready path."""
+        asked = kwargs.get("device")
+        # What is made beside `self` gets its label: to name that is to name none.
+        if asked is not None and (self.minds_labels or torch.device(asked) != first.device):
             return False
         return not self.has_kwarg_tensors or not any(
             isinstance(value, _HOLDS_TENSORS) for value in kwargs.values()
@@ -334,8 +336,9 @@ def _ready_way(plan: OpPlan, row: Row) -> ReadyWay:
 
 def _makes_beside_self(schema: Any) -> bool:
     """Whether it makes its result where `self` is, unless a call names a device."""
-    first = schema.arguments[0]
-    return first.name == "self" and str(first.type) == "Tensor"
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    is_first = schema.arguments[0].name == "self" and types["self"] == "Tensor"
+    return is_first and types.get("device") == "Optional[Device]"
 
 
 def _is_written(argument: Any) -> bool:

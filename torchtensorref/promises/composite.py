@@ -58,7 +58,7 @@ def _peak_nbytes(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     if not refs or refs[0] is not args[0] or any(ref.is_complex() for ref in refs):
         return None
-    if plan.draws_random(args, kwargs) or not plan.allows(kwargs):
+    if plan.draws_random(args, kwargs) or not plan.allows(kwargs, args[0]):
         return None
     assert plan.peak_nbytes is not None
     return plan.peak_nbytes(*args, **kwargs)

@@ -192,7 +192,8 @@ def _is_like(parts: list[OpRecord], whole: OpRecord) -> bool:
 
 
 def _may_be_ready(plan: OpPlan, operands: Operands) -> bool:
-    return plan.ready_way != ReadyWay.NONE and plan.allows(operands.kwargs)
+    first = operands.args[0] if operands.args else None
+    return plan.ready_way != ReadyWay.NONE and plan.allows(operands.kwargs, first)
 
 
 def _may_be_fetched(plan: OpPlan, operands: Operands) -> bool:

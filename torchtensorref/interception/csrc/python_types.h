@@ -171,8 +171,7 @@ inline PyGetSetDef block_fields[] = {
 // What only Python reads and writes.
 inline PyMemberDef block_members[] = {
     {"settled", T_OBJECT, offsetof(PyBlock, replicas), READONLY},  // the replicas if they are there, or None
-    {"use_count", T_INT, offsetof(PyBlock, use_count)},
-    {"given_by_value_count", T_INT, offsetof(PyBlock, given_by_value_count)},
+    {"use_count", T_INT, offsetof(PyBlock, use_count)}, {"given_by_value_count", T_INT, offsetof(PyBlock, given_by_value_count)},
     {"is_persistent", T_BOOL, offsetof(PyBlock, is_persistent)}, {"is_kept", T_BOOL, offsetof(PyBlock, is_kept)},
     {"is_rehoused", T_BOOL, offsetof(PyBlock, is_rehoused)},
     {},
@@ -267,8 +266,7 @@ int set_place(PyObject* self, PyObject* value, void*) {
 }
 inline void free_books(PyObject* self) {
   auto* books = reinterpret_cast<PyBooks*>(self);
-  Py_CLEAR(books->ready_device);
-  Py_CLEAR(books->ready_host);
+  for (PyObject** place : {&books->ready_device, &books->ready_host}) Py_CLEAR(*place);
   Py_TYPE(self)->tp_free(self);
 }
 inline PyGetSetDef books_fields[] = {

@@ -122,13 +122,16 @@ class ReadyCall {
   bool may_run() const {
     if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
     if (plan_.minds_stand_ins && world.has_stand_ins.load(std::memory_order_relaxed)) return false;
+    if (names_another_device()) return false;
+    return plan_.python_position < 0 || !is_set(argument(plan_.python_position));
+  }
+  static bool is_set(const IValue& value) { return (value.isBool() && value.toBool()) || (value.isDouble() && value.toDouble() != 0.0); }
+
+  // What is made beside `self` gets its label: to name that is to name none.
+  bool names_another_device() const {
     for (auto i : plan_.devices)
-      if (!argument(i).isNone()) return false;
-    if (plan_.python_position >= 0) {
-      const IValue& decides = argument(plan_.python_position);
-      if ((decides.isBool() && decides.toBool()) || (decides.isDouble() && decides.toDouble() != 0.0)) return false;
-    }
-    return true;
+      if (!argument(i).isNone() && (plan_.minds_labels || argument(0).toTensor().device() != argument(i).toDevice())) return true;
+    return false;
   }
 
   bool look(const at::Tensor& tensor, bool is_written) {
@@ -162,9 +165,7 @@ class ReadyCall {
   void push_plain() {
     stack_.reserve(stack_.size() + plan_.arg_count);
     size_t next = 0;
-    auto plain_of = [&](const at::Tensor& tensor) -> at::Tensor {
-      return is_ref(tensor) ? operands_.all[next++].plain : tensor;
-    };
+    auto plain_of = [&](const at::Tensor& tensor) { return is_ref(tensor) ? operands_.all[next++].plain : tensor; };
     auto slot = plan_.slots.begin();
     for (size_t i = 0; i < plan_.arg_count; ++i) {
       IValue value = argument(i);
@@ -178,6 +179,7 @@ class ReadyCall {
           value = std::move(list);
         }
       }
+      if (value.isDevice()) value = IValue();  // it is where the operands are
       stack_.push_back(std::move(value));
     }
   }

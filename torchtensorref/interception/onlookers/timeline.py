@@ -209,7 +209,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     is_ref = isinstance(first, TensorRef)
     draws = plan.draws_random(args, kwargs)
     known = {
-        "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs),
+        "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs, first),
         "fetched": plan.may_be_fetched,
         "on_host": draws and is_ref and first.device.type == "cpu",
         "reads_part": plan.reads_part,
