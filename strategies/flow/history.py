@@ -353,9 +353,10 @@ class History:
                 distance += 1
 
     def next_ones(self, limit: int) -> Iterator[int]:
-        """Yield the blocks whose accesses are forecast next, while they are alive.
+        """Yield the blocks whose accesses are forecast next, of so many accesses.
 
-        What is to be made until then is passed over.
+        What is to be made until then is passed over, and what is gone: the program will use what it
+        makes instead.
         """
         cursor, names = self.cursor, self._names
         if cursor < 0:
@@ -365,9 +366,8 @@ class History:
             if symbol in names.born_at and names.next_birth(symbol, cursor) <= position:
                 continue
             block_id = self._bearer_of.get(symbol, symbol)
-            if block_id not in self._nbytes:
-                return
-            yield block_id
+            if block_id in self._nbytes:
+                yield block_id
 
     # -- bounds ------------------------------------------------------------------------------
 

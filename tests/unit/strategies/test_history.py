@@ -182,7 +182,7 @@ def test_what_is_to_be_made_until_then_is_passed_over():
     history.access(0, 8, 0)
     assert list(history.next_ones(5)) == [1, made, 2, 3]
     history.death(2)
-    assert list(history.next_ones(5)) == [1, made], "nobody knows what comes in its place"
+    assert list(history.next_ones(5)) == [1, made, 3], "something else comes in its place"
 
 
 def test_what_outlives_its_birth_place_gets_an_identity_of_its_own():
