@@ -63,7 +63,7 @@ def dispatch(
             plan = plan.of_call(args, kwargs or {})
         way = WAYS[plan.ready_way]
         in_parts = (
-            plan.minds_gradients
+            plan.comes_in_parts
             and _is_inference_mode()
             and not as_one
             and _is_for_parts(plan, args, kwargs)
@@ -99,13 +99,12 @@ def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
     does is multiplied with rows laid out anew, another in batches), and plain tensors do not say:
     it has to be taken apart, as autograd does elsewhere. Nor is it one view that it makes of normal
     tensors, nor one write: it is its parts that count their versions, and whose views are views.
-    Where a rule knows its peak, it is made of the same either way (`operators/peaks.py`); nested
-    tensors have another one.
+    And its parts are ready where it is not, since its result may be an operand, or a view. Where a
+    rule knows its peak, it is made of the same either way (`operators/peaks.py`); nested tensors
+    have another one.
     """
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(x.is_nested for x in tensors) or all(x.is_inference() for x in tensors):
-        return False
-    return known_peak(plan, args, kwargs or {}) is None
+    tensors = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return not any(x.is_nested for x in tensors) and known_peak(plan, args, kwargs or {}) is None
 
 
 def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Any) -> None:

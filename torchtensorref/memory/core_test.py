@@ -87,7 +87,6 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "makes_dense": True,
         "shares": False,
         "minds_labels": False,
-        "minds_gradients": False,
         "is_for_host": False,
         "minds_stand_ins": False,
         "python_position": -1,

@@ -107,8 +107,8 @@ class OpPlan:
 
     # -- how it runs --
 
-    #: It is made of others, and of which depends on who wants gradients, also where none are noted.
-    minds_gradients: bool
+    #: Autograd takes it apart, into which others may depend on who wants gradients.
+    comes_in_parts: bool
     #: A `ReadyWay`, as a plain integer: an index that Python reads in no time.
     ready_way: int
     #: What runs it on plain tensors in the least time.
@@ -281,9 +281,7 @@ def compiled(row: Row) -> OpPlan:
         makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,
-        minds_gradients=is_composite
-        and not row.ignores_gradients
-        and not any(_has_kernel(op, key) for key in ("CPU", "ADInplaceOrView")),
+        comes_in_parts=is_composite and not _has_kernel(op, "ADInplaceOrView"),
         ready_way=ReadyWay.NONE,
         binding=row.binding or (op._op if type(run) is OpOverload else run),
         spreads_sizes=row.binding is torch._C.TensorBase.view,

@@ -84,9 +84,6 @@ class Row:
     #: A composite operator with this runs as one where what it takes fits the budget, and it does
     #: not write.
     peak_nbytes: PeakRule | None = None
-    #: A composite operator that torch makes of the same others whoever wants gradients, where none
-    #: are noted, and whose result is never a view.
-    ignores_gradients: bool = False
 
     # -- what strategies know it by --
 

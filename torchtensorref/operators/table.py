@@ -180,8 +180,6 @@ NORMALISATION = (
         peak_nbytes=peaks.norm,
         seen_as=aten.native_group_norm.default,
     ),
-    Row(aten.rms_norm.default, ignores_gradients=True),
-    Row(aten._fused_rms_norm.default, ignores_gradients=True),
     Row(aten._softmax.default, binding=_functions._softmax),
     Row(
         aten.batch_norm.default,

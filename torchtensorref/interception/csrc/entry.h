@@ -127,10 +127,9 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
   if (!plan.is_composite) return op.redispatchBoxed(further, stack);
   WithFactories here(true);
-  // In inference mode autograd takes nothing apart; what is made may depend on who wants gradients, but of nested tensors, and parts count versions and make views.
-  const bool in_parts = c10::InferenceMode::is_enabled() && plan.minds_gradients &&
-                        !keys.has_any(DispatchKeySet(DispatchKey::NestedTensor)) && peak_nbytes(plan, plan.arguments(*stack)) < 0 &&
-                        has_operand(plan, *stack, [](const at::Tensor& operand) { return operand.defined() && !operand.is_inference(); });
+  // In inference mode autograd takes nothing apart; its kernel does all the same, but of nested tensors: parts are ready, count versions and make views.
+  const bool in_parts = c10::InferenceMode::is_enabled() && plan.comes_in_parts &&
+                        !keys.has_any(DispatchKeySet(DispatchKey::NestedTensor)) && peak_nbytes(plan, plan.arguments(*stack)) < 0;
   op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 

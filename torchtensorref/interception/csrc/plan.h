@@ -27,15 +27,15 @@ struct Plan {
   c10::SmallVector<uint16_t, 2> devices;  // arguments that name a device
   c10::SmallVector<int16_t, 2> twins;     // for each result, the argument that it hands back; -1
   size_t arg_count = 0, positional_count = 0;
-  bool is_composite = false, is_factory = false;  // a factory takes no tensor and makes one
+  bool is_composite = false, comes_in_parts = false;  // autograd takes the second apart
   PyObject* op = nullptr;  // torch.ops' object
 
   // As Python's plan says:
-  bool may_be_ready = false;  // it may run here at all
+  bool may_be_ready = false, is_factory = false;  // it may run here at all; it takes no tensor and makes one
   bool is_view = false, writes = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
-  bool minds_labels = false, minds_gradients = false, is_for_host = false;
+  bool minds_labels = false, is_for_host = false;
   bool minds_stand_ins = false;  // Python looks at what its forward operator has left
   int16_t python_position = -1;  // the argument that leaves it to Python: it draws random numbers, or writes
   Peak peak = Peak::kNotWhole;
@@ -63,7 +63,7 @@ inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
     {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels},
-    {"minds_gradients", &Plan::minds_gradients}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
+    {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
 inline bool holds_tensors(const c10::Type& type, bool& is_list) {
@@ -95,6 +95,7 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   plan->arg_count = arguments.size();
   plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
+  plan->comes_in_parts = plan->is_composite && !op.hasKernelForDispatchKey(DispatchKey::ADInplaceOrView);
   for (size_t i = 0; i < arguments.size(); ++i) {
     bool is_list = false;
     const auto& type = *arguments[i].real_type();
