@@ -152,9 +152,10 @@ class OpPlan:
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Return the plan of a call: another one where it could write, and does not."""
-        if self.reading is None or self.argument(self.writing_argument, args, kwargs):
+        if self.reading is None or self.writing_argument is None:
             return self
-        return self.reading
+        writes = self.argument(self.writing_argument, args, kwargs)
+        return self if writes else self.reading
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value an argument has in a call, its default where it was left out."""
