@@ -169,6 +169,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x, mean, var, w: F.batch_norm(x, mean.detach(), var.detach().exp(), w),
         (r(2, 3, 4), r(3), r(3), r(3)),
     ),
+    "instance norm": (F.instance_norm, (r(2, 3, 4),)),
     "parts": (lambda x: torch.ops.aten.unsafe_chunk(x, 2), (r(4, 2),)),
     "silu": (F.silu, (r(3, 4),)),
 }

@@ -104,9 +104,11 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     space, _, base = name.partition("::")
     op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
     plan = plan_of(op)
-    # The argument with which it is for Python, since it draws random numbers, or writes.
-    python_with = plan.writing_argument or (plan.random_argument if plan.is_random else None)
-    position = -1 if python_with is None else plan.argument_names.index(python_with)
+    # The arguments with which it is for Python, since it draws random numbers, or writes.
+    python_with = plan.writing_arguments
+    if plan.is_random and plan.random_argument is not None:
+        python_with = (plan.random_argument,)
+    positions = tuple(plan.argument_names.index(name) for name in python_with)
     plan = plan.reading or plan
     by_device = plan.op if isinstance(plan.op, ByDevice) else None
     return {
@@ -119,7 +121,7 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "minds_labels": plan.minds_labels,
         "is_for_host": by_device is not None,
         "minds_stand_ins": by_device is not None and by_device.minds_stand_ins,
-        "python_position": position,
+        "python_positions": positions,
         "peak": int(RULES[plan.peak_nbytes]),
         "writes": plan.writes,
         "twins": tuple(-1 if twin is None else twin for twin in plan.result_of_write),

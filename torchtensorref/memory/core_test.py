@@ -89,7 +89,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "minds_labels": False,
         "is_for_host": False,
         "minds_stand_ins": False,
-        "python_position": -1,
+        "python_positions": (),
         "peak": 0,
         "writes": (),
         "twins": (-1,),

@@ -78,8 +78,8 @@ class OpPlan:
     writes: tuple[int, ...]
     #: It leaves it to its kernel, which sees nothing but plain tensors, to count their versions.
     counts_lists: bool
-    #: The argument that decides whether it writes at all, and its plan where it does not.
-    writing_argument: str | None
+    #: It writes only where all of these are given, and not false; its plan where it does not.
+    writing_arguments: tuple[str, ...]
     reading: OpPlan | None
 
     # -- results --
@@ -152,10 +152,10 @@ class OpPlan:
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Return the plan of a call: another one where it could write, and does not."""
-        if self.reading is None or self.writing_argument is None:
+        if self.reading is None:
             return self
-        writes = self.argument(self.writing_argument, args, kwargs)
-        return self if writes else self.reading
+        said = [self.argument(name, args, kwargs) for name in self.writing_arguments]
+        return self.reading if any(one is None or one is False for one in said) else self
 
     def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the value an argument has in a call, its default where it was left out."""
@@ -269,7 +269,9 @@ def compiled(row: Row) -> OpPlan:
         reads_groups=str(op) in GROUPS,
         write_names=write_names,
         writes=writes,
-        writing_argument=row.writes_only_with,
+        writing_arguments=()
+        if row.writes_only_with is None
+        else (row.writes_only_with, *row.writes),
         reading=_reading(row),
         counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),
         returns_tensors=any("Tensor" in result for result in results),

@@ -52,7 +52,7 @@ class Row:
 
     #: Arguments that it may write although they are not marked so.
     writes: tuple[str, ...] = ()
-    #: It writes those only where this argument says so.
+    #: It writes those only where this argument says so, and they are given.
     writes_only_with: str | None = None
     #: Its results share memory with an argument although they are not marked so.
     aliases: bool = False

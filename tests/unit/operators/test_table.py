@@ -84,6 +84,7 @@ def test_only_calls_that_write_nothing_go_by_the_other_plan():
     assert plan.of_call((x, x, x, x, x, True, 0.1, 1e-5), {}) is plan
     assert plan.of_call((x, x, x, x, x, False, 0.1, 1e-5), {}) is plan.reading
     assert plan.of_call((x, x, x, x, x), {"training": True}) is plan
+    assert plan.of_call((x, x, x, None, None, True, 0.1, 1e-5), {}) is plan.reading
 
 
 def test_what_is_random_only_sometimes_is_tagged_as_random():

@@ -19,10 +19,7 @@ using torch::jit::Stack;
 enum class Peak : int8_t { kNotWhole, kLinear, kMatmul, kAttention, kNorm };
 
 struct Plan {
-  struct Slot {
-    uint16_t index;
-    bool is_list, is_written;
-  };
+  struct Slot { uint16_t index; bool is_list, is_written; };
   c10::SmallVector<Slot, 4> slots;        // arguments that are tensors, or lists of them
   c10::SmallVector<uint16_t, 2> devices;  // arguments that name a device
   c10::SmallVector<int16_t, 2> twins;     // for each result, the argument that it hands back; -1
@@ -37,7 +34,7 @@ struct Plan {
   bool shares = false;        // a copy of a large block costs nothing on the slow path
   bool minds_labels = false, is_for_host = false;
   bool minds_stand_ins = false;  // Python looks at what its forward operator has left
-  int16_t python_position = -1;  // the argument that leaves it to Python: it draws random numbers, or writes
+  c10::SmallVector<int16_t, 4> python_positions;  // where all of these are set it draws random numbers, or writes
   Peak peak = Peak::kNotWhole;
 
   bool runs_above() const { return may_be_ready && !is_view && !writes; }
@@ -82,7 +79,7 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   plan.op = said["op"].cast<py::object>().release().ptr();
   for (auto [name, member] : kSaid) plan.*member = said[name].cast<bool>();
   plan.may_be_ready = plan.may_be_ready && schema.name().compare(0, 6, "aten::") == 0;
-  plan.python_position = said["python_position"].cast<int16_t>();
+  for (auto position : said["python_positions"]) plan.python_positions.push_back(position.cast<int16_t>());
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])
     for (auto& slot : plan.slots)

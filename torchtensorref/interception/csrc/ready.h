@@ -123,9 +123,12 @@ class ReadyCall {
     if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
     if (plan_.minds_stand_ins && world.has_stand_ins.load(std::memory_order_relaxed)) return false;
     if (names_another_device()) return false;
-    return plan_.python_position < 0 || !is_set(argument(plan_.python_position));
+    const auto& which = plan_.python_positions;
+    return which.empty() || !std::all_of(which.begin(), which.end(), [this](auto i) { return is_set(argument(i)); });
   }
-  static bool is_set(const IValue& value) { return (value.isBool() && value.toBool()) || (value.isDouble() && value.toDouble() != 0.0); }
+  static bool is_set(const IValue& value) {
+    return value.isBool() ? value.toBool() : value.isDouble() ? value.toDouble() != 0.0 : value.isTensor() && value.toTensor().defined();
+  }
 
   // What is made beside `self` gets its label: to name that is to name none.
   bool names_another_device() const {
