@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from .allocation_sites import AllocationSites
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
-GRAM_LENGTHS = LONGEST_GRAM, *_ = (24, 8, 3, 1)
+GRAM_LENGTHS = (24, 8, 3, 1)
 #: Places remembered per context.
 PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
@@ -206,7 +206,7 @@ class History:
         self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
-        if is_in_place and self._find_place(LONGEST_GRAM) < 0:
+        if is_in_place and self._find_place(GRAM_LENGTHS[0]) < 0:
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:

@@ -154,8 +154,8 @@ def _run_owned(
     """Run an operator on what is ready, and would be written unasked but for a copy elsewhere."""
     residency.holds.begin_operator()
     try:
-        if residency.books.main is not device:
-            return SLOW
+        if residency.books.main is not device or all(block.owned for block in written):
+            return SLOW  # it is not only that
         if not all(residency.own(block, device) for block in written):
             return SLOW
         return WAYS[plan.ready_way](plan, args, kwargs)

@@ -54,7 +54,9 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
 
 def _run_owned(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     written = [replayer.blocks[number] for number in op.writes]
-    if not (written and all(replayer.residency.own(b, replayer.device) for b in written)):
+    if all(block.owned for block in written):
+        return False
+    if not all(replayer.residency.own(block, replayer.device) for block in written):
         return False
     return replayer.run_ready(op, blocks)
 
