@@ -126,6 +126,18 @@ def test_written_in_place(right):
     right(program)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int8, torch.uint8])
+def test_a_size_that_indices_of_any_dtype_say(right, dtype):
+    """ptwt has them of its values' dtype; torch takes them for whole numbers."""
+
+    def program(bring: Bring) -> Any:
+        indices, values = torch.tensor([[0, 5], [127, 3]]).to(dtype), bring(torch.ones(2, 3))
+        s = torch.sparse_coo_tensor(bring(indices), values)
+        return [s.size(), s.to_dense()]
+
+    right(program)
+
+
 def test_resized_in_place(right):
     """An optimizer for sparse gradients begins with `grad.new().resize_as_(grad)`."""
 

@@ -151,7 +151,7 @@ def _with_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     indices: Any = known.get("indices")
     if "size" in known or not getattr(indices, "_ttr_block", None) or indices.dim() != 2:
         return kwargs
-    sizes = (indices.amax(1) + 1).tolist() if indices.numel() else [0] * indices.size(0)
+    sizes = (indices.amax(1).long() + 1).tolist() if indices.numel() else [0] * indices.size(0)
     return {**kwargs, "size": (*sizes, *getattr(known.get("values"), "shape", (0,))[1:])}
 
 
