@@ -210,10 +210,13 @@ _function_modes = torch._C._len_torch_function_stack
 def ahead(op: OpOverload) -> Treatment:
     """Make the kernel of a composite operator: as one where autograd has nothing to note."""
     any_plan = plan_of(op)
+    any_way = WAYS[any_plan.ready_way]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        plan = any_plan if any_plan.reading is None else any_plan.of_call(args, kwargs)
-        way = WAYS[plan.ready_way]
+        plan, way = any_plan, any_way
+        if plan.reading is not None:
+            plan = plan.of_call(args, kwargs)
+            way = WAYS[plan.ready_way]
         is_noted = way is None or (_is_grad_enabled() and _any_wants_gradients(args))
         try:
             if not is_noted and may_bypass(function_modes=False):
