@@ -144,6 +144,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "matmul": (torch.matmul, (r(2, 3, 4), r(2, 4, 5))),
     "linear": (F.linear, (r(2, 4), r(3, 4), r(3))),
     "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w), (r(3, 4), r(4))),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (4,), w), (r(3, 4), r(4))),
     "attention": (F.scaled_dot_product_attention, (r(1, 2, 3, 4), r(1, 2, 5, 4), r(1, 2, 5, 4))),
     "cat": (lambda *x: torch.cat(x, -1), (r(2, 3), r(2, 2))),
     "stack": (lambda *x: torch.stack(x), (r(2), r(2), r(2))),
@@ -334,7 +335,7 @@ def test_the_rules_of_peaks_are_those_of_python(adapter, kind):
             (r(2, 3, 4),) * 3,
             (*(r(1, 2, 3, 4),) * 3, r(3, 3).requires_grad_()),
         ],
-        "norm": [(r(2, 3),)],
+        "norm": [(r(2, 3),), (r(2, 3).bfloat16(),), (r(2, 3).double(),)],
     }
     rule: Any = getattr(peaks, kind)
     number = int(cpp_path.RULES[rule])

@@ -109,6 +109,7 @@ COMPOSITES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool | None]] =
     "layer norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (q(2, 3, 8), q(8), q(8)), True),
     "group norm": (lambda x, w: F.group_norm(x, 2, w), (q(2, 4, 3), q(4)), True),
     "batch norm": (lambda x, m: F.batch_norm(x, m, m * m), (q(2, 4, 3), q(4)), None),
+    "rms norm": (lambda x, w: F.rms_norm(x, (8,), w), (q(2, 3, 8), q(8)), True),
 }
 
 

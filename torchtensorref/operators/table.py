@@ -180,6 +180,12 @@ NORMALISATION = (
         peak_nbytes=peaks.norm,
         seen_as=aten.native_group_norm.default,
     ),
+    Row(
+        aten.rms_norm.default,
+        binding=_functions.rms_norm,
+        peak_nbytes=peaks.norm,
+        seen_as=aten.mul.Tensor,  # which reads the weight
+    ),
     Row(aten._softmax.default, binding=_functions._softmax),
     Row(
         aten.batch_norm.default,

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef.interception.handlers import HANDLERS
 from torchTensorRef.interception.ready_path import WAYS
@@ -151,3 +152,35 @@ def test_every_operator_between_processes_has_its_row():
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(libraries)}
     names -= {"_c10d_functional::_wrap_tensor_autograd"}  # says nothing to anybody
     assert names == {row.op.name() for row in ROWS if row.special is Special.COMMUNICATE}
+
+
+class Made(TorchDispatchMode):
+    """What is called, with sizes, strides and numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        seen = [(x.size(), x.stride()) if isinstance(x, torch.Tensor) else x for x in args]
+        self.calls.append((op, seen, kwargs))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["bare", "weighted"])
+def test_what_an_rms_norm_is_made_of_ignores_who_wants_gradients(dtype, is_weighted):
+    """It runs as one on plain tensors, which do not say."""
+    x = torch.rand(5, 3, 4, dtype=dtype)
+    weight = torch.rand(4, dtype=dtype) if is_weighted else None
+    for operand in (x, x.transpose(0, 1), x[:, ::2], x[0]):
+        made = []
+        for wants_gradients in (False, True):
+            args = [
+                None if x is None else x.detach().requires_grad_(wants_gradients)
+                for x in (operand, weight)
+            ]
+            with torch.no_grad(), Made() as mode:
+                aten.rms_norm.default(args[0], [4], args[1], None)
+            made.append(mode.calls)
+        assert made[0] == made[1] != []

@@ -47,7 +47,7 @@ inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
     case Peak::kLinear: return peak_of_linear(tensor(0), tensor(1), arguments[2].isTensor());
     case Peak::kMatmul: return peak_of_matmul(tensor(0), tensor(1));
     case Peak::kAttention: return peak_of_attention(tensor(0), tensor(1), tensor(2), arguments[3]);
-    case Peak::kNorm: return 3 * nbytes_of(tensor(0));
+    case Peak::kNorm: return 3 * tensor(0).numel() * std::max<int64_t>(tensor(0).itemsize(), 4);
   }
   return kUnknown;
 }
