@@ -206,11 +206,12 @@ class History:
         self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
-        if is_in_place and self._find_place(GRAM_LENGTHS[0]) < 0:
+        place = self._find_place(GRAM_LENGTHS[0] if is_in_place else 1)
+        if is_in_place and place < 0:
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:
-            before, self.cursor = self.cursor, self._find_place()
+            before, self.cursor = self.cursor, place
             self._substitutions = 0
             self.leap_count += before >= 0 or self.cursor >= 0
         self._index()

@@ -169,7 +169,8 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["bare", "weighted"])
-def test_what_an_rms_norm_is_made_of_ignores_who_wants_gradients(dtype, is_weighted):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_an_rms_norm_is_made_of_ignores_who_wants_gradients(dtype, is_weighted, mode):
     """It runs as one on plain tensors, which do not say."""
     x = torch.rand(5, 3, 4, dtype=dtype)
     weight = torch.rand(4, dtype=dtype) if is_weighted else None
@@ -180,7 +181,7 @@ def test_what_an_rms_norm_is_made_of_ignores_who_wants_gradients(dtype, is_weigh
                 None if x is None else x.detach().requires_grad_(wants_gradients)
                 for x in (operand, weight)
             ]
-            with torch.no_grad(), Made() as mode:
+            with mode(), Made() as seen:
                 aten.rms_norm.default(args[0], [4], args[1], None)
-            made.append(mode.calls)
+            made.append(seen.calls)
         assert made[0] == made[1] != []
