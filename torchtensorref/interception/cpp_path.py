@@ -119,6 +119,7 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "makes_dense": plan.makes_dense,
         "shares": plan.special is Special.SHARE,
         "minds_labels": plan.minds_labels,
+        "comes_in_parts": plan.comes_in_parts,
         "is_for_host": by_device is not None,
         "minds_stand_ins": by_device is not None and by_device.minds_stand_ins,
         "python_positions": positions,

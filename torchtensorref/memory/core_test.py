@@ -89,6 +89,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "minds_labels": False,
         "is_for_host": False,
         "minds_stand_ins": False,
+        "comes_in_parts": False,
         "python_positions": (),
         "peak": 0,
         "writes": (),

@@ -95,11 +95,6 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
 
 // -- from torch -----------------------------------------------------------------------------------
 
-// Whether an operand is such a one.
-template <typename Asked> bool has_operand(const Plan& plan, const Stack& stack, Asked&& asked) {
-  return !plan.each_tensor(plan.arguments(stack), [&](const at::Tensor& tensor, bool) { return !asked(tensor); });
-}
-
 // An operator without a TensorRef, met while factories come here: what a factory makes is adopted, else it stays plain.
 inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKeySet keys, Stack* stack) {
   const bool is_adopted = plan.is_factory && WithFactories::is_called_by_cpp();
@@ -135,7 +130,8 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Plan& plan = plan_of(op);
-  if (WithFactories::are_taken() && !has_operand(plan, *stack, is_ref)) return pass_on(op, plan, keys, stack);
+  auto is_plain = [](const at::Tensor& operand, bool) { return !is_ref(operand); };
+  if (WithFactories::are_taken() && plan.each_tensor(plan.arguments(*stack), is_plain)) return pass_on(op, plan, keys, stack);
   if (!plan.may_be_ready || !ReadyCall(op, plan, stack, false).run())
     TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack, false), "no rule for ", op.operator_name(), " with operands of these classes");
 }

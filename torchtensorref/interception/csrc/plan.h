@@ -19,16 +19,20 @@ using torch::jit::Stack;
 enum class Peak : int8_t { kNotWhole, kLinear, kMatmul, kAttention, kNorm };
 
 struct Plan {
-  struct Slot { uint16_t index; bool is_list, is_written; };
+  struct Slot {
+    uint16_t index;
+    bool is_list, is_written;
+  };
   c10::SmallVector<Slot, 4> slots;        // arguments that are tensors, or lists of them
   c10::SmallVector<uint16_t, 2> devices;  // arguments that name a device
   c10::SmallVector<int16_t, 2> twins;     // for each result, the argument that it hands back; -1
   size_t arg_count = 0, positional_count = 0;
-  bool is_composite = false, comes_in_parts = false;  // autograd takes the second apart
+  bool is_composite = false, is_factory = false;  // a factory takes no tensor and makes one
   PyObject* op = nullptr;  // torch.ops' object
 
   // As Python's plan says:
-  bool may_be_ready = false, is_factory = false;  // it may run here at all; it takes no tensor and makes one
+  bool may_be_ready = false;    // it may run here at all
+  bool comes_in_parts = false;  // autograd takes it apart
   bool is_view = false, writes = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
@@ -60,7 +64,7 @@ inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
     {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels},
-    {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
+    {"comes_in_parts", &Plan::comes_in_parts}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
 inline bool holds_tensors(const c10::Type& type, bool& is_list) {
@@ -92,7 +96,6 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   plan->arg_count = arguments.size();
   plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
-  plan->comes_in_parts = plan->is_composite && !op.hasKernelForDispatchKey(DispatchKey::ADInplaceOrView);
   for (size_t i = 0; i < arguments.size(); ++i) {
     bool is_list = false;
     const auto& type = *arguments[i].real_type();
