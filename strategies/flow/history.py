@@ -21,6 +21,8 @@ from .allocation_sites import AllocationSites
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
 GRAM_LENGTHS = (24, 8, 3, 1)
+#: So many accesses in the order of the record are the program's order; fewer may be routed alike.
+PROGRAM_AGREEMENT = 96
 #: Places remembered per context.
 PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
@@ -207,7 +209,7 @@ class History:
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
         place = self._find_place(GRAM_LENGTHS[0] if is_in_place else 1)
-        if is_in_place and place < 0:
+        if is_in_place and (place < 0 or self._agreement(place) < PROGRAM_AGREEMENT):
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:
@@ -260,10 +262,7 @@ class History:
     def _find_place(self, shortest: int = 1) -> int:
         """Return where the recent past agrees with the record longest; the newest on ties.
 
-        Parameters
-        ----------
-        shortest : int, optional
-            Agreements of fewer accesses do not count: then -1, as where there is none.
+        -1 if nowhere for at least `shortest` accesses.
         """
         for rank, length in enumerate(GRAM_LENGTHS):
             if length < shortest:

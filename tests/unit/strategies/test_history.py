@@ -78,6 +78,18 @@ def test_substitution_by_an_equal_operator_keeps_the_place():
     assert (history.leap_count, foreseen(history, 3)) == (told(layers).leap_count + 1, [3, 4, 0])
 
 
+def test_layers_that_are_routed_as_once_before_keep_the_place():
+    """A mixture of experts: for fourteen layers the routes are those of the step before the last."""
+
+    def step(experts):
+        return [use for at, e in enumerate(experts) for use in ((at, 0), (100 + 10 * at + e, 1))]
+
+    first, second, third = [1] * 40, [2] * 40, [1] * 14
+    history = told(step(first) + step(second) + step(third))
+    assert history.period == 80
+    assert foreseen(history, 4) == [14, 242, 15, 252]
+
+
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_blocks_that_equal_operators_use_several_times_in_a_row_are_foreseen(together, times):
