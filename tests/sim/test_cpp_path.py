@@ -6,6 +6,7 @@ that the library is built (`torchtensorref build`; `make test` does so first).
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -30,7 +31,9 @@ from torchTensorRef.memory.leases import struct_of
 from torchTensorRef.operators import peaks, substitutes
 from torchTensorRef.operators.plan import plan_of
 
+from ..support.differential import differences
 from .test_leases import Teller
+from .test_ready_path import without_room
 from .test_watched_path import weight_on
 
 aten = torch.ops.aten
@@ -221,6 +224,37 @@ def test_python_sees_no_ready_operator(adapter, handed_over):
     assert handed_over == []
     stats = manager.stats()
     assert stats["slow_op_count"] == 0 < stats["ready_op_count"]
+
+
+@needs_cpp
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.filterwarnings("ignore:torchTensorRef")  # that it found none
+def test_what_is_made_beside_what_is_written_goes_home_for_want_of_room(
+    adapter, handed_over, monkeypatch, has_room
+):
+    """It cannot run again: its statistics would be written twice."""
+    manager = adapter()
+    plain, x = nn.BatchNorm1d(64), r(256, 64)
+    with torchTensorRef.disabled():
+        ours = copy.deepcopy(plain)
+    (there,), ours, residency = ready(manager, x), manager.adopt(ours), manager.residency
+    for _ in range(2):  # what was adopted is written for the first time
+        expected, got = plain(x), ours(there)
+    monkeypatch.setattr(residency.books, "is_pressed", True)
+    asked = [1] if has_room else without_room(residency, monkeypatch)
+    handed_over.clear()
+    expected, got = plain(x), ours(there)
+    assert asked
+    assert handed_over == []
+    assert (got._ttr_block.readable_on(residency.books.host) is None) == has_room
+    monkeypatch.undo()
+    made = [got, *torch.autograd.grad(got.sum(), list(ours.parameters())), *ours.buffers()]
+    wanted = [
+        expected,
+        *torch.autograd.grad(expected.sum(), list(plain.parameters())),
+        *plain.buffers(),
+    ]
+    assert not differences(wanted, made)
 
 
 @needs_cpp

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.memory import ledger as ledgers
+from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.operators import peaks
 from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.operators.table import ROWS
@@ -52,6 +53,21 @@ def ready(manager: Any, *values: Any) -> list[Any]:
         else value
         for value in values
     ]
+
+
+def without_room(residency: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let no result find room on the accelerator; return the bytes of those that have asked."""
+    asked: list[int] = []
+    born = residency.born
+
+    def refuse(tensor: Any, device: Any) -> Any:
+        if device.is_host:
+            return born(tensor, device)
+        asked.append(tensor.nbytes)
+        raise OutOfBudgetError(device.name, tensor.nbytes, 0, 0)
+
+    monkeypatch.setattr(type(residency), "born", lambda _, *call: refuse(*call))
+    return asked
 
 
 def assert_equal(plain: Any, ours: Any) -> None:
@@ -285,6 +301,27 @@ def test_batch_norm_writes_its_statistics_only_in_training(ample: Any, mode: Any
         assert (block.readable_on(host) is None) == training
         assert_equal(list(plain.buffers()), list(ours.buffers()))
         ample.bring_all_home()
+
+
+def test_what_an_operator_makes_beside_what_it_writes_goes_home_for_want_of_room(
+    ample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot run again: its statistics would be written twice."""
+    plain, (x,) = torch.nn.BatchNorm1d(3), made((q(4, 3),))
+    ours, (there,) = ample.adopt(copy.deepcopy(plain)), ready(ample, x)
+    with torch.no_grad():
+        for _ in range(2):  # what was adopted is written for the first time
+            assert_equal(plain(x), ours(there))
+        residency = ample.residency
+        full = without_room(residency, monkeypatch)
+        with counted(ample) as found:
+            expected, got = plain(x), ours(there)
+    assert full
+    assert found["slow"] == 0
+    assert got._ttr_block.readable_on(residency.books.host) is not None
+    monkeypatch.undo()
+    assert_equal([expected * 2, *plain.buffers()], [got * 2, *ours.buffers()])
+    ample.check()
 
 
 def test_labels_are_asked_for_where_they_differ(

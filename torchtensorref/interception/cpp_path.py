@@ -17,12 +17,14 @@ from ..memory import core
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
+from ..memory.plain_views import make_ref
 from ..memory.ref import TensorRef
 from ..operators import peaks
 from ..operators.plan import OpPlan, ReadyWay, plan_of
 from ..operators.row import Special
 from ..operators.substitutes import ByDevice, Substitute, stand_ins
 from .entry import dispatch
+from .fallback import settled
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
 from .tracebacks import shorten
@@ -104,11 +106,11 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     space, _, base = name.partition("::")
     op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
     plan = plan_of(op)
-    # The arguments with which it is for Python, since it draws random numbers, or writes.
-    python_with = plan.writing_arguments
+    # Where all of these are given and not false it writes, or is for Python.
+    conditions, names = plan.writing_arguments, plan.argument_names
+    writes = plan.writes if conditions and plan.ready_way != ReadyWay.NONE else ()
     if plan.is_random and plan.random_argument is not None:
-        python_with = (plan.random_argument,)
-    positions = tuple(plan.argument_names.index(name) for name in python_with)
+        conditions = (plan.random_argument,)
     plan = plan.reading or plan
     by_device = plan.op if isinstance(plan.op, ByDevice) else None
     return {
@@ -122,9 +124,10 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "comes_in_parts": plan.comes_in_parts,
         "is_for_host": by_device is not None,
         "minds_stand_ins": by_device is not None and by_device.minds_stand_ins,
-        "python_positions": positions,
+        "conditions": tuple(map(names.index, conditions)),
+        "writes_then": bool(writes),
         "peak": int(RULES[plan.peak_nbytes]),
-        "writes": plan.writes,
+        "writes": writes or plan.writes,
         "twins": tuple(-1 if twin is None else twin for twin in plan.result_of_write),
     }
 
@@ -165,9 +168,24 @@ def written(block: Block, device: Any) -> None:
 
 
 @_doubting
-def bear(plain: torch.Tensor, device: Any) -> Block | None:
-    """Make the block of a fresh result for which room has to be made; None where there is none."""
+def bear(plain: torch.Tensor, device: Any, op: Any, label: torch.device) -> Any:
+    """Make the block of a fresh result for which room has to be made.
+
+    Parameters
+    ----------
+    op : OpOverload or None
+        The operator, if it has written, too, and cannot run again.
+
+    Returns
+    -------
+    Block, Tensor or None
+        None where there is no room; a TensorRef where it has gone home for want of it.
+    """
+    residency = tensorsManager.residency
     try:
-        return tensorsManager.residency.born(plain, device)
+        if op is None:
+            return residency.born(plain, device)
+        plain, block, where = settled(plain, plan_of(op), residency, device, has_written=True)
     except SHORTAGES:
         return None
+    return block if where is device else make_ref(plain, block, where, label)

@@ -13,6 +13,7 @@ import torch
 from ..base.errors import TransferError
 from ..base.listeners import Happening, listeners
 from ..devices.base import Device
+from ..memory.block import Block
 from ..memory.budget import SHORTAGES, OutOfBudgetError
 from ..memory.external_pressure import note_shortage
 from ..memory.manager import TensorsManager
@@ -217,6 +218,33 @@ class Fallback:
 
     def _note(self, reason: str) -> None:
         note_fallback(self._residency, self._operands.plan, reason)
+
+
+def settled(
+    plain: torch.Tensor, plan: OpPlan, residency: Residency, device: Device, *, has_written: bool
+) -> tuple[torch.Tensor, Block, Device]:
+    """Make the block of a fresh result; return what it is over, the block, and where that is.
+
+    Parameters
+    ----------
+    has_written : bool
+        The operator has changed its operands.
+
+    Raises
+    ------
+    OutOfBudgetError, torch.OutOfMemoryError, TransferError
+        There is no room for it, and the operator may run again. Nothing has changed.
+    """
+    try:
+        return plain, residency.born(plain, device), device
+    except SHORTAGES as error:
+        if not has_written:
+            raise
+        # What it has written cannot be written again, so it cannot run again: the result is there,
+        # and goes home.
+        note_fallback(residency, plan, reason_of(error))
+        plain, host = plain.cpu(), residency.books.host
+        return plain, residency.born(plain, host), host
 
 
 def note_fallback(residency: Residency, plan: OpPlan, reason: str) -> None:

@@ -21,6 +21,7 @@ from ..memory.sparse import sparse_over
 from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan, ReadyWay
 from . import handlers
+from .fallback import settled
 from .operands import flattened, folded, targets
 
 #: Returned where the operator has to take the slow path. Nothing has happened then.
@@ -171,7 +172,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         or plan.draws_random(args, kwargs)
     ):
         return SLOW
-    ident = get_ident()
+    ident, has_written = get_ident(), False
     hazards = residency.holds.announced
     outer = hazards.get(ident)
     hazards[ident] = flat if outer is None else outer + flat  # first, as in `run_one`
@@ -199,6 +200,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             residency.feed.uses.note_all(tick, plan.kind, flat, targets(plan, args))
         run = plan.op if _function_modes() else plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
+        has_written = bool(plan.writes)
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
         if device.has_virtual_clock:
@@ -207,20 +209,20 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             if not all_owned(plan, args):
                 for target in targets(plan, args):
                     residency.copier.has_been_written(target._ttr_block, device)
-            return _written(plan, args)
+            return _written(plan, args, out, flat, residency, device)
         if plan.is_number:
             if device.has_virtual_clock:
                 device.record().synchronize()  # a real one's kernel has waited by itself
             return out
         if not isinstance(out, _Tensor):
-            return type(out)(_wrap_several(out, flat, residency, device, first))
+            return type(out)(_wrap_several(plan, out, flat, residency, device))
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
         return SLOW
     except RecursionError:
         raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError):
-        if device.torch_device.type == "cpu":
+        if has_written or device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake
         return SLOW  # the host may have a kernel for it
     finally:
@@ -235,10 +237,22 @@ def all_owned(plan: OpPlan, args: tuple[Any, ...]) -> bool:
     return all(isinstance(x, TensorRef) and x._ttr_block.owned for x in targets(plan, args))
 
 
-def _written(plan: OpPlan, args: tuple[Any, ...]) -> Any:
-    """Return what an operator hands back that only writes."""
-    twins = [args[position] for position in plan.result_of_write]  # type: ignore[index]
-    return None if not twins else twins[0] if len(twins) == 1 else tuple(twins)
+def _written(
+    plan: OpPlan, args: tuple[Any, ...], out: Any, flat: Any, residency: Any, device: Device
+) -> Any:
+    """Return what an operator hands back that writes: that, and what it has made beside it."""
+    twins = plan.result_of_write
+    if not twins:
+        return None
+    parts = (out,) if len(twins) == 1 else out
+    made = iter(
+        _wrap_several(
+            plan, [part for part, twin in zip(parts, twins, strict=True) if twin is None],
+            flat, residency, device,
+        )
+    )  # fmt: skip
+    results = [next(made) if twin is None else args[twin] for twin in twins]
+    return results[0] if len(twins) == 1 else tuple(results)
 
 
 def can_look(ref: Any, device: Device) -> bool:
@@ -280,22 +294,28 @@ def fresh(plan: OpPlan, out: torch.Tensor, residency: Any, device: Device, like:
     return ref
 
 
-def _wrap_several(out: Any, operands: Any, residency: Any, device: Device, like: Any) -> list[Any]:
+def _wrap_several(
+    plan: OpPlan, out: Any, operands: Any, residency: Any, device: Device
+) -> list[Any]:
     """Make the TensorRefs of several results; what shares memory, shares the block."""
-    blocks = {
-        arg._ttr_plain.untyped_storage()._cdata: arg._ttr_block
-        for arg in operands
-        if isinstance(arg, TensorRef)
-    }
+    refs = [arg for arg in operands if isinstance(arg, TensorRef)]
+    blocks = {ref._ttr_plain.untyped_storage()._cdata: ref._ttr_block for ref in refs}
     wrapped = []
     for part in out:
         if not is_plain(part) or _has_no_bytes_of_its_own(part):
             wrapped.append(part)  # None where it was not asked for
             continue
-        key = part.untyped_storage()._cdata
-        if key not in blocks:
-            blocks[key] = residency.born(part, device)
-        wrapped.append(_wrap(part, blocks[key], device, like))
+        key, where = part.untyped_storage()._cdata, device
+        block = blocks.get(key)
+        if block is None:
+            part, block, where = settled(
+                part, plan, residency, device, has_written=bool(plan.writes)
+            )
+            if where is not device:
+                wrapped.append(make_ref(part, block, where, refs[0].device))
+                continue
+            blocks[key] = block
+        wrapped.append(_wrap(part, block, device, refs[0]))
     return wrapped
 
 

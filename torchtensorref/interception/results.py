@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_map
 from ..devices.base import Device
 from ..devices.storages import storage_of
 from ..memory.block import Block
-from ..memory.budget import SHORTAGES
 from ..memory.plain_views import follow, make_ref, view_with
 from ..memory.ref import TensorRef, is_plain
 from ..memory.sparse import SparseRef, become, sparse_over
 from ..operators.layouts import parts_of
-from .fallback import note_fallback, reason_of
+from .fallback import settled
 from .staging import Staged, note_result
 
 _CPU = torch.device("cpu")
@@ -105,16 +104,10 @@ class _Results:
     def _wrap_fresh(self, plain: torch.Tensor, device: Device) -> Any:
         if plain._is_zerotensor() or not plain.untyped_storage().resizable():
             plain = plain.clone()
-        try:
-            block = self._residency.born(plain, device)
-        except SHORTAGES as error:
-            if not self._operands.written:
-                raise
-            # What it has written cannot be written again, so it cannot run again: the result is
-            # there, and goes home.
-            note_fallback(self._residency, self._plan, reason_of(error))
-            plain, device = plain.cpu(), self._residency.books.host
-            block = self._residency.born(plain, device)
+        has_written = bool(self._operands.written)
+        plain, block, device = settled(
+            plain, self._plan, self._residency, device, has_written=has_written
+        )
         if self._residency.recorder is not None:
             self._residency.recorder.birth(block)
         self._born.append(block)

@@ -378,9 +378,14 @@ def _is_first(schema: Any) -> bool:
 
 
 def _has_plain_results(plan: OpPlan, schema: Any) -> bool:
-    """Whether its results are fresh tensors, or nothing but what it has written."""
+    """Whether its results are fresh tensors, or what it has written."""
+    made = [
+        str(result.type)
+        for result, twin in zip(schema.returns, plan.result_of_write, strict=True)
+        if twin is None
+    ]
     if plan.writes:
         first_kwarg = sum(not argument.kwarg_only for argument in schema.arguments)
-        return None not in plan.result_of_write and max(plan.writes) < first_kwarg
-    kinds = {str(result.type) for result in schema.returns}
-    return not plan.may_alias and kinds in ({"Tensor"}, {"List[Tensor]"})
+        is_fresh = not made or (set(made) == {"Tensor"} and not plan.may_alias)
+        return is_fresh and max(plan.writes) < first_kwarg
+    return not plan.may_alias and set(made) in ({"Tensor"}, {"List[Tensor]"})

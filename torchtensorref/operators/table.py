@@ -213,6 +213,11 @@ NORMALISATION = (
             (aten._batch_norm_impl_index.default, "training"),
         )
     ),
+    Row(
+        aten._fused_moving_avg_obs_fq_helper.default,
+        reason="may give the statistics that it writes other sizes",
+        is_never_ready=True,
+    ),
 )
 
 REDUCTIONS = (

@@ -79,7 +79,7 @@ def test_substitution_by_an_equal_operator_keeps_the_place():
 
 
 def test_layers_that_are_routed_as_once_before_keep_the_place():
-    """A mixture of experts: for fourteen layers the routes are those of the step before the last."""
+    """A mixture of experts: fourteen layers are routed as two steps ago."""
 
     def step(experts):
         return [use for at, e in enumerate(experts) for use in ((at, 0), (100 + 10 * at + e, 1))]

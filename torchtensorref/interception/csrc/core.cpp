@@ -98,8 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", &ref_over);
   module.def("alias_of", &alias_of);
-  // The number of the storage under a plain tensor, to be held from now on or not; its bytes, and whether
-  // they may become others.
+  // The number of the storage under a plain tensor, to be held from now on or not; its bytes, and whether they may change.
   module.def("storage_under", [](const at::Tensor& plain, bool is_held) {
     c10::StorageImpl* storage = plain.storage().unsafeGetStorageImpl();
     if (is_held) c10::raw::intrusive_ptr::make_weak(storage);

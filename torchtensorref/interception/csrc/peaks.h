@@ -1,5 +1,4 @@
-// The bytes that a composite operator takes at its peak, where it runs as one: operators/peaks.py
-// says why and how; a test compares the two.
+// The bytes that a composite operator takes at its peak, as one: operators/peaks.py says why and how; a test compares them.
 #pragma once
 
 #include "plan.h"

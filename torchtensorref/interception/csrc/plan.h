@@ -33,12 +33,12 @@ struct Plan {
   // As Python's plan says:
   bool may_be_ready = false;    // it may run here at all
   bool comes_in_parts = false;  // autograd takes it apart
-  bool is_view = false, writes = false, counts_lists = false;
+  bool is_view = false, writes = false, writes_then = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
   bool minds_labels = false, is_for_host = false;
   bool minds_stand_ins = false;  // Python looks at what its forward operator has left
-  c10::SmallVector<int16_t, 4> python_positions;  // where all of these are set it draws random numbers, or writes
+  c10::SmallVector<int16_t, 4> conditions;  // where all of these are set it writes (`writes_then`), or is for Python
   Peak peak = Peak::kNotWhole;
 
   bool runs_above() const { return may_be_ready && !is_view && !writes; }
@@ -63,7 +63,7 @@ struct Plan {
 inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
-    {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels},
+    {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels}, {"writes_then", &Plan::writes_then},
     {"comes_in_parts", &Plan::comes_in_parts}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
@@ -83,11 +83,11 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   plan.op = said["op"].cast<py::object>().release().ptr();
   for (auto [name, member] : kSaid) plan.*member = said[name].cast<bool>();
   plan.may_be_ready = plan.may_be_ready && schema.name().compare(0, 6, "aten::") == 0;
-  for (auto position : said["python_positions"]) plan.python_positions.push_back(position.cast<int16_t>());
+  for (auto position : said["conditions"]) plan.conditions.push_back(position.cast<int16_t>());
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])
     for (auto& slot : plan.slots)
-      if (slot.index == position.cast<int>()) plan.writes = slot.is_written = true;
+      if (slot.index == position.cast<int>()) slot.is_written = true, plan.writes = !plan.writes_then;
   for (auto twin : said["twins"]) plan.twins.push_back(twin.cast<int16_t>());
 }
 

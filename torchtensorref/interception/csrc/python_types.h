@@ -215,8 +215,7 @@ inline PyObject* recounted_nbytes(PyObject* self, PyObject*) {
   for (Block* block = ledger_of(self)->first; block; block = block->next) sum += block->nbytes.load();
   return PyLong_FromLongLong(sum);
 }
-// The living newborns of operators up to a number. Nothing of Python's is made under the lock: that
-// can collect garbage, which comes here.
+// The living newborns of operators up to a number. Nothing of Python's is made under the lock: it can collect garbage, which comes here.
 inline PyObject* newborns(PyObject* self, PyObject* last) {
   std::vector<BlockPtr> kept;
   std::vector<PyObject*> halves;

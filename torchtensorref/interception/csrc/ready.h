@@ -13,7 +13,7 @@
 
 namespace ttr {
 
-inline PyObject* bear = nullptr;  // Python: the block of a fresh result; None where there is no room
+inline PyObject* bear = nullptr;  // Python: the block of a fresh result; None where there is no room, a TensorRef of what has gone home
 inline PyObject* written = nullptr;  // Python: a block has been written while another thread copied it
 // Smaller blocks are copied at once: cheaper than to ask at each use who shares them.
 constexpr int64_t kShareFromNbytes = 1 << 16;
@@ -86,7 +86,8 @@ inline bool is_of_a_kernel(const py::error_already_set& error) {
 class ReadyCall {
  public:
   ReadyCall(const c10::OperatorHandle& op, const Plan& plan, Stack* stack, bool is_above)
-      : op_(op), plan_(plan), stack_(*stack), start_(stack->size() - plan.arg_count), is_above_(is_above) {}
+      : op_(op), plan_(plan), stack_(*stack), start_(stack->size() - plan.arg_count), is_above_(is_above),
+        writes_(plan.writes || (plan.writes_then && meets_conditions())) {}
 
   // Run it; false: nothing has happened, and the arguments are where they were.
   bool run() {
@@ -122,12 +123,13 @@ class ReadyCall {
   bool may_run() const {
     if (plan_.minds_labels && world.labels_differ.load(std::memory_order_relaxed)) return false;
     if (plan_.minds_stand_ins && world.has_stand_ins.load(std::memory_order_relaxed)) return false;
-    if (names_another_device()) return false;
-    const auto& which = plan_.python_positions;
-    return which.empty() || !std::all_of(which.begin(), which.end(), [this](auto i) { return is_set(argument(i)); });
+    return !names_another_device() && (plan_.writes_then ? !(is_above_ && writes_) : !meets_conditions());
   }
-  static bool is_set(const IValue& value) {
-    return value.isBool() ? value.toBool() : value.isDouble() ? value.toDouble() != 0.0 : value.isTensor() && value.toTensor().defined();
+  bool meets_conditions() const {
+    return !plan_.conditions.empty() && std::all_of(plan_.conditions.begin(), plan_.conditions.end(), [this](auto i) {
+      const IValue& value = argument(i);
+      return value.isBool() ? value.toBool() : value.isDouble() ? value.toDouble() != 0.0 : value.isTensor() && value.toTensor().defined();
+    });
   }
 
   // What is made beside `self` gets its label: to name that is to name none.
@@ -138,6 +140,7 @@ class ReadyCall {
   }
 
   bool look(const at::Tensor& tensor, bool is_written) {
+    is_written = is_written && writes_;
     if (is_above_ && is_noted(tensor)) return false;
     RefImpl* ref = tensor.defined() ? ref_of(tensor) : nullptr;
     if (!ref) return !is_written && is_number(tensor);
@@ -253,13 +256,13 @@ class ReadyCall {
     }
     for (const auto& [its_storage, block] : shared_)
       if (its_storage == storage) return make_ref(out, block, operands_.device, label);
-    BlockPtr block = counted(out, tick);
-    if (block && out.storage().use_count() > 1) shared_.emplace_back(storage, block);
-    return block ? make_ref(out, std::move(block), operands_.device, label) : at::Tensor();
+    at::Tensor made = counted(out, tick, label);
+    if (made.defined() && out.storage().use_count() > 1 && ref_of(made)->on == operands_.device) shared_.emplace_back(storage, ref_of(made)->block);
+    return made;
   }
 
-  // The block of a fresh result; null where there is no room.
-  BlockPtr counted(const at::Tensor& out, int64_t tick) const {
+  // The TensorRef of a fresh result; undefined where there is no room, and the operator may run again.
+  at::Tensor counted(const at::Tensor& out, int64_t tick, c10::Device label) const {
     Ledger* ledger = operands_.device->ledger.load();
     const auto nbytes = static_cast<int64_t>(out.storage().nbytes());
     // Under pressure the strategy may want to hear of it, if it is not tiny.
@@ -273,15 +276,17 @@ class ReadyCall {
         block->be_born(ledger, nbytes);
         block->owned = true;
         block->ready = operands_.device;
-        return BlockPtr(block);
+        return make_ref(out, BlockPtr(block), operands_.device, label);
       }
       ledger->newborn_nbytes.fetch_sub(nbytes);
     }
     py::gil_scoped_acquire gil;
     WithFactories no_longer(false);
     auto device = py::reinterpret_steal<py::object>(object_of(operands_.device));
-    py::object half = py::reinterpret_borrow<py::object>(bear)(out, device);
-    return half.is_none() ? BlockPtr() : BlockPtr(core_of(half.ptr()));
+    py::object op = writes_ ? py::reinterpret_borrow<py::object>(plan_.op) : py::none();
+    py::object born = py::reinterpret_borrow<py::object>(bear)(out, device, op, label);
+    if (born.is_none() || THPVariable_Check(born.ptr())) return tensor_in(born.ptr());
+    return make_ref(out, BlockPtr(core_of(born.ptr())), operands_.device, label);
   }
 
   // Torch leaves it to this kernel, which has seen nothing but plain tensors.
@@ -303,7 +308,7 @@ class ReadyCall {
   const Plan& plan_;
   Stack& stack_;
   const size_t start_;
-  const bool is_above_;
+  const bool is_above_, writes_;
   Operands operands_;
   std::vector<std::pair<const c10::StorageImpl*, BlockPtr>> shared_;  // the blocks of results that others may share
 };

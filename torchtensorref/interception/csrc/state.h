@@ -1,9 +1,8 @@
 // What is kept of devices, ledgers and blocks, where operators find it without Python.
 //
-// The books are Python's (memory/): replicas, states, who may be evicted. What an operator on ready
-// operands has to read or count stands here, and the Python classes have it as attributes
-// (python_types.h). Objects of `Device` and `Ledger` are never freed: they are few, and blocks and
-// TensorRefs point at them.
+// The books are Python's (memory/): replicas, states, who may be evicted. What an operator on ready operands has to read or count
+// stands here, and the Python classes have it as attributes (python_types.h). Objects of `Device` and `Ledger` are never freed:
+// they are few, and blocks and TensorRefs point at them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
