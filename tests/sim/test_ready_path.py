@@ -244,6 +244,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "instance norm": (lambda x, w: F.instance_norm(x, weight=w), (q(2, 4, 3), q(4))),
     "parts": (lambda x: (*torch.unsafe_chunk(x, 2), x.unsafe_split(2, 1)[1]), (q(4, 6),)),
     "silu backward": (torch.ops.aten.silu_backward.default, (q(3, 8), q(3, 8))),
+    "transforms": (lambda x: torch.fft.irfft2(torch.fft.fft2(torch.fft.rfft2(x))), (q(4, 6),)),
     "reductions": (lambda x: (x.mean(-1, keepdim=True), x.sum([0, 1]), x.argmax()), (q(3, 8),)),
 }
 
@@ -274,6 +275,7 @@ def test_operators_on_ready_operands(ample: Any, name: str) -> None:
         "instance norm",
         "parts",
         "silu backward",
+        "transforms",
     ],
 )
 def test_they_take_the_ready_path(ample: Any, name: str) -> None:
@@ -378,6 +380,9 @@ def test_exact_operators_take_the_bytes_of_their_elements() -> None:
         aten.argmax.default: (c, 1),
         aten.embedding.default: (a, ids),
         aten.cat.default: ([a, a.t().reshape(3, 4)],),
+        aten._fft_c2c.default: (torch.complex(c, c).transpose(0, 2), [1, 2], 0, True),
+        aten._fft_c2r.default: (torch.complex(c, c), [0, 2], 0, 6),
+        aten._fft_r2c.default: (c.transpose(1, 2), [2, 0], 0, False),
     }
     assert set(calls) == {row.op for row in ROWS if row.is_exact}
     for op, args in calls.items():

@@ -107,6 +107,9 @@ PRODUCTS = (
     Row(aten.conv1d.default, flops=flops.convolve),
     Row(aten.conv2d.default, flops=flops.convolve),
     Row(aten.conv3d.default, flops=flops.convolve),
+    Row(aten._fft_c2c.default, is_exact=True),
+    Row(aten._fft_c2r.default, is_exact=True),
+    Row(aten._fft_r2c.default, is_exact=True),
 )
 
 ATTENTION = (
@@ -349,6 +352,7 @@ SEQUENCES = (
         writes=("workspace",),
         elsewhere=substitutes.lstm_layer_backward,
         at_home=substitutes.lstm_layer_backward_at_home,
+        is_never_ready=True,
     ),
 )
 
