@@ -35,6 +35,7 @@ from .factories import (
     shared_memory_factory,
 )
 from .inject_to import injectTo
+from .optimizers import groups_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import export_plain, legacy_instance, on_plain, written_plain
 from .registration import on_registration
@@ -236,6 +237,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "Reducer",
         reducer_wrapper,
         "asks gradients in C++ for their memory, of which a TensorRef has none",
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "_group_tensors_by_device_and_dtype",
+        groups_wrapper,
+        "lists of all parameters that do not fit would pass the link once for each operator",
     ),
     Patch(
         "torch.nn.parameter",

@@ -1,0 +1,74 @@
+"""Optimizers with an operator for all parameters at once, where all parameters do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from ..support.programs import COUNTS_OF_STEPS, assert_right, trained
+
+STEPS, WIDTH, DEPTH = 6, 24, 8
+#: What the parameters of the model take.
+MODEL_NBYTES = 4 * DEPTH * WIDTH * (WIDTH + 1)
+
+BY_LISTS: dict[str, Callable[[Any], Optimizer]] = {
+    "adadelta": lambda p: torch.optim.Adadelta(p, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, foreach=True),
+    "adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, foreach=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "sgd, fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+}
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(3, WIDTH), torch.rand(3, WIDTH)
+
+
+@pytest.mark.parametrize("name", BY_LISTS)
+def test_in_groups_that_fit_they_compute_what_they_do_in_one(manage: Any, name: str) -> None:
+    manager = manage("flow", 2 * MODEL_NBYTES)
+    program = trained(make_model, BY_LISTS[name], make_batch, STEPS)
+    assert_right(program, manager, plain_because=COUNTS_OF_STEPS)
+    assert not manager.stats()["host_fallback_count"]
+
+
+def groups_of(count: int, ours: Any) -> Any:
+    """Group so many parameters with as many moments, as an optimizer does."""
+    lists = [[ours(torch.rand(WIDTH)) for _ in range(count)] for _ in range(2)]
+    return Optimizer._group_tensors_by_device_and_dtype([*lists, []], with_indices=True), lists
+
+
+def test_groups_are_torchs_until_memory_is_short(manage: Any) -> None:
+    manager = manage("lru", 16 * 4 * WIDTH)
+    groups, _ = groups_of(4, manager.adopt)
+    assert len(groups) == 1
+    many = [manager.adopt(torch.rand(WIDTH)).toGPU() for _ in range(20)]
+    assert manager.residency.books.is_pressed
+    groups, lists = groups_of(5, manager.adopt)
+    found = [indices for _, indices in groups.values()]
+    assert found == [[0], [1], [2], [3], [4]]
+    for (device, dtype), (parts, (place,)) in groups.items():
+        assert (device, dtype) == (torch.device("cpu"), torch.float32)
+        assert [len(part) for part in parts] == [1, 1, 0]
+        assert all(part[0] is tensors[place] for part, tensors in zip(parts, lists, strict=False))
+    del many

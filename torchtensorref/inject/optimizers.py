@@ -1,0 +1,72 @@
+"""What our patch does around optimizers that go by lists (`foreach=True`, `fused=True`).
+
+Each of their operators takes all parameters, gradients or moments at once: where these do not fit,
+they pass the link once for each operator, and a fused one runs on the host. Torch groups the lists
+by device and dtype, and goes through one group after the other; while memory is short we make of a
+group several that fit. A kernel of lists computes tensor by tensor, so it does not matter to the
+bits in which lists they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .hooks import is_ref, load
+
+#: Most that a group takes of the budget, all of its lists together.
+GROUP_SHARE = 1 / 8
+
+
+class _Key(tuple[Any, ...]):
+    """The device and dtype of one group among several that have the same."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+
+def groups_wrapper(
+    wrapped: Any, _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `_group_tensors_by_device_and_dtype(lists, with_indices)`."""
+    groups = wrapped(*args, **kwargs)
+    most_nbytes = _most_nbytes()
+    if not most_nbytes:
+        return groups
+    smaller: dict[Any, Any] = {}
+    for key, (lists, indices) in groups.items():
+        for part in _parts(_sizes_of(lists), most_nbytes):
+            smaller[_Key(key)] = [tensors[part] for tensors in lists], indices[part]
+    return smaller
+
+
+def _most_nbytes() -> float:
+    """Return how much a group may take; 0 where there is no need to be sparing."""
+    residency = load(".memory.manager").tensorsManager._residency
+    if residency is None or not residency.books.is_pressed:
+        return 0
+    ledger = residency.books.ledgers.get(residency.books.main)
+    return 0 if ledger is None else GROUP_SHARE * ledger.limit_nbytes
+
+
+def _sizes_of(lists: Sequence[Sequence[Any]]) -> list[int]:
+    """Return for each place the bytes of what the lists have there; some have nothing at all."""
+    full = [tensors for tensors in lists if tensors]
+    return [sum(x.nbytes for x in together if is_ref(x)) for together in zip(*full, strict=True)]
+
+
+def _parts(sizes: Sequence[int], most_nbytes: float) -> Iterator[slice]:
+    """Yield the places of one group after the other: as many as fit, one at least."""
+    first, nbytes = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and nbytes + size > most_nbytes:
+            yield slice(first, place)
+            first, nbytes = place, 0
+        nbytes += size
+    yield slice(first, len(sizes))
