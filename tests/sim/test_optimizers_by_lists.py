@@ -52,6 +52,24 @@ def test_in_groups_that_fit_they_compute_what_they_do_in_one(manage: Any, name: 
     assert not manager.stats()["host_fallback_count"]
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_are_clipped_in_groups_that_fit(manage: Any, norm_type: float) -> None:
+    def program(bring: Any) -> Any:
+        parameters = [bring(nn.Parameter(torch.rand(WIDTH, WIDTH))) for _ in range(DEPTH)]
+        norms = []
+        for _ in range(STEPS):
+            sum((p * p).sum() for p in parameters).backward()
+            norms.append(
+                nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=norm_type, foreach=True)
+            )
+            nn.utils.clip_grad_value_(parameters, 0.01, foreach=True)
+        return norms, [p.grad for p in parameters]
+
+    manager = manage("flow", MODEL_NBYTES * 3 // 4)
+    assert_right(program, manager)
+    assert not manager.stats()["host_fallback_count"]
+
+
 def groups_of(count: int, ours: Any) -> Any:
     """Group so many parameters with as many moments, as an optimizer does."""
     lists = [[ours(torch.rand(WIDTH)) for _ in range(count)] for _ in range(2)]

@@ -122,6 +122,9 @@ OTHER_STREAM = "operators go to another stream, for which copies have to wait"
 UNNAMEABLE = "may name an accelerator that this torch cannot name"
 
 
+#: Who goes by lists of tensors, grouped by a function that torch gives them.
+BY_LISTS = ("torch.nn.utils.clip_grad", "torch.optim.optimizer")
+
 #: Functions that read the memory of a tensor without an operator.
 READERS = (
     ("torch", "to_dlpack"),
@@ -238,11 +241,14 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         reducer_wrapper,
         "asks gradients in C++ for their memory, of which a TensorRef has none",
     ),
-    Patch(
-        "torch.optim.optimizer",
-        "_group_tensors_by_device_and_dtype",
-        groups_wrapper,
-        "lists of all parameters that do not fit would pass the link once for each operator",
+    *(
+        Patch(
+            module,
+            "_group_tensors_by_device_and_dtype",
+            groups_wrapper,
+            "lists that do not fit would pass the link once for each operator",
+        )
+        for module in BY_LISTS
     ),
     Patch(
         "torch.nn.parameter",
