@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..support.programs import COUNTS_OF_STEPS, assert_right, trained
 
@@ -64,6 +65,23 @@ def test_gradients_are_clipped_in_groups_that_fit(manage: Any, norm_type: float)
             )
             nn.utils.clip_grad_value_(parameters, 0.01, foreach=True)
         return norms, [p.grad for p in parameters]
+
+    manager = manage("flow", MODEL_NBYTES * 3 // 4)
+    assert_right(program, manager)
+    assert not manager.stats()["host_fallback_count"]
+
+
+def test_weights_are_averaged_in_groups_that_fit(manage: Any) -> None:
+    def program(bring: Any) -> Any:
+        model = bring(make_model())
+        average = get_ema_multi_avg_fn(0.9)
+        averaged = AveragedModel(model, multi_avg_fn=average)
+        for _ in range(STEPS):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            averaged.update_parameters(model)
+        return list(averaged.module.parameters())
 
     manager = manage("flow", MODEL_NBYTES * 3 // 4)
     assert_right(program, manager)

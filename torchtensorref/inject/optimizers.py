@@ -2,9 +2,9 @@
 
 Each of their operators takes all parameters, gradients or moments at once: where these do not fit,
 they pass the link once for each operator, or it runs on the host. Torch groups the lists by device
-and dtype, and goes through one group after the other; so does what clips gradients. While memory is
-short we make of a group several that fit. A kernel of lists computes tensor by tensor, so it does
-not matter to the bits in which lists they come.
+and dtype, and goes through one group after the other; so it does to clip gradients and to average
+weights. While memory is short we make of a group several that fit. A kernel of lists computes
+tensor by tensor, so it does not matter to the bits in which lists they come.
 """
 
 from __future__ import annotations

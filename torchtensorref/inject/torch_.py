@@ -123,7 +123,7 @@ UNNAMEABLE = "may name an accelerator that this torch cannot name"
 
 
 #: Who goes by lists of tensors, grouped by a function that torch gives them.
-BY_LISTS = ("torch.nn.utils.clip_grad", "torch.optim.optimizer")
+BY_LISTS = ("torch.nn.utils.clip_grad", "torch.optim.optimizer", "torch.optim.swa_utils")
 
 #: Functions that read the memory of a tensor without an operator.
 READERS = (
