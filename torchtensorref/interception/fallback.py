@@ -36,11 +36,7 @@ _NO_ROOM = object()
 NEEDS_TOO_MUCH = "the operator needs more than the budget"
 NO_DEVICE_MEMORY = "the device was out of memory"
 #: Reasons of fallbacks that more memory would have spared.
-SHORT_OF_MEMORY = (
-    NEEDS_TOO_MUCH,
-    NO_DEVICE_MEMORY,
-    "writes and makes results while memory is short",
-)
+SHORT_OF_MEMORY = (NEEDS_TOO_MUCH, NO_DEVICE_MEMORY)
 
 
 class Generators:
@@ -106,18 +102,12 @@ class Fallback:
                 return done
             device = self._operands.accelerator
         needs_blocks = self._blocks.is_needed(device)
-        if not needs_blocks and self._could_not_run_again(device):
-            self._note(SHORT_OF_MEMORY[-1])
-            return self._run_on(host)
         generators = Generators(plan.is_random, device)
         try:
             if needs_blocks:
                 result = self._in_blocks(device)
                 if result is not _NO_ROOM:
                     return result
-                if self._could_not_run_again(device):
-                    self._note(SHORT_OF_MEMORY[-1])
-                    return self._run_on(host)
             return self._run_on(device)
         except SHORTAGES as error:
             result = self._run_again(device, error, generators)
@@ -205,16 +195,6 @@ class Fallback:
                 if isinstance(again, OutOfBudgetError):
                     break
         return _NO_ROOM
-
-    def _could_not_run_again(self, device: Device) -> bool:
-        """Whether results that do not fit could not be made again on the host.
-
-        They could not where the first run has changed the operands.
-        """
-        operands = self._operands
-        if not operands.written or all(twin is not None for twin in operands.plan.result_of_write):
-            return False
-        return 3 * operands.nbytes > self._residency.books.ledgers[device].budget.limit_nbytes
 
     def _note(self, reason: str) -> None:
         note_fallback(self._residency, self._operands.plan, reason)

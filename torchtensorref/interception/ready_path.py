@@ -6,6 +6,7 @@ slow path. `WAYS[plan.ready_way]` is the one that fits the operator, None where 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
 
@@ -94,7 +95,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
         if device.has_virtual_clock:
-            charge(plan, args, plain_args, kwargs or _NO_KWARGS, out, device)
+            charge(plan, args, args[: len(writes)], plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
             if not first._ttr_block.owned:  # not any more: another thread has begun to copy it
                 residency.copier.has_been_written(first._ttr_block, device)
@@ -204,7 +205,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.counts_lists:
             plan.count_writes(args, kwargs)
         if device.has_virtual_clock:
-            charge(plan, flat, plain, kwargs, out, device)
+            charge(plan, flat, targets(plan, args), plain, kwargs, out, device)
         if plan.writes:
             if not all_owned(plan, args):
                 for target in targets(plan, args):
@@ -372,6 +373,7 @@ def _wrap(out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
 def charge(
     plan: OpPlan,
     args: tuple[Any, ...],
+    written: Iterable[Any],
     plain_args: list[Any],
     kwargs: Any,
     out: Any,
@@ -380,7 +382,7 @@ def charge(
     """Let a simulated device spend the time that the operator takes."""
     flops, nbytes, dtype_name = operator_cost(plan, plain_args, kwargs, out)
     bases = [arg._ttr_block.base_on(device) for arg in args if isinstance(arg, TensorRef)]
-    writes = bases[:1] if plan.writes else ()
+    writes = [ref._ttr_block.base_on(device) for ref in written]
     device.after_operator(bases, writes, flops=flops, nbytes=nbytes, dtype_name=dtype_name)
 
 

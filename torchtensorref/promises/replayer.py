@@ -245,11 +245,11 @@ class Replayer:
             block.last_use = books.tick + 1
         try:
             books.tick += 1
+            written = [self.blocks[number] for number in op.writes]
             if any(block.logged_as for block in blocks):
-                written = [self.blocks[number] for number in op.writes]
                 self.residency.feed.uses.note_blocks(books.tick, op.kind, blocks, written)
             bases = [block.base_on(device) for block in blocks]
-            self._charge(op, device, bases, bases[:1] if op.writes else [])
+            self._charge(op, device, bases, [block.base_on(device) for block in written])
             self._bear(op, device)
         except SHORTAGES:
             return False
@@ -279,15 +279,15 @@ class Replayer:
         if op.waits and not device.is_host:
             device.record().synchronize()
 
-    def _bear(self, op: OpRecord, device: Device, *, is_final: bool = False) -> list[Block]:
-        """Make the blocks of the results, all or none; at home if it cannot run again."""
+    def _bear(self, op: OpRecord, device: Device) -> list[Block]:
+        """Make the blocks of the results, all or none; at home if it has written, too."""
         born = []
         for number in op.births:
             base = empty_bytes(self.record.blocks[number].nbytes, "meta")
             try:
                 born.append(self.residency.born(base, device))
             except SHORTAGES:
-                if not is_final:
+                if not op.writes:
                     raise
                 self._fallback_count += 1
                 born.append(self.residency.born(base, self.host))
@@ -314,9 +314,6 @@ class Replayer:
             if run_on_parts(self, op, blocks):
                 return
             residency.books.counts.host_op_count += 1
-        elif self._could_not_run_again(op, blocks):
-            self._fallback_count += 1
-            device = host
         try:
             born = self.run_on(device, op, blocks, written)
         except SHORTAGES:
@@ -324,11 +321,6 @@ class Replayer:
             born = self.run_on(host, op, blocks, written)
         residency.feed.tell_deaths()
         residency.after_operator(self.device, [*blocks, *born])
-
-    def _could_not_run_again(self, op: OpRecord, blocks: list[Block]) -> bool:
-        """Whether it writes, and what it makes might not fit: as `interception/fallback` asks."""
-        limit_nbytes = self.residency.books.ledgers[self.device].budget.limit_nbytes
-        return bool(op.writes and op.births) and 3 * sum(b.nbytes for b in blocks) > limit_nbytes
 
     def _place(self, op: OpRecord, blocks: list[Block]) -> Answer:
         residency = self.residency
@@ -371,7 +363,7 @@ class Replayer:
             if timing is not None:
                 timing.end(op.kind, _cost_of(op))
                 times.remember(op.form, _cost_of(op))
-            born = self._bear(op, device, is_final=bool(written))
+            born = self._bear(op, device)
             if born:
                 self.expected[op.form] = born[-1].nbytes
             return born
