@@ -208,8 +208,8 @@ class History:
         self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
-        place = self._find_place(GRAM_LENGTHS[0] if is_in_place else 1)
-        if is_in_place and (place < 0 or self._agreement(place) < PROGRAM_AGREEMENT):
+        place = self._find_place(PROGRAM_AGREEMENT if is_in_place else 1)
+        if is_in_place and place < 0:
             self.cursor += 1
             self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
         else:
@@ -259,13 +259,13 @@ class History:
             if len(places) > PLACES_PER_GRAM:
                 del places[0]
 
-    def _find_place(self, shortest: int = 1) -> int:
+    def _find_place(self, least: int) -> int:
         """Return where the recent past agrees with the record longest; the newest on ties.
 
-        -1 if nowhere for at least `shortest` accesses.
+        -1 if nowhere for at least so many accesses.
         """
         for rank, length in enumerate(GRAM_LENGTHS):
-            if length < shortest:
+            if rank and length < least:
                 break
             if len(self._symbols) < length:
                 continue
@@ -274,9 +274,9 @@ class History:
             if length == 1 and not places:
                 places = [use + 1 for use in self._uses[self._symbols[-1]][-PLACES_PER_GRAM:]]
             found = [
-                (self._agreement(place), place)
+                (agreed, place)
                 for place in places
-                if self.start <= place < self.end
+                if self.start <= place < self.end and (agreed := self._agreement(place)) >= least
             ]
             if found:
                 return max(found)[1]

@@ -27,9 +27,6 @@ class _Key(tuple[Any, ...]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
 
 def groups_wrapper(
     wrapped: Any, _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -312,11 +312,9 @@ def _wrap_several(
             part, block, where = settled(
                 part, plan, residency, device, has_written=bool(plan.writes)
             )
-            if where is not device:
-                wrapped.append(make_ref(part, block, where, refs[0].device))
-                continue
-            blocks[key] = block
-        wrapped.append(_wrap(part, block, device, refs[0]))
+            if where is device:  # what has gone home shares with nobody
+                blocks[key] = block
+        wrapped.append(_wrap(part, block, where, refs[0]))
     return wrapped
 
 

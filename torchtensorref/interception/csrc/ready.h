@@ -257,7 +257,8 @@ class ReadyCall {
     for (const auto& [its_storage, block] : shared_)
       if (its_storage == storage) return make_ref(out, block, operands_.device, label);
     at::Tensor made = counted(out, tick, label);
-    if (made.defined() && out.storage().use_count() > 1 && ref_of(made)->on == operands_.device) shared_.emplace_back(storage, ref_of(made)->block);
+    const RefImpl* ref = made.defined() ? ref_of(made) : nullptr;  // over memory at home, which nobody shares, where it has gone there
+    if (ref && out.storage().use_count() > 1 && (!ref->on || ref->on == operands_.device)) shared_.emplace_back(storage, ref->block);
     return made;
   }
 
@@ -282,9 +283,8 @@ class ReadyCall {
     }
     py::gil_scoped_acquire gil;
     WithFactories no_longer(false);
-    auto device = py::reinterpret_steal<py::object>(object_of(operands_.device));
     py::object op = writes_ ? py::reinterpret_borrow<py::object>(plan_.op) : py::none();
-    py::object born = py::reinterpret_borrow<py::object>(bear)(out, device, op, label);
+    py::object born = py::reinterpret_borrow<py::object>(bear)(out, py::reinterpret_steal<py::object>(object_of(operands_.device)), op, label);
     if (born.is_none() || THPVariable_Check(born.ptr())) return tensor_in(born.ptr());
     return make_ref(out, BlockPtr(core_of(born.ptr())), operands_.device, label);
   }
