@@ -136,6 +136,26 @@ def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, s
     assert (stats["host_ns"] > 0) == (spec.host_costs == COSTS)
 
 
+@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
+@pytest.mark.parametrize("share", [0.5, 4.0])
+def test_dropout_is_foretold_to_the_byte_and_nanosecond(strategy, share):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.1))
+    batch = torch.rand(16, 32)
+    budget = int(share * 2 * sum(p.nbytes for p in model.parameters()))
+
+    def steps():
+        for number in range(2):
+            model(batch).sum().backward()
+            model.zero_grad()
+            yield f"step {number}"
+
+    seen = torchTensorRef.forecast(steps, device=SPEC, budget=budget, strategy=strategy)
+    real = run_for_real(steps, budget, strategy)
+    assert [costs_of(step) for step in seen.steps] == real
+    assert sum(step.fetched_nbytes for step in seen.steps) > 0
+
+
 def test_operands_are_brought_in_the_order_in_which_a_run_brings_them(monkeypatch):
     """`linear` as a whole has its weight before its bias, and in its parts behind it."""
     torch.manual_seed(0)

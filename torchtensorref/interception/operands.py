@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,13 @@ class Operands:
     def table(self) -> Any:
         """The TensorRef of which a part is read; None where that is sparse, or stays plain."""
         return self.ref_of(self.argument(self.plan.argument_names[0]))
+
+    @property
+    def overwritten(self) -> Block | None:
+        """The block of which every byte is written, and none read; None where there is no such."""
+        return overwritten_of(
+            self.plan, self.ref_of(self.args[0]) if self.args else None, self.refs
+        )
 
     def argument(self, name: str) -> Any:
         """Return the value of an argument, its default where it was left out."""
@@ -217,6 +224,24 @@ def _is_other_subclass(kind: type) -> bool:
         and hasattr(kind, "__torch_dispatch__")
         and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     )
+
+
+def overwritten_of(plan: OpPlan, first: Any, refs: Sequence[Any]) -> Block | None:
+    """Return the block of which every byte is written, and none read; None without one.
+
+    Parameters
+    ----------
+    first : Any
+        The first operand, or what is in its place.
+    refs : sequence of TensorRef
+        All operands.
+    """
+    if not plan.overwrites or not isinstance(first, TensorRef) or not first.is_contiguous():
+        return None
+    block: Block = first._ttr_block
+    is_whole = first.numel() * first.element_size() == block.nbytes
+    is_alone = sum(ref._ttr_block is block for ref in refs) == 1
+    return block if is_whole and is_alone else None
 
 
 def flattened(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:

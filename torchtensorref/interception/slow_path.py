@@ -131,6 +131,7 @@ class SlowPath:
             commit(staged)
             try:
                 out = run_kernel(staged)
+                staged.has_run()
             finally:
                 count_versions(operands)
                 confirm(staged)
@@ -164,13 +165,13 @@ def run_kernel(staged: Staged) -> Any:
 
 def commit(staged: Staged) -> None:
     """Make what is written current on the device, and stale elsewhere."""
-    for block in staged.operands.written:
+    for block in staged.operands.written if staged.overwritten is None else ():
         staged.manager.residency.copier.written(block, staged.device)
 
 
 def confirm(staged: Staged) -> None:
     """Look whether what has been written is still current nowhere else."""
-    for block in staged.operands.written:
+    for block in staged.operands.written if staged.overwritten is None else ():
         staged.manager.residency.copier.has_been_written(block, staged.device)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..devices.base import Device
-from ..memory.block import Replica
+from ..memory.block import Block, Replica
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import for_writing, plain_on
 from ..memory.ref import TensorRef
@@ -26,10 +26,9 @@ def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged
     OutOfBudgetError, torch.OutOfMemoryError, TransferError
         They cannot be brought there. Nothing is held.
     """
-    expected_nbytes = 0 if device.is_host else expected_results(operands, manager)
-    held = manager.residency.acquire(device, operands.blocks, operands.written, expected_nbytes)
-    staged = Staged(operands, device, manager, held)
+    staged = Staged(operands, device, manager)
     try:
+        staged.acquire()
         staged.prepare()
     except BaseException:
         staged.release()
@@ -63,15 +62,14 @@ class Staged:
         "label",
         "manager",
         "operands",
+        "overwritten",
         "plain_of",
         "plain_of_sparse",
         "reads",
         "writes",
     )
 
-    def __init__(
-        self, operands: Operands, device: Device, manager: TensorsManager, held: Sequence[Replica]
-    ) -> None:
+    def __init__(self, operands: Operands, device: Device, manager: TensorsManager) -> None:
         self.operands = operands
         self.device = device
         self.manager = manager
@@ -81,7 +79,27 @@ class Staged:
         #: The same of sparse operands, by the id of what the call has.
         self.plain_of_sparse: dict[int, torch.Tensor] = {}
         #: What was acquired, until `release`.
-        self.held = held
+        self.held: Sequence[Replica] = ()
+        #: What the kernel writes at home in the place of a copy, until it has.
+        self.overwritten: Block | None = None
+
+    def acquire(self) -> None:
+        """Make the operands readable on the device, but for what the kernel overwrites."""
+        operands, device, residency = self.operands, self.device, self.manager.residency
+        blocks, written = operands.blocks, operands.written
+        overwritten = operands.overwritten if device.is_host else None
+        if overwritten is not None and residency.overwriting.begin(overwritten):
+            self.overwritten = overwritten
+            blocks = [block for block in blocks if block is not overwritten]
+            written = []  # it writes nothing else
+        expected_nbytes = 0 if device.is_host else expected_results(operands, self.manager)
+        self.held = residency.acquire(device, blocks, written, expected_nbytes)
+
+    def has_run(self) -> None:
+        """Note that the kernel has written what it overwrites."""
+        if self.overwritten is not None:
+            overwritten, self.overwritten = self.overwritten, None
+            self.manager.residency.overwriting.end(overwritten, is_written=True)
 
     def prepare(self) -> None:
         """Make the plain arguments."""
@@ -159,6 +177,8 @@ class Staged:
     def release(self) -> None:
         """Let go of the operands; those about which nothing is left to decide are ready again."""
         residency, device = self.manager.residency, self.device
+        if self.overwritten is not None:
+            residency.overwriting.end(self.overwritten, is_written=False)
         residency.release(self.held)
         with residency.books.lock:
             for block in self.operands.blocks:

@@ -22,6 +22,7 @@ from .eviction import Evictor, HeldByOthersError
 from .filling import RoomTakenError
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
+from .overwriting import Overwriting
 from .prefetch import Prefetcher
 from .readiness import Readiness
 from .repair import Repair
@@ -41,8 +42,9 @@ class Residency:
         Who keeps which replicas where they are.
     readiness : Readiness
         Which blocks operators may use without asking anybody.
-    copier, evictor, prefetcher, sharing
-        What copies, makes room, works ahead of need, and lets several have the same bytes.
+    copier, evictor, prefetcher, sharing, overwriting
+        What copies, makes room, works ahead of need, lets several have the same bytes, and spares
+        the copy of bytes that are about to be overwritten.
     feed : StrategyFeed
         What the strategy is told and asked.
     recorder
@@ -58,6 +60,7 @@ class Residency:
         self.evictor = Evictor(self.books, self.holds, self.copier, self.feed)
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
+        self.overwriting = Overwriting(self.books, self.holds, self.copier)
         self._repair = Repair(self.books, self.holds, self.copier, self.feed)
         #: How long operators took, where a strategy says where they run.
         self.times = OpTimes()

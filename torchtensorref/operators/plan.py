@@ -76,6 +76,8 @@ class OpPlan:
     write_names: tuple[str, ...]
     #: Positions of the arguments that may be written.
     writes: tuple[int, ...]
+    #: Every element of the first operand is written, and none read.
+    overwrites: bool
     #: It leaves it to its kernel, which sees nothing but plain tensors, to count their versions.
     counts_lists: bool
     #: It writes only where all of these are given, and not false; its plan where it does not.
@@ -269,6 +271,7 @@ def compiled(row: Row) -> OpPlan:
         reads_groups=str(op) in GROUPS,
         write_names=write_names,
         writes=writes,
+        overwrites=row.overwrites,
         writing_arguments=()
         if row.writes_only_with is None
         else (row.writes_only_with, *row.writes),

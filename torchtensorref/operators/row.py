@@ -61,6 +61,8 @@ class Row:
     is_view: bool | None = None
     #: Tagged as random, but only this argument makes it so; else as deterministic as any.
     random_only_with: str | None = None
+    #: It writes every element of its first operand, and reads none of them.
+    overwrites: bool = False
     #: It makes what a wrapper of the ready path cannot carry.
     is_never_ready: bool = False
 

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from . import flops, peaks, substitutes
 from .collectives import COLLECTIVES
+from .random_numbers import RANDOM
 from .row import FlopRule, Reads, Row, Special
 from .storages import STORAGES
 
@@ -304,22 +305,6 @@ COPIES = (
         reason="`.to(device)` of 14 GB of weights must not copy them",
         special=Special.SHARE,
     ),
-)
-
-RANDOM = (
-    *(
-        Row(op, random_only_with="train")
-        for op in (
-            aten.dropout.default,
-            aten.dropout_.default,
-            aten.native_dropout.default,
-            aten.alpha_dropout.default,
-            aten.feature_dropout.default,
-            aten.feature_alpha_dropout.default,
-        )
-    ),
-    Row(aten.rrelu.default, random_only_with="training"),
-    Row(aten.rrelu_with_noise.default, random_only_with="training"),
 )
 
 SEQUENCES = (

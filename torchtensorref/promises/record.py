@@ -49,6 +49,8 @@ class OpRecord:
     may_be_fetched: bool = False
     #: It runs on the host, whatever the strategy says: random numbers that the host draws.
     on_host: bool = False
+    #: At home it needs nothing of what it writes, all of it.
+    overwrites: bool = False
     #: It reads a part of its first operand: rows of a table.
     reads_part: bool = False
     #: Blocks of which parts move alone while they are away, with the first byte of each (-1: not

@@ -62,6 +62,7 @@ class Recorder:
                 may_be_ready=_may_be_ready(plan, operands),
                 may_be_fetched=_may_be_fetched(plan, operands),
                 on_host=on_host,
+                overwrites=operands.overwritten is not None,
                 reads_part=plan.reads_part,
                 parts=parts_of(plan, operands.args, operands.kwargs),
                 packs=plan.reads_groups,

@@ -346,12 +346,15 @@ class Replayer:
         """Run an operator on a device, from fetching its operands to its results."""
         residency = self.residency
         expected_nbytes = 0 if device.is_host else self.expected.get(op.form, 0)
-        held = residency.acquire(device, blocks, written, expected_nbytes)
+        overwrites = op.overwrites and device.is_host and residency.overwriting.begin(written[0])
+        fetched = [b for b in blocks if b not in written] if overwrites else blocks
+        kept = [] if overwrites else written
+        held = residency.acquire(device, fetched, kept, expected_nbytes)
         try:
             reads = [block.replicas[device].base for block in blocks]
             writes = [block.replicas[device].base for block in written]
             residency.tell_operator(device, held, written)
-            for block in written:
+            for block in kept:
                 residency.copier.written(block, device)
             times = residency.times
             timing = (
@@ -368,6 +371,8 @@ class Replayer:
                 self.expected[op.form] = born[-1].nbytes
             return born
         finally:
+            if overwrites:
+                residency.overwriting.end(written[0], is_written=True)
             residency.release(held)
             self._open(device, blocks)
 

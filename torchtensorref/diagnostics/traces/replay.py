@@ -43,6 +43,7 @@ def _op_of(one: Slice) -> OpRecord:
         may_be_ready="ready" in facts,
         may_be_fetched="fetched" in facts,
         on_host="on_host" in facts,
+        overwrites="overwrites" in facts,
         reads_part="reads_part" in facts,
         parts=tuple(map(tuple, args.get("parts", ()))),
         packs="packs" in facts,

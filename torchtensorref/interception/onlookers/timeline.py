@@ -24,6 +24,7 @@ from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
 from ...operators.plan import OpPlan, ReadyWay
 from ..handlers import keeps_everything
+from ..operands import flattened, overwritten_of
 from ..read_alone import parts_of
 from .chrome import chrome_trace, write_json
 from .passing import recorders
@@ -208,10 +209,12 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     first: Any = args[0] if args else None
     is_ref = isinstance(first, TensorRef)
     draws = plan.draws_random(args, kwargs)
+    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
     known = {
         "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs, first),
         "fetched": plan.may_be_fetched,
         "on_host": draws and is_ref and first.device.type == "cpu",
+        "overwrites": overwritten_of(plan, first, refs) is not None,
         "reads_part": plan.reads_part,
         "packs": plan.reads_groups,
         "waits": not plan.returns_tensors,

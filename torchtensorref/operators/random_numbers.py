@@ -1,0 +1,41 @@
+"""The operators that draw random numbers: a part of the table (`table.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from .row import Row
+
+aten = torch.ops.aten
+
+RANDOM = (
+    *(
+        Row(op, random_only_with="train")
+        for op in (
+            aten.dropout.default,
+            aten.dropout_.default,
+            aten.native_dropout.default,
+            aten.alpha_dropout.default,
+            aten.feature_dropout.default,
+            aten.feature_alpha_dropout.default,
+        )
+    ),
+    Row(aten.rrelu.default, random_only_with="training"),
+    Row(aten.rrelu_with_noise.default, random_only_with="training"),
+    *(
+        Row(op, overwrites=True)
+        for op in (
+            aten.bernoulli_.float,
+            aten.bernoulli_.Tensor,
+            aten.cauchy_.default,
+            aten.exponential_.default,
+            aten.geometric_.default,
+            aten.log_normal_.default,
+            aten.normal_.default,
+            aten.random_.default,
+            aten.random_.to,
+            getattr(aten.random_, "from"),
+            aten.uniform_.default,
+        )
+    ),
+)
