@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.interception import results, slow_path
+from torchTensorRef.operators.plan import plan_of
+
 from ..device import audit
 from ..support.device_double import MetaDevice
 
@@ -168,3 +171,21 @@ def test_the_operator_database(manager, number, monkeypatch):
         found = audit.audit(manager, manager.residency.books.main, ops, samples=1)
     assert found.called > 20
     assert found.failures == []
+
+
+def test_an_operator_that_has_written_is_not_run_again_on_the_host(manager, monkeypatch):
+    x, mean, var = (manager.adopt(torch.rand(*size)).toGPU() for size in ((4, 3), (3,), (3,)))
+    plan, run, ran = plan_of(torch.ops.aten.native_batch_norm.default), slow_path.run_kernel, []
+
+    def counted(staged: Any) -> Any:
+        ran.append(staged.device)
+        return run(staged)
+
+    def settled(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the allocator of the host: not enough memory")
+
+    monkeypatch.setattr(slow_path, "run_kernel", counted)
+    monkeypatch.setattr(results, "settled", settled)
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        slow_path.SlowPath(plan, (x, None, None, mean, var, True, 0.1, 1e-5), {}, manager).run()
+    assert ran == [manager.residency.books.main]

@@ -125,6 +125,8 @@ class Fallback:
         except (RuntimeError, IndexError, ValueError) as error:
             if device.torch_device.type == "cpu" or isinstance(error, BROKEN + OURS):
                 raise  # the host has the same kernels, or nothing can run any more
+            if self._operands.has_written:
+                raise  # the host had no memory for a result, say: nothing is written twice
             generators.restore()
             result = self._run_on(host)  # a mistake of the program's own is raised here
             why = str(error).partition("\n")[0][:80]

@@ -28,6 +28,7 @@ class Operands:
         "adopted",
         "args",
         "blocks",
+        "has_written",
         "in_blocks_nbytes",
         "is_at_home",
         "kwargs",
@@ -67,6 +68,8 @@ class Operands:
         self.reads_part_alone = False
         #: The blocks that were made for this call, of operands of which it reads a part.
         self.pieces: frozenset[Block] = frozenset()
+        #: Its kernel has run, and changed operands: it must not run again.
+        self.has_written = False
         #: What it took where it ran in blocks; 0: it did not.
         self.in_blocks_nbytes = 0
         #: The distinct blocks of all operands, and of those that are written.

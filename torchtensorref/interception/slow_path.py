@@ -132,6 +132,7 @@ class SlowPath:
             try:
                 out = run_kernel(staged)
                 staged.has_run()
+                operands.has_written = bool(operands.written)
             finally:
                 count_versions(operands)
                 confirm(staged)
