@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
-from . import flops, peaks, substitutes
+from . import allocating_first, flops, peaks, substitutes
 from .collectives import COLLECTIVES
 from .random_numbers import RANDOM
 from .row import FlopRule, Reads, Row, Special
@@ -238,6 +238,13 @@ GATHERING = (
     Row(aten.take.default, reads=Reads.ROWS),
     Row(aten.trace.default, reads=Reads.ELEMENTS),
     Row(aten._local_scalar_dense.default, reads=Reads.ELEMENTS),
+    *(
+        Row(op, reason="its kernels allocate after they have written", elsewhere=elsewhere)
+        for op, elsewhere in (
+            (aten.scatter_reduce_.two, allocating_first.scatter_reduce_),
+            (aten.index_reduce_.default, allocating_first.index_reduce_),
+        )
+    ),
 )
 
 VIEWS = (
