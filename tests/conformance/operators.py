@@ -7,6 +7,7 @@ costs itself only. What is done is kept in a file; `--resume` goes on where a ru
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import platform
 import queue
@@ -319,7 +320,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         work(options.samples, options.device, options.blocks)
         return 0
-    names = options.only.split(",") if options.only else operator_names()
+    known = operator_names()
+    names = options.only.split(",") if options.only else known
+    for name in names:
+        if name not in known:
+            sys.stderr.write(f"There is no operator {name!r}. {nearest(name, known)}\n")
+            return 2
     sys.stdout.write(
         f"{len(names)} operators, {options.processes} processes, {platform.machine()}\n"
     )
@@ -338,6 +344,12 @@ def main(arguments: list[str] | None = None) -> int:
     known = {**KNOWN, **KNOWN_ANYWHERE} if options.blocks == "anywhere" else KNOWN
     unexplained = [r["operator"] for r in results if r["failures"] and r["operator"] not in known]
     return 1 if unexplained else 0
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Say which operator was probably meant."""
+    found = difflib.get_close_matches(name, known, n=3)
+    return f"Perhaps {' or '.join(found)}." if found else f"There are {len(known)}."
 
 
 def operator_names() -> list[str]:

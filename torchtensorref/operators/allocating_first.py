@@ -7,6 +7,8 @@ result is made beside the operand, and copied into it at last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ aten = torch.ops.aten
 
 def scatter_reduce_(
     target: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
+) -> Any:
     """`Tensor.scatter_reduce_`, which finds its memory before it writes."""
     how = (dim, index, src, reduce)
     if reduce != "mean":
@@ -25,7 +27,7 @@ def scatter_reduce_(
 
 def index_reduce_(
     target: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
+) -> Any:
     """`Tensor.index_reduce_`, likewise."""
     how = (dim, index, src, reduce)
     if reduce != "mean":
