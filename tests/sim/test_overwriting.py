@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +181,32 @@ def test_a_copy_that_still_reads_home_is_waited_for(manage: Any) -> None:
     x.uniform_()
     assert reading.was_finished
     assert written_back_nbytes(manager) == 0
+
+
+def test_two_threads_that_overwrite_what_the_other_reads_do_not_wait_for_each_other(
+    manage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manage("lru", BUDGET)
+    one, other = made_there(manager) / 9, made_there(manager) / 9
+    acquire, both, has_waited = manager.residency.acquire, threading.Barrier(2), set[int]()
+
+    def acquire_together(*args: Any) -> Any:
+        held = acquire(*args)
+        if threading.get_ident() not in has_waited:
+            has_waited.add(threading.get_ident())
+            both.wait(timeout=60)
+        return held
+
+    monkeypatch.setattr(manager.residency, "acquire", acquire_together)
+    pairs = ((one, other), (other, one))
+    threads = [
+        threading.Thread(target=target.bernoulli_, args=(p,), daemon=True) for target, p in pairs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    monkeypatch.undo()
+    for target in (one, other):
+        assert ((target == 0) | (target == 1)).all()

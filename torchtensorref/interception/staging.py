@@ -86,14 +86,20 @@ class Staged:
     def acquire(self) -> None:
         """Make the operands readable on the device, but for what the kernel overwrites."""
         operands, device, residency = self.operands, self.device, self.manager.residency
-        blocks, written = operands.blocks, operands.written
         overwritten = operands.overwritten if device.is_host else None
-        if overwritten is not None and residency.overwriting.begin(overwritten):
+        if overwritten is None:
+            expected_nbytes = 0 if device.is_host else expected_results(operands, self.manager)
+            self.held = residency.acquire(
+                device, operands.blocks, operands.written, expected_nbytes
+            )
+            return
+        # The others first: who waits for one has nothing begun that others wait for.
+        others = [block for block in operands.blocks if block is not overwritten]
+        self.held = residency.acquire(device, others, [], 0)
+        if residency.overwriting.begin(overwritten):
             self.overwritten = overwritten
-            blocks = [block for block in blocks if block is not overwritten]
-            written = []  # it writes nothing else
-        expected_nbytes = 0 if device.is_host else expected_results(operands, self.manager)
-        self.held = residency.acquire(device, blocks, written, expected_nbytes)
+        else:
+            self.held = [*self.held, *residency.acquire(device, [overwritten], [overwritten], 0)]
 
     def has_run(self) -> None:
         """Note that the kernel has written what it overwrites."""

@@ -34,14 +34,14 @@ class Overwriting:
         Returns
         -------
         bool
-            False where home has the bytes, or gets them, or somebody else has them too. Nothing
-            has changed.
+            False where home has the bytes, or gets them, or somebody else has them too or reads
+            them. Nothing has changed.
         """
         with self._books.lock:
             if not (block.exposure is None and block.sharers is None and block.promise is None):
                 return False
             home = self._copier.leaving.home_of(block)
-            if home.state is not INVALID:
+            if home.state is not INVALID or home.pins:
                 return False
             # As for a copy that is about to be issued: who wants these bytes waits for it. Nobody
             # evicts what counts meanwhile: that would be copied to where the operator writes.

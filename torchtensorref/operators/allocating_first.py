@@ -7,29 +7,35 @@ result is made beside the operand, and copied into it at last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
 
-def scatter_reduce_(
-    target: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """`Tensor.scatter_reduce_`, which finds its memory before it writes."""
-    how = (dim, index, src, reduce)
-    if reduce != "mean":
-        return aten.scatter_reduce_.two(target, *how, include_self=include_self)
-    return target.copy_(aten.scatter_reduce.two(target, *how, include_self=include_self))
+def _aside(in_place: OpOverload, out_of_place: OpOverload) -> Callable[..., Any]:
+    """Make what stands for an operator in place, which finds its memory before it writes."""
+
+    def run(
+        target: Tensor,
+        dim: int,
+        index: Tensor,
+        src: Tensor,
+        reduce: str,
+        *,
+        include_self: bool = True,
+    ) -> Any:
+        if reduce != "mean":
+            return in_place(target, dim, index, src, reduce, include_self=include_self)
+        made = out_of_place(target, dim, index, src, reduce, include_self=include_self)
+        return target.copy_(made)
+
+    return run
 
 
-def index_reduce_(
-    target: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Any:
-    """`Tensor.index_reduce_`, likewise."""
-    how = (dim, index, src, reduce)
-    if reduce != "mean":
-        return aten.index_reduce_.default(target, *how, include_self=include_self)
-    return target.copy_(aten.index_reduce.default(target, *how, include_self=include_self))
+scatter_reduce_ = _aside(aten.scatter_reduce_.two, aten.scatter_reduce.two)
+index_reduce_ = _aside(aten.index_reduce_.default, aten.index_reduce.default)
