@@ -89,7 +89,10 @@ class Steps(Training):
 
 
 class Mixed:
-    """Copies that share until they are written, arrays, views, what goes home and comes back."""
+    """Copies that share until they are written, arrays, views, what goes home and comes back.
+
+    And what the host draws into memory of the accelerator's.
+    """
 
     nbytes = 200 << 10
 
@@ -108,7 +111,9 @@ class Mixed:
             a.t()[3:5] += 1
             d = torch.cat([a, b]).sum(0)
             array = d.numpy().copy()
-            return [a, b, c, d, torch.from_numpy(array), c.tolist()[0][0]]
+            torch.manual_seed(6)
+            e = a * torch.empty_like(a).bernoulli_(0.5)
+            return [a, b, c, d, e, torch.from_numpy(array), c.tolist()[0][0]]
 
 
 class Compiled(Forward):

@@ -19,9 +19,11 @@ from torch import nn
 from torchTensorRef.base.interrupts import holds_operands
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
-from torchTensorRef.interception import handlers
+from torchTensorRef.interception import handlers, results
+from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.memory.filling import RoomTakenError
+from torchTensorRef.operators.plan import plan_of
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, called_natively
 
@@ -728,3 +730,30 @@ def test_what_is_written_while_it_is_copied_home_is_not_lost(manage, monkeypatch
     manager.bring_all_home()
     assert_same(plain, ref)
     assert_idle(manager)
+
+
+def test_a_result_that_goes_home_while_another_one_of_its_operator_is_wrapped(manage, monkeypatch):
+    """What an evictor begins to copy home gets a replica there, at any moment."""
+    manager = manage("lru", 1 << 16)
+    x = manager.adopt(torch.rand(4, 4)).toGPU()
+    born, residency = [], manager.residency
+    bear, storage_of = residency.born, results.storage_of
+
+    def noted(*args: Any) -> Any:
+        born.append(bear(*args))
+        return born[-1]
+
+    def moving(base: torch.Tensor) -> Any:
+        for block in born:
+            residency.copier.leaving.home_of(block)
+        return storage_of(base)
+
+    monkeypatch.setattr(residency, "born", noted)
+    monkeypatch.setattr(results, "storage_of", moving)
+    plan = plan_of(torch.ops.aten.sort.default)
+    values, indices = SlowPath(plan, (x,), {}, manager).run()
+    monkeypatch.undo()
+    assert len(born) == 2
+    expected = torch.sort(torch.tensor(x.tolist()))
+    assert_same(expected.values, values)
+    assert_same(expected.indices, indices)

@@ -145,7 +145,8 @@ class _Results:
                 block: Block = ref._ttr_block
                 return block
         for made in self._born:
-            if any(storage_of(one.base)._cdata == key for one in made.replicas.values()):
+            replicas = list(made.replicas.values())  # another thread may move it meanwhile
+            if any(storage_of(one.base)._cdata == key for one in replicas):
                 return made
         return None
 

@@ -104,8 +104,8 @@ class Staged:
     def has_run(self) -> None:
         """Note that the kernel has written what it overwrites."""
         if self.overwritten is not None:
-            overwritten, self.overwritten = self.overwritten, None
-            self.manager.residency.overwriting.end(overwritten, is_written=True)
+            self.manager.residency.overwriting.end(self.overwritten, is_written=True)
+            self.overwritten = None
 
     def prepare(self) -> None:
         """Make the plain arguments."""

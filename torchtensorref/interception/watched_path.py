@@ -116,7 +116,8 @@ def _is_there(block: Block, device: Device) -> bool:
 def _may_be_written(block: Block, device: Device) -> bool:
     """Whether nobody else has the bytes of a block that is there: what they have would be stale."""
     return all(
-        replica.state is INVALID or other is device for other, replica in block.replicas.items()
+        replica.state is INVALID or other is device
+        for other, replica in list(block.replicas.items())
     )
 
 

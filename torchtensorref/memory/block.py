@@ -297,7 +297,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
 
     def readable_replicas(self) -> list[Replica]:
         """Return the replicas whose bytes are current."""
-        return [replica for replica in self.replicas.values() if replica.state in READABLE]
+        return [replica for replica in list(self.replicas.values()) if replica.state in READABLE]
 
     @property
     def is_shared(self) -> bool:
@@ -350,7 +350,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
             before[:] = [reference for reference in before if reference() is not self]
 
     def __repr__(self) -> str:
-        where = ", ".join(f"{d.name} {r.state.value}" for d, r in self.replicas.items())
+        replicas = list(self.replicas.items())
+        where = ", ".join(f"{device.name} {replica.state.value}" for device, replica in replicas)
         return f"<Block {self.name} {self.nbytes} bytes: {where or 'no replica'}>"
 
 

@@ -145,7 +145,8 @@ class Holds:
         Returns
         -------
         list of Block
-            Those of compiled calls, which may have been written there.
+            Those of compiled calls, which may have been written there; and those that an operator
+            at home has overwritten without the end of which others would be told.
         """
         left: list[Block] = []
         for ident in idents:
@@ -160,6 +161,9 @@ class Holds:
             for replica, by in self.issuing.copy().items():
                 if by == ident:
                     self.issuing.pop(replica, None)
+                    block = replica.block
+                    if replica.state is CLEAN and block is not None:
+                        left.append(block)
         return left
 
     def recount_pins(self, replicas: Iterable[Replica]) -> None:

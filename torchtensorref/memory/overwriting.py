@@ -51,20 +51,22 @@ class Overwriting:
         return True
 
     def end(self, block: Block, *, is_written: bool) -> None:
-        """Note that the operator has ended, and whether it has written (no lock held)."""
+        """Note that the operator has ended, and whether it has written (no lock held).
+
+        If an error comes in between, whoever is told of the end again goes on with it; and until
+        then a repair lets what is on the accelerator count (`Holds.forget_threads`).
+        """
         books = self._books
         with books.lock:
             home = block.replicas[books.host]
-            self._holds.issuing.pop(home, None)
-            self._holds.unpin(self._away(block))
-            if not is_written:
-                home.become(INVALID, "not overwritten")
-            else:
-                home.become(CLEAN, "overwritten")
-                books.log.note(
-                    block.name, "overwritten", f"{format_nbytes(block.nbytes)} not copied"
-                )
+            if home.state is FILLING:
+                home.become(CLEAN if is_written else INVALID, "the operator has ended")
+            if home.state is CLEAN:
+                spared = format_nbytes(block.nbytes)
+                books.log.note(block.name, "overwritten", f"{spared} not copied home")
                 self._copier.written(block, books.host)
+            self._holds.unpin(self._away(block))
+            self._holds.issuing.pop(home, None)
 
     def _away(self, block: Block) -> list[Replica]:
         host = self._books.host

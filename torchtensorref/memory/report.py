@@ -101,7 +101,7 @@ def description_of(manager: Any, ref: Any) -> str:
     called = manager.names.of_block(block.block_id)
     name = block.name if called == block.name else f"{block.name} {called}"
     lines = [f"{kind}[{shape}] -> {name} {format_nbytes(block.nbytes)}  home cpu"]
-    for replica in block.replicas.values():
+    for replica in list(block.replicas.values()):
         pins = f", pinned {replica.pins}" if replica.pins else ""
         used = manager.residency.books.tick - block.last_use
         last = f", last used {used} operators ago" if replica.state in (CLEAN, DIRTY) else ""
@@ -288,7 +288,8 @@ def _holder(block: Block) -> str:
     if exposure is not None and exposure.alive:
         length = "for good" if exposure.forever else "while that lives"
         reasons.append(f"exposed on {exposure.device.name} by {exposure.why}, {length}")
-    pinned_on = [replica.device.name for replica in block.replicas.values() if replica.pins]
+    replicas = list(block.replicas.values())
+    pinned_on = [replica.device.name for replica in replicas if replica.pins]
     if pinned_on:
         reasons.append(f"pinned on {', '.join(pinned_on)} by an operator that runs")
     return "; ".join(reasons)
