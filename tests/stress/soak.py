@@ -91,12 +91,12 @@ def drawn_weights(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def scattered(generator: torch.Generator) -> Any:
-    """Views, writes through views, aliases, copies that share, blocks that die."""
+    """Views, writes through views, aliases, copies that share, blocks that die, noise."""
     tensors = [draw(generator, 24, 24) for _ in range(5)]
     for _ in range(12):
         i, j = pick(generator, 5), pick(generator, 5)
         x, y = tensors[i], tensors[j]
-        kind = pick(generator, 8)
+        kind = pick(generator, 10)
         if kind == 0:
             x.t()[1:9].mul_(0.5).add_(y[:8].sin())
         elif kind == 1:
@@ -113,6 +113,10 @@ def scattered(generator: torch.Generator) -> Any:
             tensors[i] = torch.cat([x[:12], y[12:]])
         elif kind == 6:
             x[x > y] = 0.25
+        elif kind == 7:
+            tensors[i] = x * torch.empty_like(y).bernoulli_(0.5, generator=generator)
+        elif kind == 8:
+            x.uniform_(generator=generator)
         else:
             tensors[i] = x.detach().unflatten(1, (4, 6)).transpose(0, 1).reshape(24, 24)
     return tensors
@@ -185,6 +189,7 @@ def failed(generator: torch.Generator) -> Any:
         lambda x, y: x.view(5, 5),
         lambda x, y: torch.cat([x, y.t()]),
         lambda x, y: x[99],
+        lambda x, y: x.bernoulli_(2.0),
     )
     for call in wrong:
         try:

@@ -8,7 +8,8 @@ That can be done because of the order in which everything is written: a replica 
 its bytes go, is counted before they come, and replicas elsewhere are stale before a kernel writes.
 So what a state says is current is current, and only what says nothing is in doubt: copies that
 nobody waits for. The one exception is what an operator overwrites at home, which counts there once
-nothing elsewhere does (`overwriting.py`). Sums and pins are counted again from what they are sums of.
+nothing elsewhere does (`overwriting.py`). Sums and pins are counted again from what they are sums
+of.
 """
 
 from __future__ import annotations
