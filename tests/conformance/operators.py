@@ -7,7 +7,6 @@ costs itself only. What is done is kept in a file; `--resume` goes on where a ru
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import platform
 import queue
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torchTensorRef.base.errors import nearest
 
 from .known_differences import KNOWN, KNOWN_ANYWHERE
 
@@ -324,7 +325,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only.split(",") if options.only else known
     for name in names:
         if name not in known:
-            sys.stderr.write(f"There is no operator {name!r}. {nearest(name, known)}\n")
+            close = nearest(name, known)
+            meant = f" Did you mean {close!r}?" if close else ""
+            sys.stderr.write(f"There is no operator {name!r}.{meant}\n")
             return 2
     sys.stdout.write(
         f"{len(names)} operators, {options.processes} processes, {platform.machine()}\n"
@@ -344,12 +347,6 @@ def main(arguments: list[str] | None = None) -> int:
     known = {**KNOWN, **KNOWN_ANYWHERE} if options.blocks == "anywhere" else KNOWN
     unexplained = [r["operator"] for r in results if r["failures"] and r["operator"] not in known]
     return 1 if unexplained else 0
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """Say which operator was probably meant."""
-    found = difflib.get_close_matches(name, known, n=3)
-    return f"Perhaps {' or '.join(found)}." if found else f"There are {len(known)}."
 
 
 def operator_names() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -229,14 +229,14 @@ def _is_other_subclass(kind: type) -> bool:
     )
 
 
-def overwritten_of(plan: OpPlan, first: Any, refs: Sequence[Any]) -> Block | None:
+def overwritten_of(plan: OpPlan, first: Any, refs: Iterable[Any]) -> Block | None:
     """Return the block of which every byte is written, and none read; None without one.
 
     Parameters
     ----------
     first : Any
         The first operand, or what is in its place.
-    refs : sequence of TensorRef
+    refs : iterable of TensorRef
         All operands.
     """
     if not plan.overwrites or not isinstance(first, TensorRef) or not first.is_contiguous():

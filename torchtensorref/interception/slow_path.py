@@ -166,13 +166,13 @@ def run_kernel(staged: Staged) -> Any:
 
 def commit(staged: Staged) -> None:
     """Make what is written current on the device, and stale elsewhere."""
-    for block in staged.operands.written if staged.overwritten is None else ():
+    for block in staged.written:
         staged.manager.residency.copier.written(block, staged.device)
 
 
 def confirm(staged: Staged) -> None:
     """Look whether what has been written is still current nowhere else."""
-    for block in staged.operands.written if staged.overwritten is None else ():
+    for block in staged.written:
         staged.manager.residency.copier.has_been_written(block, staged.device)
 
 

@@ -101,6 +101,11 @@ class Staged:
         else:
             self.held = [*self.held, *residency.acquire(device, [overwritten], [overwritten], 0)]
 
+    @property
+    def written(self) -> Sequence[Block]:
+        """Return what the kernel writes where the device has it: all but what it overwrites."""
+        return self.operands.written if self.overwritten is None else ()
+
     def has_run(self) -> None:
         """Note that the kernel has written what it overwrites."""
         if self.overwritten is not None:

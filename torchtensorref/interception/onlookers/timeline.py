@@ -209,7 +209,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     first: Any = args[0] if args else None
     is_ref = isinstance(first, TensorRef)
     draws = plan.draws_random(args, kwargs)
-    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
+    refs = (arg for arg in flattened(plan, args) if isinstance(arg, TensorRef))
     known = {
         "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs, first),
         "fetched": plan.may_be_fetched,
