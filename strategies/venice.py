@@ -29,7 +29,6 @@ from ..strategy import (
     Strategy,
 )
 from .flow import Flow
-from .flow.history import History
 
 #: What weights may take of a budget; the rest is for activations.
 WEIGHTS_SHARE = 0.9
@@ -50,17 +49,13 @@ TINY_SHARE = 1 / 4096
 LIMIT_TOLERANCE = 0.05
 
 
-def _flow_of_one() -> Flow:
-    return Flow(History(hears_all=False))
-
-
 class Venice(Strategy):
     """Deal weights out to all accelerators; follow the flow of each.
 
     Parameters
     ----------
     make_flow : callable, optional
-        Makes what decides for one accelerator: a `Flow` that hears of its own alone.
+        Makes what decides for one accelerator, and hears of its own alone.
     """
 
     name = "venice"
@@ -69,13 +64,14 @@ class Venice(Strategy):
     #: What is compiled runs on one accelerator, whatever lives elsewhere.
     allows_compiled = False
 
-    def __init__(self, make_flow: Callable[[], Strategy] = _flow_of_one) -> None:
+    def __init__(self, make_flow: Callable[[], Strategy] = Flow) -> None:
         self._make_flow = make_flow
         self._flows: dict[str, Strategy] = {}
         self._nbytes: dict[int, int] = {}  # of what lasts, in the order of its first use
         self._home: dict[int, str] = {}  # of what lasts: the accelerator where it lives
         self._dealt: dict[str, int] = {}  # bytes that live on each
         self._used_on: dict[int, str] = {}  # where a block was made or used last
+        self._made_anew: set[int] = set()  # of what lasts: made each time, as caches that grow are
         self._last = ""  # where the last operator ran
         self._limits: dict[str, int] = {}  # the budgets for which blocks were dealt out
         self._filled: set[str] = set()  # accelerators that take no more
@@ -103,7 +99,13 @@ class Venice(Strategy):
 
     def _of_weights(self, op: OpSnapshot) -> str:
         least_nbytes = TINY_SHARE * min(device.limit_nbytes for device in op.accelerators)
-        lasting = [o for o in op.operands if o.is_persistent and o.nbytes > least_nbytes]
+        lasting = [
+            operand
+            for operand in op.operands
+            if operand.is_persistent
+            and operand.nbytes > least_nbytes
+            and operand.block_id not in self._made_anew
+        ]
         nbytes_on: dict[str, int] = {}
         for operand in lasting:
             home = self._home.get(operand.block_id) or self._settle(operand, op.accelerators)
@@ -211,7 +213,10 @@ class Venice(Strategy):
         if not self._last:
             return PERSISTENT_AFTER
         self._used_on[block_id] = self._last
-        return self._flow(self._last).on_birth(block_id, nbytes, place)
+        persistent_after = self._flow(self._last).on_birth(block_id, nbytes, place)
+        if not persistent_after:
+            self._made_anew.add(block_id)
+        return persistent_after
 
     def on_evict(self, block_id: int) -> None:
         """Tell the flow of the accelerator that used it last."""
@@ -229,6 +234,7 @@ class Venice(Strategy):
     def on_death(self, block_id: int) -> None:
         """Forget a block."""
         self._used_on.pop(block_id, None)
+        self._made_anew.discard(block_id)
         self._forget_ahead(block_id)
         nbytes, home = self._nbytes.pop(block_id, 0), self._home.pop(block_id, None)
         if home in self._dealt:

@@ -49,8 +49,6 @@ class History:
     ----------
     capacity : int
         The most accesses kept. Beyond it the older half is forgotten.
-    hears_all : bool, optional
-        Of all that the program uses; of several accelerators each flow hears of its own alone.
 
     Notes
     -----
@@ -66,9 +64,8 @@ class History:
     `capacity / 2` accesses) takes longer than the cursor's search for a place.
     """
 
-    def __init__(self, capacity: int = 2**18, *, hears_all: bool = True) -> None:
+    def __init__(self, capacity: int = 2**18) -> None:
         self.capacity = capacity
-        self._hears_all = hears_all
         #: Position of the oldest access kept, and of the next one to come.
         self.start = 0
         self.end = 0
@@ -160,8 +157,7 @@ class History:
         one may not have been recognised at its birth. So such accesses may be missing from the
         record, or be there without being made again; and one that is made where the record has the
         use of another, gone by now, in an equal operator, is that one. So is one of another size
-        than before, as caches are that grow, if no other is; but who does not hear of all would
-        take those for one another that live elsewhere.
+        than before, as caches are that grow, if no other is.
         """
         if self.cursor < 0:
             return False
@@ -195,7 +191,7 @@ class History:
             if is_made and self._bearer_of.get(other, other) not in self._nbytes:
                 if self._structs[index] == struct:
                     return index
-                if grown < 0 and self._hears_all and names.is_alike(other, nbytes):
+                if grown < 0 and names.is_alike(other, nbytes):
                     grown = index
         return grown
 

@@ -26,3 +26,10 @@ def test_links_work_at_once():
     """Of two accelerators that hold half; once one of them waited for the other's."""
     found = benchmark.measured(["two-half"])
     assert found["two-half"]["over_floor"] < 1.25
+
+
+def test_caches_that_grow_are_no_weights(monkeypatch):
+    """Once they were dealt out anew at each token, and weights moved from one to the other."""
+    monkeypatch.setattr(benchmark, "TOKENS", 128)
+    found = benchmark.measured(["four-half"])
+    assert found["four-half"]["over_floor"] < 1.8

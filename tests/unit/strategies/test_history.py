@@ -307,29 +307,3 @@ def test_any_order_of_calls_is_borne(calls):
         assert history.living_nbytes == 8 * len(history._nbytes)
         assert all(block in history._nbytes for block in foreseen(history, 40))
         assert all(history.next_use(block) >= 0 for block in range(16))
-
-
-@pytest.mark.parametrize("hears_all", [True, False])
-def test_who_does_not_hear_of_all_takes_none_for_what_is_gone(hears_all):
-    """A cache is read once more than before, where another one of its size was that is gone."""
-    history, numbers, caches = History(hears_all=hears_all), iter(range(100, 200)), [0, 0]
-
-    def use(place, token):
-        nbytes = 160 + 10 * token
-        history.access(caches[place], nbytes, hash((2, nbytes)))
-
-    for token in range(6):
-        for place in range(2):
-            history.access(place, 4096, 1)
-            if token:
-                use(place, token)
-        history.access(2, 4096, 1)
-        for place in range(2):
-            history.death(caches[place])
-            caches[place] = next(numbers)
-            history.birth(caches[place], 170 + 10 * token, place)
-    history.access(0, 4096, 1)
-    history.death(caches[0])
-    use(1, 6)
-    distance = 0 if hears_all else 1
-    assert next(history.upcoming(3)) == (distance, 1)

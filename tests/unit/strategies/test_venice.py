@@ -191,3 +191,30 @@ def test_no_more_is_fetched_ahead_than_a_share_of_what_is_missing():
     use(strategy, on_a[0], "a", 100_000)
     strategy.prefetch(a, [])
     assert len(asked) == count + 1
+
+
+def test_what_is_made_anew_each_time_is_not_dealt_out():
+    """A cache that grows lives where it was made, and no weight moves for it."""
+    two = [device("a", 100_000), device("b", 100_000)]
+    strategy, numbers = Venice(), iter(range(100, 200))
+    cache, home = 0, {}
+    for token in range(8):
+        nbytes = 1000 + 100 * token
+        for number in range(4):
+            where = strategy.place(op(two, weight(number, 20_000)))
+            use(strategy, number, where, 20_000)
+        if cache:
+            where = strategy.place(op(two, weight(cache, nbytes - 100, "b")))
+            use(strategy, cache, where, nbytes - 100)
+        made = next(numbers)
+        home[made] = strategy.on_birth(made, nbytes, 0), where
+        use(strategy, made, where, nbytes)
+        if cache:
+            strategy.on_death(cache)
+        cache = made
+    assert strategy.place(op(two, weight(cache, nbytes, "b"))) == "b"
+    answers = [answer for answer, _ in home.values()]
+    assert answers[0]
+    assert not any(answers[-4:])
+    assert [where for _, where in home.values()][-4:] == ["b"] * 4
+    assert strategy.dealt_nbytes == {"a": 80_000, "b": 0}
