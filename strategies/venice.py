@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 
 from ..strategy import (
-    PERSISTENT_AFTER,
     Access,
     Birth,
     BlockSnapshot,
@@ -208,12 +207,10 @@ class Venice(Strategy):
                 self._nbytes.setdefault(event.block_id, event.nbytes)
         self._limits = {}  # all of it is dealt out when the first operator comes
 
-    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
-        """Tell the flow of the accelerator that the last operator ran on."""
-        if not self._last:
-            return PERSISTENT_AFTER
-        self._used_on[block_id] = self._last
-        persistent_after = self._flow(self._last).on_birth(block_id, nbytes, place)
+    def on_birth(self, block_id: int, nbytes: int, place: int, device: str = "") -> int:
+        """Tell the flow of the accelerator that has made it."""
+        self._used_on[block_id] = device
+        persistent_after = self._flow(device).on_birth(block_id, nbytes, place)
         if not persistent_after:
             self._made_anew.add(block_id)
         return persistent_after

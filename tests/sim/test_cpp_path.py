@@ -89,11 +89,12 @@ def test_a_library_that_fails_its_test_leaves_the_path_in_python() -> None:
 def adapter() -> Iterator[Any]:
     """Give `adapter(nbytes)`: the manager on a device that is told of no operator."""
 
-    def make(nbytes: int = ROOM_NBYTES) -> Any:
-        device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
-        device.name, device.capacity_nbytes = "adapter:0", ROOM_NBYTES
-        device.torch_device = torch.device("cpu")
-        tensorsManager.device = device
+    def make(nbytes: int = ROOM_NBYTES, count: int = 1) -> Any:
+        devices = [AcceleratorDevice("cpu", module=torch.cpu) for _ in range(count)]  # type: ignore[arg-type]
+        for number, device in enumerate(devices):
+            device.name, device.capacity_nbytes = f"adapter:{number}", ROOM_NBYTES
+            device.torch_device = torch.device("cpu")
+        tensorsManager.device = devices
         tensorsManager.budget = nbytes
         tensorsManager.strategy = "lru"
         tensorsManager.reset_stats()
@@ -224,6 +225,29 @@ def test_python_sees_no_ready_operator(adapter, handed_over):
     assert handed_over == []
     stats = manager.stats()
     assert stats["slow_op_count"] == 0 < stats["ready_op_count"]
+
+
+@needs_cpp
+def test_what_is_ready_on_any_accelerator_runs_there(adapter, handed_over):
+    manager = adapter(count=2)
+    manager.strategy = "venice"
+    tensors = [r(4, 4) for _ in range(4)]
+    refs = [manager.adopt(tensor.clone()) for tensor in tensors]
+    first, second = manager.residency.books.accelerators
+    for ref, where in zip(refs, (first, first, second, second), strict=True):
+        manager.ownership.to_accelerator(ref, where.name)
+        _ = ref[1:]  # the first view is made in Python
+    handed_over.clear()
+    a, b = refs[0] @ refs[1], (refs[2] @ refs[3]).relu_()
+    assert handed_over == []
+    assert [x._ttr_block.ready for x in (a, b)] == [first, second]
+    assert manager.residency.books.ledgers[second].resident_nbytes == 3 * 64
+    with torch.no_grad():
+        both = a + b  # somebody has to say where
+    assert handed_over == ["aten::add.Tensor"]
+    assert torch.equal(
+        manager.release(both), tensors[0] @ tensors[1] + (tensors[2] @ tensors[3]).relu()
+    )
 
 
 @needs_cpp

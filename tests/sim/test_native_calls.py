@@ -365,8 +365,7 @@ def test_threads_run_the_same_module(ample: Any) -> None:
     assert not found, found[:3]
     ample.check()
     residency = ample.residency
-    assert residency.books.ready_device is residency.books.main
-    assert residency.books.ready_host is residency.books.host
+    assert residency.books.ready_on == (residency.books.main, residency.books.host)
 
 
 def test_what_stands_in_natively_is_not_taken_for_a_plain_model(ample: Any) -> None:

@@ -17,6 +17,7 @@ from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.memory import once
+from torchTensorRef.strategies import venice
 
 from ..support.differential import bits
 
@@ -80,6 +81,46 @@ def test_weights_stay_where_they_live_and_activations_cross_once_per_boundary(ma
     assert after["fetch_count"] - before["fetch_count"] <= 2
     assert after["evict_count"] == before["evict_count"]
     where = {p.proxyInfo.device for p in model.parameters()}
+    assert where == {"sim:test0", "sim:test1"}
+
+
+def test_operators_need_no_decision_wherever_their_operands_are(manager):
+    manager = on_two(80 << 10, 80 << 10)
+    model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        manager.reset_stats()
+        model(x)
+    stats = manager.stats()
+    assert stats["ready_op_count"] >= 22
+    assert stats["slow_op_count"] <= 2  # there and back
+
+
+class Told(venice.Venice):
+    """Venice that writes down where results were made."""
+
+    def __init__(self):
+        super().__init__()
+        self.born_on = {}
+
+    def on_birth(self, block_id, nbytes, place, device=""):
+        self.born_on[block_id] = device
+        return super().on_birth(block_id, nbytes, place, device)
+
+
+def test_a_strategy_that_spreads_is_told_where_results_were_made(manager):
+    strategy = Told()
+    manager = on_two(40 << 10, 40 << 10, strategy=strategy)
+    model, x = manager.adopt(tower()), manager.adopt(torch.rand(40, 64))
+    kept, hooks = [], []
+    for layer in model:
+        hooks.append(layer.register_forward_hook(lambda *args: kept.append(args[-1])))
+    with torch.no_grad():
+        model(x)
+        model(x)
+    made_on = {ref._ttr_block.block_id: ref for ref in kept}
+    where = {strategy.born_on[number] for number in made_on if number in strategy.born_on}
     assert where == {"sim:test0", "sim:test1"}
 
 

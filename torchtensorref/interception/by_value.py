@@ -53,10 +53,10 @@ _empty = torch._C._VariableFunctions.empty
 def run_with_numbers(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run on the accelerator an operator that lacks nothing there but numbers, or return `SLOW`."""
     residency: Any = tensorsManager._residency
-    device, host = residency.books.main, residency.books.ready_host
+    device, host = residency.books.main, residency.books.host
     if plan.writes or plan.is_true_view or device.is_witness or device.is_host:
         return SLOW
-    if residency.books.ready_device is not device:
+    if device not in residency.books.ready_on:
         return SLOW  # a module is being recorded, by the slow path
     flat = list(flattened(plan, args))
     is_there = False

@@ -51,7 +51,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         kwargs = {**kwargs, "device": None}
     device = first._ttr_block.ready
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
-    if device is not residency.books.ready_device and device is not residency.books.ready_host:
+    if device not in residency.books.ready_on:
         return SLOW
     ident = get_ident()
     hazards = residency.holds.announced
@@ -164,7 +164,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     device = first._ttr_block.ready
     if (
-        (device is not residency.books.ready_device and device is not residency.books.ready_host)
+        device not in residency.books.ready_on
         or (
             plan.shares
             and first._ttr_block.nbytes >= handlers.SHARE_FROM_NBYTES
@@ -329,9 +329,7 @@ def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         return SLOW
     block, device = first._ttr_block, first._ttr_device
     residency: Any = tensorsManager._residency
-    if block.ready is not device or (
-        device is not residency.books.ready_device and device is not residency.books.ready_host
-    ):
+    if block.ready is not device or device not in residency.books.ready_on:
         return SLOW
     if _is_inference_mode() and not first.is_inference():
         return SLOW

@@ -228,7 +228,7 @@ def view(operands: Operands, residency: Residency) -> Any:
             device = _where_there_is_room(block, operands.accelerator)
             if device is not None:
                 out = operands.plan.op(plain_on(ref, device), *operands.args[1:], **operands.kwargs)
-                if block.ready is None and device is residency.books.ready_device:
+                if block.ready is None and not device.is_host:
                     residency.readiness.set_ready(block, device)
                 break
         residency.copier.bring_home(block)

@@ -59,7 +59,7 @@ def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
-    if not books.is_pressed or books.ready_device is not books.main or plan.is_true_view:
+    if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):

@@ -12,7 +12,7 @@ import torch
 
 from ..base.errors import InvariantError
 from . import core
-from .states import LEGAL_TRANSITIONS, READABLE, ReplicaState
+from .states import INVALID, LEGAL_TRANSITIONS, READABLE, ReplicaState
 
 if TYPE_CHECKING:
     from ..devices.base import Device, Event
@@ -298,6 +298,11 @@ class Block(core.BlockBase):  # type: ignore[misc]
     def readable_replicas(self) -> list[Replica]:
         """Return the replicas whose bytes are current."""
         return [replica for replica in list(self.replicas.values()) if replica.state in READABLE]
+
+    def accelerator(self) -> Device | None:
+        """Return an accelerator that holds it, or will before long; None if none does."""
+        there = (d for d, r in list(self.replicas.items()) if r.state is not INVALID)
+        return next((device for device in there if not device.is_host), None)
 
     @property
     def is_shared(self) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..base.event_log import EventLog
 from ..devices.base import Device
@@ -70,13 +70,6 @@ class Doubt(NamedTuple):
     files: frozenset[str]
 
 
-class _Nowhere:
-    """A device on which no block is ever ready."""
-
-
-NOWHERE: Any = _Nowhere()
-
-
 class Ledgers(dict[Device, Ledger]):
     """The ledgers by device: of those in use, and of those that were and still hold something.
 
@@ -114,8 +107,7 @@ class Books:
         self.host = host
         self._take_into_use(accelerators)
         #: Where operators run that need no decision; nowhere while every operator is to be seen.
-        self.ready_device: Any = None
-        self.ready_host: Any = None
+        self.ready_on: tuple[Device, ...] = ()
         #: A module's calls are being recorded: every operator takes the slow path meanwhile.
         self.sees_all = False
         #: The thread that exchanges the devices in use: no other one's operators begin meanwhile.
@@ -157,7 +149,7 @@ class Books:
 
     def doubt(self) -> None:
         """Note, while an error is handled, that it came halfway: from now on nothing is ready."""
-        self.ready_device = self.ready_host = NOWHERE
+        self.ready_on = ()
         if self.changed_by == threading.get_ident():
             self.changed_by = None  # it has left the exchange, wherever it was
         files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
@@ -198,7 +190,7 @@ class Books:
     @property
     def is_in_doubt(self) -> bool:
         """Whether something has to be repaired before it is used."""
-        return bool(self.doubts) or (self.ready_device is NOWHERE and not self._is_closed)
+        return bool(self.doubts) or not (self.ready_on or self._is_closed)
 
     @property
     def _is_closed(self) -> bool:
@@ -210,8 +202,7 @@ class Books:
     def reopen(self) -> None:
         """Let operators take the ready path, unless all of them have to be seen."""
         is_closed = self._is_closed or bool(self.doubts)
-        self.ready_device = NOWHERE if is_closed else self.main
-        self.ready_host = NOWHERE if is_closed else self.host
+        self.ready_on = () if is_closed else (*self.accelerators, self.host)
 
     def _take_into_use(self, accelerators: Sequence[Device]) -> None:
         self.accelerators = list(accelerators)

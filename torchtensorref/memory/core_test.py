@@ -54,7 +54,7 @@ def _fault_in_a_sum(library: Any) -> str:
     library.set_up(dispatch, dispatch, _description, lambda plain, where: None, None, None)
     ledger.high_nbytes = 1 << 20
     ledger.count_for(device)
-    books.ready_device = device
+    books.ready_on = (device,)
     with disabled():
         plain = torch.tensor([1.0, -2.0, 0.1])
     block = library.BlockBase()
@@ -68,7 +68,7 @@ def _fault_in_a_sum(library: Any) -> str:
         del result
         block.ready = None
         _ = ref + ref
-    books.ready_device = None
+    books.ready_on = ()
     if not (looks and is_right and block.users == 0):
         return "its self-test gave a wrong result"
     if (counted_nbytes, ledger.newborn_nbytes) != (plain.nbytes, 0):

@@ -234,7 +234,7 @@ class Replayer:
         device = blocks[0].ready if blocks else None
         if (
             not op.may_be_ready
-            or device not in (books.ready_device, books.ready_host)
+            or device not in books.ready_on
             or not self._has_room_in_passing(op, device)
             or any(block.ready is not device for block in blocks)
             or not all(self.blocks[number].owned for number in op.writes)

@@ -31,6 +31,7 @@ from .contract import (
     OpSnapshot,
     Prefetch,
     Strategy,
+    hears_where,
 )
 from .oldest_first import OldestFirst
 
@@ -78,6 +79,8 @@ class CheckedStrategy:
         self.mixes_devices = bool(strategy.mixes_devices)
         #: Whether it uses every accelerator there is.
         self.spreads = bool(strategy.spreads)
+        #: Whether it is told which of them has made a result.
+        self.hears_where = hears_where(strategy)
         #: Whether it has an order of its own for what goes first.
         self.names_victims = kind.victims is not OldestFirst.victims
         #: Whether it is told of uses.
@@ -204,7 +207,7 @@ class CheckedStrategy:
         """Tell what the program is about to use, make and let go of."""
         self._ask("on_foretold", (events,), _anything, None)
 
-    def on_birth(self, block_id: int, nbytes: int, place: int) -> int:
+    def on_birth(self, block_id: int, nbytes: int, place: int, device: str) -> int:
         """Tell of a result before the next operator; return after how many it is persistent.
 
         Raises
@@ -212,7 +215,7 @@ class CheckedStrategy:
         StrategyError
             It raised.
         """
-        arguments = (block_id, nbytes, place)
+        arguments = (block_id, nbytes, place, *((device,) if self.hears_where else ()))
         return self._ask("on_birth", arguments, block_number, PERSISTENT_AFTER, may_fail=True)
 
     def on_evict(self, block_id: int) -> None:

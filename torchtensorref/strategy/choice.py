@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ..base.errors import ConfigError, StrategyError, did_you_mean, nearest
 from .answers import file_of
-from .contract import Strategy
+from .contract import Strategy, hears_where
 
 #: Strategies that come with us, by name: where each lives. Found by name, never imported from here.
 BUILT_IN = {
@@ -112,6 +112,8 @@ def validate(strategy: Any) -> None:
         if not callable(function):
             _refuse(kind, f"has `{method} = {function!r}`; it is called with {arguments}.")
         found = tuple(inspect.signature(getattr(kind, method)).parameters)
+        if method == "on_birth" and hears_where(strategy):
+            arguments = (*arguments, "device")
         if found != arguments:
             _refuse(kind, f"has `{method}{found}`; it is called with {arguments}.")
     slips = list(_slips(kind))

@@ -248,6 +248,8 @@ class Strategy:
         ----------
         place : int
             How many operators after the last access to a persistent block it was made.
+        device : str
+            For a strategy that `spreads`, only: the name of the accelerator that has made it.
 
         Returns
         -------
@@ -296,3 +298,8 @@ class Strategy:
         too.
         """
         return ()
+
+
+def hears_where(strategy: Strategy) -> bool:
+    """Whether a strategy is told which accelerator has made a result: `on_birth` has `device`."""
+    return bool(strategy.spreads) and type(strategy).on_birth is not Strategy.on_birth

@@ -32,7 +32,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "after_operator": (DEVICE, BLOCKS),
     "write_back": (DEVICE, BLOCKS, 5),
     "prefetch": (DEVICE, BLOCKS, 5),
-    "on_birth": (1, 10, 0),
+    "on_birth": (1, 10, 0, "sim:0"),
 }
 TOLD: dict[str, tuple[Any, ...]] = {
     "on_access": (Access(1, 10, 0, True, False, True),),

@@ -207,7 +207,7 @@ def test_what_is_made_anew_each_time_is_not_dealt_out():
             where = strategy.place(op(two, weight(cache, nbytes - 100, "b")))
             use(strategy, cache, where, nbytes - 100)
         made = next(numbers)
-        home[made] = strategy.on_birth(made, nbytes, 0), where
+        home[made] = strategy.on_birth(made, nbytes, 0, where), where
         use(strategy, made, where, nbytes)
         if cache:
             strategy.on_death(cache)

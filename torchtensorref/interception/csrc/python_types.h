@@ -27,7 +27,7 @@ struct PyLedger {
 };
 struct PyBooks {
   PyObject_HEAD
-  PyObject *ready_device, *ready_host;
+  PyObject* ready_on;
 };
 
 inline PyObject* make_half = nullptr;           // Python's maker of a block's half
@@ -247,33 +247,22 @@ inline PyMethodDef ledger_methods[] = {
 
 // -- books ----------------------------------------------------------------------------------------
 
-inline void reopen(const PyBooks* books) {
-  for (auto& [object, device] : known_devices)
-    device->is_open = object == books->ready_device || object == books->ready_host;
-}
-template <PyObject* PyBooks::*member>
-PyObject* get_place(PyObject* self, void*) {
-  PyObject* place = reinterpret_cast<PyBooks*>(self)->*member;
-  return Py_NewRef(place ? place : Py_None);
-}
-template <PyObject* PyBooks::*member>
-int set_place(PyObject* self, PyObject* value, void*) {
-  auto* books = reinterpret_cast<PyBooks*>(self);
-  device_of(value);
-  Py_XDECREF(std::exchange(books->*member, Py_NewRef(value)));
-  return reopen(books), 0;
+// The devices where operators may run that need no decision: a tuple.
+inline PyObject* get_ready_on(PyObject* self, void*) { return Py_XNewRef(reinterpret_cast<PyBooks*>(self)->ready_on); }
+inline int set_ready_on(PyObject* self, PyObject* value, void*) {
+  for (auto& [object, device] : known_devices) device->is_open = false;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(value); ++i) device_of(PyTuple_GetItem(value, i))->is_open = true;
+  return Py_XDECREF(std::exchange(reinterpret_cast<PyBooks*>(self)->ready_on, Py_NewRef(value))), 0;
 }
 inline void free_books(PyObject* self) {
-  auto* books = reinterpret_cast<PyBooks*>(self);
-  for (PyObject** place : {&books->ready_device, &books->ready_host}) Py_CLEAR(*place);
+  Py_CLEAR(reinterpret_cast<PyBooks*>(self)->ready_on);
   Py_TYPE(self)->tp_free(self);
 }
 inline PyGetSetDef books_fields[] = {
     {"tick", get_number<world_of, &World::tick>, set_number<world_of, &World::tick>},
     {"is_pressed", get_flag<world_of, &World::is_pressed>, set_flag<world_of, &World::is_pressed>},
     {"labels_differ", get_flag<world_of, &World::labels_differ>, set_flag<world_of, &World::labels_differ>},
-    {"ready_device", get_place<&PyBooks::ready_device>, set_place<&PyBooks::ready_device>},
-    {"ready_host", get_place<&PyBooks::ready_host>, set_place<&PyBooks::ready_host>},
+    {"ready_on", get_ready_on, set_ready_on},
     {},
 };
 
