@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -407,9 +408,11 @@ def test_the_rules_of_peaks_are_those_of_python(adapter, kind):
 
 
 @needs_cpp
-def test_threads_and_an_evictor_agree(adapter):
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads_and_an_evictor_agree(adapter, count):
     """Eight threads compute while one gives everything back again and again: the bits hold."""
-    manager = adapter()
+    manager = adapter(count=count)
+    manager.strategy = "lru" if count == 1 else "venice"
     plain = [r(32, 32) for _ in range(6)]
     refs = ready(manager, *plain)
     is_over, wrong = threading.Event(), []
@@ -424,8 +427,11 @@ def test_threads_and_an_evictor_agree(adapter):
                     wrong.append((number, i))
 
     def evict() -> None:
-        while not is_over.is_set():
+        for i in itertools.count():
+            if is_over.is_set():
+                break
             manager.bring_all_home()
+            manager.ownership.to_accelerator(refs[i % 6], f"adapter:{i % count}")
 
     evictor = threading.Thread(target=evict)
     evictor.start()
