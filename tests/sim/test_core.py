@@ -332,3 +332,16 @@ def test_a_failing_operator_leaves_the_books_right(manager):
     with pytest.raises(RuntimeError, match="shape"):
         ref @ ref
     assert same(ref + 0, manager.release(ref), manager)
+
+
+def test_what_dies_while_the_books_are_checked_is_no_violation(manage):
+    """Another thread may let go of a block whose replica is just being looked at."""
+    manager = manage("lru", 1 << 20)
+    x = manager.adopt(torch.rand(64)).toGPU()
+    residency = manager.residency
+    replica = x._ttr_block.replicas[residency.books.main]
+    del x
+    assert replica.block is None
+    ledger = residency.books.ledgers[residency.books.main]
+    assert ledger.oldest(1) == []  # whose last use is known by nobody
+    manager.check()

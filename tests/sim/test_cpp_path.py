@@ -27,7 +27,7 @@ from torchTensorRef import TensorRef, tensorsManager
 from torchTensorRef.base import core_build
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.interception import cpp_path
-from torchTensorRef.memory import core
+from torchTensorRef.memory import block, core, states
 from torchTensorRef.memory.leases import struct_of
 from torchTensorRef.operators import peaks, substitutes
 from torchTensorRef.operators.plan import plan_of
@@ -444,6 +444,30 @@ def test_threads_and_an_evictor_agree(adapter, count):
     evictor.join()
     assert wrong == []
     assert manager.stats()["evict_count"] > 0
+
+
+@needs_cpp
+def test_two_threads_that_ask_for_a_fresh_result_at_once_get_the_same_block(adapter, monkeypatch):
+    """What Python keeps of a block was made twice, and what C++ has of it freed twice."""
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+    result, asked = x + x, []
+
+    def slow() -> Any:  # Python may let another thread run while it makes one
+        if not asked:
+            asked.append(None)
+            asked[0] = result._ttr_block
+        return half()
+
+    half = block._half
+    core.library.set_maker(slow)
+    try:
+        mine = result._ttr_block
+    finally:
+        core.library.set_maker(half)
+    assert mine is asked[0]
+    assert [replica.state for replica in mine.replicas.values()] == [states.DIRTY]
+    assert torch.equal(manager.release(result), manager.release(x) * 2)
 
 
 @needs_cpp

@@ -1,9 +1,11 @@
 """Random programs on many threads for a long time, while everything that can be set is changed.
 
-`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts]` from the root. Every
-program's result is compared with plain torch to the bit. The main thread runs programs, too, and
-SIGINTs come at random moments. After each round of a few seconds all must be as it was: no
-block, replica, event, byte on the device, file handle or thread more, and memory bounded.
+`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts] [--device adapter]` from
+the root. Every program's result is compared with plain torch to the bit. The main thread runs
+programs, too, and SIGINTs come at random moments. After each round of a few seconds all must be as
+it was: no block, replica, event, byte on the device, file handle or thread more, and memory
+bounded. A simulated device is told of every operator; on the adapter for real accelerators, over
+the host, ready operators run in C++ without Python.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from torch import nn
 
 import torchTensorRef
 from torchTensorRef import tensorsManager
+from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
@@ -261,6 +264,8 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
     """Change something, or ask for something, while programs run."""
     device: Any = chance.choice(tensorsManager.residency.books.accelerators)
     kind = chance.choice(CHANGES)
+    if kind == "fault" and not isinstance(device, SimDevice):
+        return
     tally.changes[kind] += 1
     if kind == "device":
         tensorsManager.device = chance.sample(devices, chance.choice((1, 1, len(devices))))
@@ -286,7 +291,7 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
 
 
 #: What is used, one of them or both.
-devices: list[SimDevice] = []
+devices: list[Any] = []
 #: By device and kind of fault, which one in the life of the device was planned last.
 planned: dict[tuple[str, str], int] = {}
 
@@ -409,7 +414,7 @@ def look() -> Left:
     kinds = Counter("TensorRef" if is_ref(x) else type(x).__name__ for x in gc.get_objects())
     return Left(
         {name: kinds[name] for name in COUNTED},
-        sum(device.resident_nbytes for device in devices),
+        sum(device.resident_nbytes for device in devices if isinstance(device, SimDevice)),
         handles_of(process),
         threading.active_count(),
         process.memory_info().rss,
@@ -476,25 +481,35 @@ def leaks(before: Left, now: Left) -> list[str]:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def prepare(seed: int) -> random.Random:
-    """Set the runtime up on a small simulated accelerator."""
+def adapters() -> list[AcceleratorDevice]:
+    """Two that ready operators in C++ use without Python, as a real accelerator, over the host."""
+    made = [AcceleratorDevice("cpu", module=torch.cpu) for _ in range(2)]  # type: ignore[arg-type]
+    for number, device in enumerate(made):
+        device.name, device.capacity_nbytes = f"adapter:{number}", CAPACITY_NBYTES
+        device.torch_device = torch.device("cpu")
+    return made
+
+
+def prepare(seed: int, kind: str) -> random.Random:
+    """Set the runtime up on small accelerators."""
     faulthandler.enable()
     torch.set_num_threads(1)
     spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES, decision_nbytes=4 << 10)
     machine = Machine.of(spec)
-    devices[:] = (
-        SimDevice(spec, machine=machine, poison=True, name=name)
-        for name in ("sim:soak", "sim:other")
-    )
+    names = ("sim:soak", "sim:other")
+    simulated = [SimDevice(spec, machine=machine, poison=True, name=name) for name in names]
+    devices[:] = simulated if kind == "sim" else adapters()
     tensorsManager.device = devices[0]
     tensorsManager.budget = CAPACITY_NBYTES
     tensorsManager.reset_stats()
     return random.Random(seed)
 
 
-def soak(minutes: float, seed: int, interrupts: Interrupts | None) -> tuple[Tally, bool, int]:
+def soak(
+    minutes: float, seed: int, interrupts: Interrupts | None, device: str = "sim"
+) -> tuple[Tally, bool, int]:
     """Play rounds for so long; returns the tally, whether it ended, and the growth in bytes."""
-    chance, tally = prepare(seed), Tally()
+    chance, tally = prepare(seed, device), Tally()
     end = time.perf_counter() + minutes * 60
     first: Left | None = None
     now: Left | None = None
@@ -540,9 +555,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interrupts", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--device", choices=("sim", "adapter"), default="sim")
     options = parser.parse_args()
     with Interrupts(options.seed) if options.interrupts else nullcontext() as interrupts:
-        tally, has_looked, grown_nbytes = soak(options.minutes, options.seed, interrupts)
+        tally, has_looked, grown_nbytes = soak(
+            options.minutes, options.seed, interrupts, options.device
+        )
     for line in (*tally.wrong, *tally.leaks):
         sys.stdout.write(line + "\n")
     if not has_looked:

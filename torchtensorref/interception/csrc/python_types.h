@@ -31,7 +31,6 @@ struct PyBooks {
 };
 
 inline PyObject* make_half = nullptr;           // Python's maker of a block's half
-inline thread_local Block* block_of_half = nullptr;  // the block that the next half is made for
 
 // -- devices (all with the GIL) -------------------------------------------------------------------
 
@@ -74,12 +73,13 @@ int set_flag(PyObject* self, PyObject* value, void*) { return (of(self)->*member
 
 // -- blocks ---------------------------------------------------------------------------------------
 
-inline PyObject* new_block(PyTypeObject* type, PyObject*, PyObject*) {
+// Without arguments it is the half of a block that there is: `half_of` joins them.
+inline PyObject* new_block(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) return nullptr;
-  Block* core = std::exchange(block_of_half, nullptr);
-  reinterpret_cast<PyBlock*>(self)->core = core ? core : new Block();
   new (&reinterpret_cast<PyBlock*>(self)->adopted) c10::Storage();
+  if (!PyTuple_GET_SIZE(args) && !kwargs) return self;
+  reinterpret_cast<PyBlock*>(self)->core = new Block();
   core_of(self)->half = self;
   return self;
 }
@@ -96,9 +96,11 @@ inline void free_block(PyObject* self) {
 // A new reference to what Python keeps of a block whose `refs` are held; null with an error set.
 inline PyObject* half_of(Block* block) {
   if (PyObject* half = block->half.load()) return Py_NewRef(half);
-  block_of_half = block;
   PyObject* made = PyObject_CallNoArgs(make_half);
-  if (!made) return block_of_half = nullptr, nullptr;
+  if (!made) return nullptr;
+  if (PyObject* half = block->half.load()) return Py_DECREF(made), Py_NewRef(half);  // another thread was sooner
+  reinterpret_cast<PyBlock*>(made)->core = block;
+  block->half = made;
   return Py_NewRef(made);  // the other one is that of the TensorRefs
 }
 
