@@ -21,9 +21,12 @@ from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.interception import handlers, results
 from torchTensorRef.interception.slow_path import SlowPath
+from torchTensorRef.memory import strategy_feed
+from torchTensorRef.memory.bookkeeping import Doubt
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.memory.filling import RoomTakenError
 from torchTensorRef.operators.plan import plan_of
+from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, called_natively
 
@@ -657,6 +660,48 @@ def test_a_repair_takes_nothing_from_who_has_repaired_meanwhile(manage, monkeypa
         go_on.set()
         other.result(20)
     assert pins == [[1]]
+    assert_idle(manager)
+
+
+class Thinker(LeastRecentlyUsed):
+    """LRU that takes its time over what it is told, once it is let."""
+
+    name = "thinker"
+    watches_accesses = True
+
+    def __init__(self) -> None:
+        self.thoughts = [0]
+
+    def on_access(self, access: Any) -> None:
+        before = self.thoughts
+        if not thinking.is_set():
+            thinking.set()
+            has_thought.wait(20)
+            are_its_own.append(self.thoughts is before)
+
+
+thinking, has_thought = threading.Event(), threading.Event()
+are_its_own: list[bool] = []
+
+
+def test_a_repair_waits_for_who_is_just_telling_the_strategy(manage):
+    """A strategy that was interrupted begins anew, and not while another thread is inside it."""
+    manager = manage(Thinker())
+    ref = manager.adopt(torch.ones(4))
+    residency = manager.residency
+    with ThreadPoolExecutor(2) as pool:
+        use = pool.submit(contextvars.copy_context().run, lambda: ref + 1)
+        assert thinking.wait(20)
+        interrupted = Doubt(0, frozenset({strategy_feed.__file__}))
+        residency.books.doubts.append(interrupted)
+        repair = pool.submit(residency.repair)
+        with pytest.raises(TimeoutError):
+            repair.result(0.2)
+        has_thought.set()
+        assert_same(torch.ones(4) + 1, use.result(20))
+        repair.result(20)
+    assert are_its_own == [True]
+    assert manager.strategy.thoughts == [0]
     assert_idle(manager)
 
 

@@ -55,6 +55,7 @@ class Repair:
         for device in list(books.ledgers):
             if self._has_lost_copies(device, me | {doubt.ident for doubt in noted}):
                 device.synchronize()  # nobody knows their events, so all there is
+        self._feed.repair(noted)  # first: it waits for who is just telling or asking
         with books.lock:
             books.parts.clear()
             # Another thread may have repaired meanwhile what it has left, and hold operands again.
@@ -62,7 +63,6 @@ class Repair:
             written = set(self._holds.forget_threads(me | {doubt.ident for doubt in found}))
             for device in list(books.ledgers):
                 self._mend(device, written)
-            self._feed.repair(books.doubts)
             books.doubts[:] = [d for d in books.doubts if not any(d is one for one in found)]
             books.log.note("-", "repair", "an error came halfway")
             books.tell_release()

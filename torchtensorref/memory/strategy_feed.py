@@ -106,9 +106,8 @@ class StrategyFeed:
     def repair(self, doubts: Iterable[Doubt]) -> None:
         """Let a strategy that was interrupted while it thought begin anew: it costs time only."""
         if self._at_first is not None and any(__file__ in doubt.files for doubt in doubts):
-            mind = mind_of(self.strategy, self._at_first)
-            vars(self.strategy).clear()
-            vars(self.strategy).update(mind)
+            with self.lock:
+                self.strategy.__dict__ = mind_of(self.strategy, self._at_first)
 
     @property
     def wants_every_use(self) -> bool:

@@ -230,8 +230,11 @@ inline PyObject* newborns(PyObject* self, PyObject* last) {
         halves.push_back(Py_NewRef(half));  // only Python has it
     }
   }
-  for (const BlockPtr& block : kept)
-    if (PyObject* half = half_of(block.get())) halves.push_back(half);
+  for (const BlockPtr& block : kept) {
+    PyObject* half = half_of(block.get());
+    if (!half) break;
+    halves.push_back(half);
+  }
   PyObject* list = PyErr_Occurred() ? nullptr : PyList_New(0);
   for (PyObject* half : halves) {
     if (list && PyList_Append(list, half) < 0) Py_CLEAR(list);
