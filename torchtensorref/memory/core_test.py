@@ -57,7 +57,7 @@ def _fault_in_a_sum(library: Any) -> str:
     books.ready_on = (device,)
     with disabled():
         plain = torch.tensor([1.0, -2.0, 0.1])
-    block = library.BlockBase(0)
+    block = library.BlockBase()
     block.nbytes, block.ready = plain.nbytes, device
     ref = library.make_ref(plain, block, device, plain.device)
     with disabled(), torch._C.DisableTorchFunction():

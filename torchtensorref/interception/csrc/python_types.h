@@ -73,13 +73,11 @@ int set_flag(PyObject* self, PyObject* value, void*) { return (of(self)->*member
 
 // -- blocks ---------------------------------------------------------------------------------------
 
-// Without arguments it is the half of a block that there is: `half_of` joins them.
-inline PyObject* new_block(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+inline PyObject* new_block(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) return nullptr;
-  new (&reinterpret_cast<PyBlock*>(self)->adopted) c10::Storage();
-  if (!PyTuple_GET_SIZE(args) && !kwargs) return self;
   reinterpret_cast<PyBlock*>(self)->core = new Block();
+  new (&reinterpret_cast<PyBlock*>(self)->adopted) c10::Storage();
   core_of(self)->half = self;
   return self;
 }
@@ -99,7 +97,7 @@ inline PyObject* half_of(Block* block) {
   PyObject* made = PyObject_CallNoArgs(make_half);
   if (!made) return nullptr;
   if (PyObject* half = block->half.load()) return Py_DECREF(made), Py_NewRef(half);  // another thread was sooner
-  reinterpret_cast<PyBlock*>(made)->core = block;
+  delete std::exchange(reinterpret_cast<PyBlock*>(made)->core, block);
   block->half = made;
   return Py_NewRef(made);  // the other one is that of the TensorRefs
 }
