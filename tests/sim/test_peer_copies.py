@@ -46,7 +46,19 @@ class Turns(Strategy):
     spreads = True
 
     def __init__(self) -> None:
-        self.device = ""
+        self._device = ""
+
+    @property
+    def device(self) -> str:
+        """Where operators run from now on."""
+        return self._device
+
+    @device.setter
+    def device(self, name: str) -> None:
+        self._device, books = name, tensorsManager.residency.books
+        for accelerator in books.accelerators:
+            for block in books.blocks_on(accelerator):
+                block.ready = None  # else an operator runs where its operands are
 
     def place(self, op: OpSnapshot) -> str:
         """Return what the test has set."""

@@ -199,8 +199,9 @@ class Strategy:
     mixes_devices: bool = False
 
     #: True if it uses every accelerator there is. Then `place` is asked of each operator that lacks
-    #: an operand on the first one, with its operands and all accelerators; it is told what leaves
-    #: any of them, and asked for each what to fetch ahead and to write back.
+    #: an operand on the first one, with its operands and all accelerators, unless nothing is to be
+    #: decided: all of them are ready on another one. It is told what leaves any of them, and asked
+    #: for each what to fetch ahead and to write back.
     spreads: bool = False
 
     #: False if it is there to hold as little as one operator needs: a compiled call holds more.
