@@ -561,3 +561,17 @@ def test_the_backward_pass_of_attention_asks_python_once_stand_ins_were_made(ada
             assert (name in handed_over) is are_made
     finally:
         substitutes.stand_ins.note(were_made)
+
+
+def test_a_number_that_is_on_its_way_elsewhere_is_not_written_at_home_unasked(adapter):
+    """What arrives was copied before: it counted as current, and was read."""
+    manager = adapter()
+    (rows,) = ready(manager, torch.ones(4))
+    x = manager.adopt(torch.tensor([1.0]))
+    residency, number = manager.residency, x._ttr_block
+    residency.copier.fetch(number, residency.books.main, ahead=True)
+    with residency.books.lock:
+        residency.readiness.settle_at_home(number)
+    with torch.no_grad():
+        x.add_(1)
+    assert manager.release(rows * x).tolist() == [2.0] * 4

@@ -73,8 +73,9 @@ class Readiness:
             and not block.left
             and not block.is_rehoused
             and not block.is_persistent
-            and len(block.readable_replicas()) == 1
             and block.readable_on(self._books.host) is not None
+            # What is still on its way elsewhere would arrive without what is written here.
+            and block.accelerator() is None
         ):
             block.owned = True
             block.ready = self._books.host
