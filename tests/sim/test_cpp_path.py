@@ -567,11 +567,13 @@ def test_a_number_that_is_on_its_way_elsewhere_is_not_written_at_home_unasked(ad
     """What arrives was copied before: it counted as current, and was read."""
     manager = adapter()
     (rows,) = ready(manager, torch.ones(4))
-    x = manager.adopt(torch.tensor([1.0]))
+    x = manager.adopt(torch.tensor([1.0])) * 1
+    x.toCPU()
     residency, number = manager.residency, x._ttr_block
     residency.copier.fetch(number, residency.books.main, ahead=True)
     with residency.books.lock:
         residency.readiness.settle_at_home(number)
     with torch.no_grad():
         x.add_(1)
+    x.toGPU()
     assert manager.release(rows * x).tolist() == [2.0] * 4
