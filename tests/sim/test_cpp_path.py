@@ -566,14 +566,15 @@ def test_the_backward_pass_of_attention_asks_python_once_stand_ins_were_made(ada
 def test_a_number_that_is_on_its_way_elsewhere_is_not_written_at_home_unasked(adapter):
     """What arrives was copied before: it counted as current, and was read."""
     manager = adapter()
-    (rows,) = ready(manager, torch.ones(4))
-    x = manager.adopt(torch.tensor([1.0])) * 1
-    x.toCPU()
-    residency, number = manager.residency, x._ttr_block
+    (x,) = ready(manager, torch.tensor([1.0]))
+    y, residency = x * 1, manager.residency
+    y.toCPU()
+    number = y._ttr_block
+    residency.readiness.settle_at_home(number)
+    assert number.ready is residency.books.host
     residency.copier.fetch(number, residency.books.main, ahead=True)
-    with residency.books.lock:
-        residency.readiness.settle_at_home(number)
+    residency.readiness.settle_at_home(number)
+    assert number.ready is None
     with torch.no_grad():
-        x.add_(1)
-    x.toGPU()
-    assert manager.release(rows * x).tolist() == [2.0] * 4
+        y.add_(1)
+    assert manager.release(y.toGPU()).tolist() == [2.0]
