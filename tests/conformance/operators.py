@@ -96,14 +96,9 @@ def simulated() -> Any:
 
 def adapter() -> Any:
     """Make the adapter for real accelerators, over the host."""
-    import torch
+    from ..support.over_host import adapters
 
-    from torchTensorRef.devices.accelerator.device import AcceleratorDevice
-
-    device = AcceleratorDevice("cpu", module=torch.cpu)  # type: ignore[arg-type]
-    device.name, device.capacity_nbytes = "adapter:0", 2 * BUDGET_NBYTES
-    device.torch_device = torch.device("cpu")
-    return device
+    return adapters(1, 2 * BUDGET_NBYTES)[0]
 
 
 def work(samples: int | None, device: str, blocks: str | None) -> None:

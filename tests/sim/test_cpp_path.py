@@ -25,7 +25,6 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 from torchTensorRef.base import core_build
-from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import block, core, states
 from torchTensorRef.memory.leases import struct_of
@@ -33,6 +32,7 @@ from torchTensorRef.operators import peaks, substitutes
 from torchTensorRef.operators.plan import plan_of
 
 from ..support.differential import differences
+from ..support.over_host import adapters
 from .test_leases import Teller
 from .test_ready_path import without_room
 from .test_watched_path import weight_on
@@ -91,11 +91,7 @@ def adapter() -> Iterator[Any]:
     """Give `adapter(nbytes)`: the manager on a device that is told of no operator."""
 
     def make(nbytes: int = ROOM_NBYTES, count: int = 1) -> Any:
-        devices = [AcceleratorDevice("cpu", module=torch.cpu) for _ in range(count)]  # type: ignore[arg-type]
-        for number, device in enumerate(devices):
-            device.name, device.capacity_nbytes = f"adapter:{number}", ROOM_NBYTES
-            device.torch_device = torch.device("cpu")
-        tensorsManager.device = devices
+        tensorsManager.device = adapters(count, ROOM_NBYTES)
         tensorsManager.budget = nbytes
         tensorsManager.strategy = "lru"
         tensorsManager.reset_stats()
@@ -447,7 +443,7 @@ def test_threads_and_an_evictor_agree(adapter, count):
 
 
 @needs_cpp
-def test_two_threads_that_ask_for_a_fresh_result_at_once_get_the_same_block(adapter, monkeypatch):
+def test_two_threads_that_ask_for_a_fresh_result_at_once_get_the_same_block(adapter):
     """What Python keeps of a block was made twice, and what C++ has of it freed twice."""
     manager = adapter()
     (x,) = ready(manager, r(4))

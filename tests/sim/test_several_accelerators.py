@@ -113,14 +113,14 @@ def test_a_strategy_that_spreads_is_told_where_results_were_made(manager):
     strategy = Told()
     manager = on_two(40 << 10, 40 << 10, strategy=strategy)
     model, x = manager.adopt(tower()), manager.adopt(torch.rand(40, 64))
-    kept, hooks = [], []
+    kept = []
     for layer in model:
-        hooks.append(layer.register_forward_hook(lambda *args: kept.append(args[-1])))
+        layer.register_forward_hook(lambda *args: kept.append(args[-1]))
     with torch.no_grad():
         model(x)
         model(x)
-    made_on = {ref._ttr_block.block_id: ref for ref in kept}
-    where = {strategy.born_on[number] for number in made_on if number in strategy.born_on}
+    numbers = strategy.born_on.keys() & {ref._ttr_block.block_id for ref in kept}
+    where = {strategy.born_on[number] for number in numbers}
     assert where == {"sim:test0", "sim:test1"}
 
 

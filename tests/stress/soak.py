@@ -38,13 +38,13 @@ from torch import nn
 
 import torchTensorRef
 from torchTensorRef import tensorsManager
-from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.memory.ref import is_ref
 
 from ..support.differential import differences
+from ..support.over_host import adapters
 from ..support.programs import Scatter
 
 CAPACITY_NBYTES = 1 << 20
@@ -483,24 +483,21 @@ def leaks(before: Left, now: Left) -> list[str]:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def adapters() -> list[AcceleratorDevice]:
-    """Two that ready operators in C++ use without Python, as a real accelerator, over the host."""
-    made = [AcceleratorDevice("cpu", module=torch.cpu) for _ in range(2)]  # type: ignore[arg-type]
-    for number, device in enumerate(made):
-        device.name, device.capacity_nbytes = f"adapter:{number}", CAPACITY_NBYTES
-        device.torch_device = torch.device("cpu")
-    return made
+def simulated() -> list[SimDevice]:
+    """Two in one machine that poison what is freed."""
+    spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES, decision_nbytes=4 << 10)
+    machine = Machine.of(spec)
+    return [
+        SimDevice(spec, machine=machine, poison=True, name=name)
+        for name in ("sim:soak", "sim:other")
+    ]
 
 
 def prepare(seed: int, kind: str) -> random.Random:
     """Set the runtime up on small accelerators."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    spec = DeviceSpec(name="soak", capacity_nbytes=CAPACITY_NBYTES, decision_nbytes=4 << 10)
-    machine = Machine.of(spec)
-    names = ("sim:soak", "sim:other")
-    simulated = [SimDevice(spec, machine=machine, poison=True, name=name) for name in names]
-    devices[:] = simulated if kind == "sim" else adapters()
+    devices[:] = simulated() if kind == "sim" else adapters(2, CAPACITY_NBYTES)
     tensorsManager.device = devices[0]
     tensorsManager.budget = CAPACITY_NBYTES
     tensorsManager.reset_stats()

@@ -190,7 +190,7 @@ class StrategyFeed:
                 _ = block.replicas  # its death has to be told too
                 self._books.known[block.block_id] = block
                 place = max(0, block.born - self._told_tick)
-                where = block.accelerator() or self._books.main
+                where = (checked.hears_where and block.accelerator()) or self._books.main
                 age = checked.on_birth(block.block_id, block.nbytes, place, where.name)
                 if age < PERSISTENT_AFTER:
                     heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
