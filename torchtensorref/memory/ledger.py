@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 
@@ -18,6 +19,8 @@ from .recency import Recency
 from .states import DIRTY
 
 _weakly = weakref.ref
+#: How often sums are compared that operators in C++ change meanwhile.
+LOOKS = 1000
 #: A number that no operator has reached.
 ALL = (1 << 63) - 1
 
@@ -243,10 +246,21 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         return block.last_use if block is not None else None
 
     def both_sums(self) -> tuple[int, int]:
-        """Return the running sum, and what is counted summed again: they are to be equal."""
+        """Return the running sum, and what is counted summed again: they are to be equal.
+
+        Notes
+        -----
+        Operators in C++ take no lock of Python's. One may have counted its result and not have it
+        in its list yet, and one may end between two looks: they are given the time to.
+        """
         with self._lock:
             mine_nbytes = self._replica_nbytes() + sum(self._newborn.values())
-            return self.resident_nbytes, mine_nbytes + self.recounted_nbytes()
+            for _ in range(LOOKS):
+                newborn_nbytes, listed_nbytes = self.newborn_nbytes, self.recounted_nbytes()
+                if newborn_nbytes == listed_nbytes:
+                    break
+                time.sleep(0)
+            return self.counted_nbytes + newborn_nbytes, mine_nbytes + listed_nbytes
 
     def recount(self) -> None:
         """Forget what has died, and sum again; see `repair.py`."""
