@@ -146,3 +146,23 @@ def test_what_is_about_to_be_written_does_not_need_the_copy_home(
     x.add_(1)
     monkeypatch.setattr(device._copier.out_lane, "issue", issue)
     assert float(manager.release(x)[7]) == 1.5
+
+
+def test_a_small_copy_home_that_was_overtaken_does_not_come_over_the_next_one(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is carried on by whoever looks at it, which may be late."""
+    x = manager.adopt(torch.zeros(16))
+    x.add_(0.5)
+    block = x._ttr_block
+    manager.residency.evictor.try_write_back(block.replicas[device])
+    home = block.replicas[manager.residency.books.host]
+    event = home.arrival._event
+    x.add_(1)  # on the device: what is under way is stale
+    monkeypatch.setattr(event, "query", lambda: False)  # compute waits for it, the host does not
+    manager.bring_all_home()
+    monkeypatch.undo()
+    y = manager.adopt(torch.zeros(16)).add_(1)
+    manager.bring_all_home()  # looks at all copies home
+    assert manager.release(y).tolist() == [1.0] * 16
+    assert manager.release(x).tolist() == [1.5] * 16

@@ -202,8 +202,7 @@ class Copier:
             if home is not None and home.arrival is not None and self.is_on_its_way_home(block):
                 # Compute waits, the host does not; what arrives is stale at once.
                 home.arrival.wait()
-                home.become(INVALID, "written while it was copied home")
-                home.arrival = None
+                self.leaving.overtake(home)
 
     # -- fetch ----------------------------------------------------------------------------------
 
@@ -295,6 +294,8 @@ class Copier:
         """
         books = self._books
         self.wait_for_home(block)
+        if device.is_host:
+            self.leaving.let_land(block.replicas[device])
         with books.lock:
             books.parts.forget(block)
             block.ready = None

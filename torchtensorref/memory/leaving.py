@@ -6,11 +6,13 @@ Those by way of staging buffers nothing can be told to wait for until they run.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..base.errors import TransferError
-from ..devices.base import Device
+from ..devices.base import Device, Event
 from ..devices.storages import empty_bytes
 from . import telling
 from .block import Block, Replica
@@ -29,6 +31,8 @@ class Leaving:
         self._transfer = transfer
         #: Homes that a copy was issued into and that nobody has seen arrive, in that order.
         self.not_awaited: deque[Replica] = deque()
+        #: Copies into homes that nobody wants any more, and that have perhaps not ended.
+        self._overtaken: weakref.WeakKeyDictionary[Replica, Event] = weakref.WeakKeyDictionary()
 
     def begin(self, replica: Replica) -> Replica | None:
         """Have home filled from a dirty replica (lock held); `issue` must follow.
@@ -63,6 +67,7 @@ class Leaving:
         if holds.issuing.get(home) != threading.get_ident():
             return False
         try:
+            self.let_land(home)
             home.arrival = self._transfer.write_back(replica, home)
         except BaseException as error:
             if not isinstance(error, TransferError):
@@ -79,6 +84,27 @@ class Leaving:
         """Issue a copy that nobody waits for (lock not held); raises as `issue` does."""
         if self.issue(replica, home):
             self.not_awaited.append(home)
+
+    def overtake(self, home: Replica) -> None:
+        """Let nobody read what a copy brings home: it is stale, and may come yet (lock held)."""
+        if home.arrival is not None:
+            self._overtaken[home] = home.arrival
+        home.state, home.arrival = INVALID, None
+
+    def is_overtaken(self, home: Replica) -> bool:
+        """Whether what is stale may still come to a home (lock held)."""
+        return home in self._overtaken
+
+    def let_land(self, home: Replica) -> None:
+        """Wait for what is stale, before a home is given other bytes (lock not needed).
+
+        Else it would come to lie over those: copies home end one after the other where they use the
+        same way from the same device, and no more than that.
+        """
+        event = self._overtaken.pop(home, None) if self._overtaken else None
+        if event is not None:
+            with suppress(TransferError):  # then it has not come, and will not
+                event.synchronize()
 
     def home_of(self, block: Block, source: Device | None = None) -> Replica:
         """Return the replica at home, with bytes that may be stale (lock held)."""

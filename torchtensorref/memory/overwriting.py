@@ -41,7 +41,8 @@ class Overwriting:
             if not (block.exposure is None and block.sharers is None and block.promise is None):
                 return False
             home = self._copier.leaving.home_of(block)
-            if home.state is not INVALID or home.pins:
+            is_coming = self._copier.leaving.is_overtaken(home)
+            if home.state is not INVALID or home.pins or is_coming:
                 return False
             # As for a copy that is about to be issued: who wants these bytes waits for it. Nobody
             # evicts what counts meanwhile: that would be copied to where the operator writes.

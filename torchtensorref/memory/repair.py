@@ -115,7 +115,7 @@ class Repair:
         home = block.replicas.get(host)
         away = [r for r in replicas if r.device is not host and r.state in (CLEAN, DIRTY)]
         if is_written and home is not None and away:
-            home.state, home.arrival = INVALID, None
+            self._copier.leaving.overtake(home)
         is_home_current = home is not None and home.state is CLEAN
         is_going_home = home is not None and home.state is FILLING
         _agree(away, is_home_current, is_going_home)
