@@ -13,4 +13,5 @@ def adapters(count: int, capacity_nbytes: int) -> list[AcceleratorDevice]:
     for number, device in enumerate(made):
         device.name, device.capacity_nbytes = f"adapter:{number}", capacity_nbytes
         device.torch_device = torch.device("cpu")  # as tensors on it say, without a number
+        device.has_host_kernels = True  # it is the host: blocks keep its bits
     return made
