@@ -28,8 +28,8 @@ from torchTensorRef.base import core_build
 from torchTensorRef.base.errors import InvariantError
 from torchTensorRef.interception import cpp_path
 from torchTensorRef.memory import block, core, states
-from torchTensorRef.memory.ledger import Ledger
 from torchTensorRef.memory.leases import struct_of
+from torchTensorRef.memory.ledger import Ledger
 from torchTensorRef.operators import peaks, substitutes
 from torchTensorRef.operators.plan import plan_of
 

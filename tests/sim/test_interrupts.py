@@ -31,6 +31,7 @@ from torchTensorRef.memory.states import DIRTY
 from ..stress.interrupts import Training, blocks, trouble_of
 from ..support import interrupting
 from ..support.interrupting import PACKAGE, Place, Sent, Tracer, interrupt, lines_of
+from ..support.over_host import adapters
 from ..support.programs import RandomEviction, called_natively
 
 #: Where every line is noted that a program has passed, and that was interrupted, by all processes.
@@ -130,10 +131,13 @@ class Compiled(Forward):
 PROGRAMS = {"forward": Forward, "step": Steps, "mixed": Mixed, "compiled": Compiled}
 
 
-def prepared(manage: Any, make: Any, strategy: Any) -> tuple[Any, Any]:
+def prepared(manage: Any, make: Any, strategy: Any, device: str = "sim") -> tuple[Any, Any]:
     """Make a program twice, plain and managed, and let the strategy learn it."""
     plain = make()
     manage(strategy, nbytes=make.nbytes, decision_nbytes=4 << 10)
+    if device == "adapter":
+        (tensorsManager.device,) = adapters(1, make.nbytes)
+        tensorsManager.budget = make.nbytes
     torchTensorRef.inject.hooks.is_disabled.set(False)
     ours = make()
     for _ in range(3):
@@ -156,20 +160,23 @@ def handler():
     signal.signal(signal.SIGINT, before)
 
 
-def cases() -> list[tuple[str, str, str]]:
+def cases() -> list[tuple[str, str, str, str]]:
     """Return what is tried: all of it, or each program under each strategy with one error."""
-    all_of_them = list(itertools.product(PROGRAMS, STRATEGIES, ERRORS))
-    return all_of_them if EVERY_LINE else all_of_them[:: len(ERRORS) + 1]
+    on_sim = list(itertools.product(PROGRAMS, STRATEGIES, ERRORS, ("sim",)))
+    on_adapter = list(itertools.product(("step", "mixed"), ("lru", "flow"), ERRORS, ("adapter",)))
+    if EVERY_LINE:
+        return on_sim + on_adapter
+    return on_sim[:: len(ERRORS) + 1] + on_adapter[:: len(ERRORS) + 1]
 
 
 @pytest.mark.timeout(3600 if EVERY_LINE else 300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("program", "strategy", "error"), cases())
-def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, error):
-    make, name = PROGRAMS[program], f"{program} {strategy} {error}"
+@pytest.mark.parametrize(("program", "strategy", "error", "device"), cases())
+def test_after_an_error_at_any_line_all_is_as_before(manage, program, strategy, error, device):
+    make, name = PROGRAMS[program], f"{program} {strategy} {error} {device}"
 
     def begin() -> tuple[Any, Any]:
-        return prepared(manage, make, STRATEGIES[strategy]())
+        return prepared(manage, make, STRATEGIES[strategy](), device)
 
     plain, ours = begin()
     places = sorted({place for _ in range(RUNS) for place in lines_of(ours.run)})

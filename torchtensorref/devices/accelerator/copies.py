@@ -82,24 +82,26 @@ class CopiesInFlight:
         """Note a copy behind those of its queue; forget those that have ended."""
         copies = self._queues[queue]
         self._retire(copies)
-        copies.append((key, event))
         self._by_key.setdefault(key, []).append(event)
+        copies.append((key, event))
 
     def of(self, key: int) -> list[Event]:
         """Return the copies that run, or may, of what has a key."""
         if key in self._by_key:
             for copies in self._queues.values():
                 self._retire(copies)
-        return list(self._by_key.get(key, ()))
+        # After an error one may stand here that is in no queue.
+        return [event for event in self._by_key.get(key, ()) if not event.is_done()]
 
     def _retire(self, copies: deque[tuple[int, Event]]) -> None:
         while copies and copies[0][1].is_done():
-            key, event = copies.popleft()
-            left = [other for other in self._by_key[key] if other is not event]
+            key, event = copies[0]
+            left = [other for other in self._by_key.get(key, ()) if other is not event]
             if left:
                 self._by_key[key] = left
             else:
-                del self._by_key[key]
+                self._by_key.pop(key, None)
+            copies.popleft()
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

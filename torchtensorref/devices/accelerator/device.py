@@ -196,6 +196,10 @@ class AcceleratorDevice(AcceleratorPeers):
         else:
             storage_of(base).resize_(0)
 
+    def recover(self, bases: Sequence[tuple[Tensor, bool]]) -> None:  # noqa: D102
+        with self._lock:
+            self._residents.recover(bases, self._alloc_count)
+
     def _settle_rooms(self) -> None:
         if self._residents.dead:
             self._residents.settle()

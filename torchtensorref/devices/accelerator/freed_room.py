@@ -1,10 +1,14 @@
-"""When the room of an evicted replica may be written again, to the last reader and not later."""
+"""When the room of an evicted replica may be written again, to the last reader and not later.
+
+An error that comes at any line (an interrupt) costs what is known of a range, which counts as used
+until now then; so what belongs together is changed in one step.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 __all__ = ["FreedRoom", "UseMarks"]
@@ -25,28 +29,31 @@ class UseMarks:
 
     def __init__(self, record: Callable[[], Any]) -> None:
         self._record = record
-        self._events: deque[Any] = deque()
-        self._first = 0  # the number of the oldest event kept; those before it have fired
+        self._events: dict[int, Any] = {}  # by number, oldest first
+        self._fired_until = 0  # events before this number have fired
         self.mark = 0
 
     def now(self) -> Any:
         """Record an event at the end of what compute was given so far."""
         # Before recording: a use noted meanwhile may come after this event, and waits for the next.
-        self.mark += 1
-        event = self._record()
-        self._events.append(event)
-        while self._events[0].query() and len(self._events) > 1:
-            self._events.popleft()
-            self._first += 1
+        number, self.mark = self.mark, self.mark + 1
+        event = self._events[number] = self._record()
+        while len(self._events) > 1:
+            oldest = next(iter(self._events))
+            if not self._events[oldest].query():
+                break
+            self._fired_until = oldest + 1
+            del self._events[oldest]
         return event
 
     def after(self, mark: int) -> Any | None:
         """Return the first event recorded after `mark` was read; None if such a one has fired."""
-        if mark < self._first:
+        if mark < self._fired_until:
             return None
-        if mark >= self.mark:
-            return self.now()
-        return self._events[mark - self._first]
+        for number in range(mark, self.mark):
+            if number in self._events:  # else an error came before it was recorded
+                return self._events[number]
+        return self.now()
 
     def __len__(self) -> int:
         return len(self._events)
@@ -64,21 +71,19 @@ class FreedRoom:
     """
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._pieces: list[tuple[int, tuple[Any, ...]]] = []  # stop, events
+        self._pieces: list[tuple[int, int, tuple[Any, ...]]] = []  # start, stop, events; in order
 
     def free(self, start: int, nbytes: int, events: tuple[Any, ...]) -> None:
         """Note that a range was freed, to be written once the events have fired."""
         stop = start + _in_grains(nbytes)
-        at = bisect_left(self._starts, start)
+        at = self._place_of(start)
         if not self._is_apart(at, start, stop):
             self.take(start, nbytes)
-            at = bisect_left(self._starts, start)
-        if at and self._pieces[at - 1] == (start, events):
-            self._pieces[at - 1] = (stop, events)  # grows the range before it
-            return
-        self._starts.insert(at, start)
-        self._pieces.insert(at, (stop, events))
+            at = self._place_of(start)
+        if at and self._pieces[at - 1][1:] == (start, events):
+            self._pieces[at - 1] = (self._pieces[at - 1][0], stop, events)  # grows what is before
+        else:
+            self._pieces.insert(at, (start, stop, events))
 
     def take(self, start: int, nbytes: int) -> tuple[list[Any], bool]:
         """Take a range out that was allocated.
@@ -90,50 +95,50 @@ class FreedRoom:
         bool
             Whether they are all: False if part of the range may have unknown users.
         """
-        stop = start + _in_grains(nbytes)
-        at = bisect_left(self._starts, start)
-        if self._starts[at : at + 1] == [start] and self._pieces[at][0] == stop:  # as it was freed
-            del self._starts[at]
-            return list(self._pieces.pop(at)[1]), True
-        if at and self._pieces[at - 1][0] > start:
+        pieces, stop = self._pieces, start + _in_grains(nbytes)
+        at = self._place_of(start)
+        if at < len(pieces) and pieces[at][:2] == (start, stop):  # as it was freed
+            return list(pieces.pop(at)[2]), True
+        if at and pieces[at - 1][1] > start:
             at -= 1
         first, reached = at, start
         events: list[Any] = []
-        rest: list[tuple[int, tuple[int, tuple[Any, ...]]]] = []
+        rest: list[tuple[int, int, tuple[Any, ...]]] = []
         is_covered = True
-        while at < len(self._starts) and self._starts[at] < stop:
-            begin, (end, waits) = self._starts[at], self._pieces[at]
+        while at < len(pieces) and pieces[at][0] < stop:
+            begin, end, waits = pieces[at]
             is_covered = is_covered and begin <= reached
             reached = max(reached, end)
             events += [event for event in waits if event not in events]
             if begin < start:
-                rest.append((begin, (start, waits)))
+                rest.append((begin, start, waits))
             if end > stop:
-                rest.append((stop, (end, waits)))
+                rest.append((stop, end, waits))
             at += 1
-        self._starts[first:at] = [begin for begin, _ in rest]
-        self._pieces[first:at] = [piece for _, piece in rest]
+        pieces[first:at] = rest
         return events, is_covered and reached >= stop
+
+    def _place_of(self, start: int) -> int:
+        return bisect_left(self._pieces, start, key=itemgetter(0))
 
     def _is_apart(self, at: int, start: int, stop: int) -> bool:
         """Whether a range has no byte of those that stand before and behind a place."""
-        begins_after = at == len(self._starts) or self._starts[at] >= stop
-        return begins_after and (not at or self._pieces[at - 1][0] <= start)
+        begins_after = at == len(self._pieces) or self._pieces[at][0] >= stop
+        return begins_after and (not at or self._pieces[at - 1][1] <= start)
 
     def settle(self) -> None:
         """Forget events that have fired, and join what waits for nothing any more."""
-        starts, pieces = self._starts, self._pieces
-        self._starts, self._pieces = [], []
-        for start, (stop, events) in zip(starts, pieces, strict=True):
+        kept: list[tuple[int, int, tuple[Any, ...]]] = []
+        for start, stop, events in self._pieces:
             left = tuple(event for event in events if not event.query())
-            if self._pieces and self._pieces[-1] == (start, left):
-                self._pieces[-1] = (stop, left)
+            if kept and kept[-1][1:] == (start, left):
+                kept[-1] = (kept[-1][0], stop, left)
             else:
-                self._starts.append(start)
-                self._pieces.append((stop, left))
+                kept.append((start, stop, left))
+        self._pieces = kept
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._pieces)
 
 
 def _in_grains(nbytes: int) -> int:

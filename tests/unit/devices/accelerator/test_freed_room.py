@@ -6,6 +6,8 @@ import random
 
 from torchTensorRef.devices.accelerator.freed_room import FreedRoom, UseMarks
 
+from ....support.interrupting import interrupt, lines_of, no_memory
+
 
 class Fired:
     def __init__(self, name, fired=False):
@@ -127,3 +129,38 @@ def test_a_mark_read_while_an_event_is_recorded_means_a_later_one():
     marks._record = record
     event = marks.now()
     assert marks.after(seen[0]) is not event
+
+
+def test_an_error_at_any_line_leaves_what_can_be_asked():
+    """It was in two lists, and an interrupt in between made every eviction fail from then on."""
+
+    def program():
+        nonlocal first, room
+        first, room = Fired("first"), FreedRoom()
+        room.free(0, 1024, (first,))
+        room.free(512, 512, (B,))
+        room.take(256, 512)
+        first.fired = True
+        room.settle()
+
+    first, room = A, FreedRoom()
+    for place in lines_of(program):
+        assert interrupt(program, no_memory, place)
+        room.settle()
+        found, is_known = room.take(512, 512)
+        assert not is_known or found, "it waits for one of them, or for all that was before"
+
+
+def test_marks_after_an_error_at_any_line_name_no_earlier_event():
+    def program():
+        nonlocal marks, before, used
+        marks = UseMarks(lambda: Fired("x"))
+        before = [marks.now(), marks.now()]
+        used = marks.mark
+        marks.now()
+
+    marks, before, used = UseMarks(lambda: Fired("x")), [], 0
+    for place in lines_of(program):
+        assert interrupt(program, no_memory, place)
+        assert marks.after(used) not in before
+        assert marks.after(marks.mark) not in before
