@@ -1,7 +1,8 @@
 """Run models unmodified, with plain torch and with us, and write down whether they are the same.
 
 `python -m tests.conformance.models [NAME ...]` from the root; `make compatibility` runs all of them
-and writes docs/compatibility.md. Each model is made and used twice: inside `disabled()`, where
+and writes docs/compatibility.md; with `--device adapter` they run on the adapter for real
+accelerators, over the host, where ready operators in C++ run without Python. Each model is made and used twice: inside `disabled()`, where
 torch is plain, and with what it makes injected, under a budget of a quarter of its weights on a
 simulated accelerator of that size.
 """
@@ -32,6 +33,7 @@ from torchTensorRef.devices.sim.spec import DeviceSpec
 
 from ..matrix import page as matrix
 from ..support.differential import copied, differences
+from ..support.over_host import adapters
 from .zoo.cases import Case, observed, parts_of, seed, weights_nbytes
 
 STRATEGIES = ("flow", "lru")
@@ -107,6 +109,14 @@ def simulated(budget_nbytes: int) -> Any:
     """An accelerator of so many bytes, whose memory is spoilt when it is given up."""
     spec = DeviceSpec(name="compat", capacity_nbytes=budget_nbytes)
     return SimDevice(spec, poison=True, name="sim:compat")
+
+
+def adapter(budget_nbytes: int) -> Any:
+    """The adapter for real accelerators, over the host."""
+    return adapters(1, budget_nbytes)[0]
+
+
+ACCELERATORS: dict[str, Callable[[int], Any]] = {"sim": simulated, "adapter": adapter}
 
 
 def compare(
@@ -311,21 +321,24 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of names or families; all without")
     parser.add_argument("--trace", action="store_true", help="print where an exception came from")
     parser.add_argument("--strategy", action="append", help="only under this strategy")
+    parser.add_argument("--device", choices=tuple(ACCELERATORS), default="sim")
     options = parser.parse_args()
     quiet()
-    cases = chosen(options.names)
+    cases, accelerator = chosen(options.names), ACCELERATORS[options.device]
     strategies = options.strategy or STRATEGIES
 
     def work(case: Case) -> Outcome:
         try:
-            return compare(case, strategies=strategies, trace=options.trace)
+            return compare(
+                case, strategies=strategies, trace=options.trace, accelerator=accelerator
+            )
         except Exception as error:  # plain torch does not run it: a mistake in the zoo
             if options.trace:
                 traceback.print_exc()
             return Outcome(case, failures={"plain torch": f"{type(error).__name__}: {error}"[:400]})
 
     outcomes = with_progress(cases, work)
-    if not options.names:
+    if not options.names and options.device == "sim":
         PAGE.write_text(page(outcomes))
     tried = [outcome for outcome in outcomes if not outcome.case.missing]
     identical = sum(outcome.identical for outcome in tried)
