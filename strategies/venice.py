@@ -258,6 +258,10 @@ class Venice(Strategy):
         wishes = self._flow(device.name).prefetch(device, resident)
         return [w for w in wishes if self._home.get(w.block_id, device.name) == device.name]
 
+    def expects(self, device: DeviceSnapshot) -> Iterable[int]:
+        """Return what the flow of this accelerator expects next."""
+        return self._flow(device.name).expects(device)
+
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[int]:

@@ -320,6 +320,35 @@ def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, mon
     assert missed_now <= missed + 16  # of 768 uses
 
 
+@pytest.mark.parametrize("decision_nbytes", [0, 1 << 20])
+def test_on_all_of_several_accelerators_what_is_there_needs_no_decision(
+    manage, monkeypatch, decision_nbytes
+):
+    plain, x = Rows(96), torch.rand(1)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    spec = {"decision_nbytes": decision_nbytes, "copy_latency_ns": 0}
+    manager = manage("venice", nbytes // 3, count=2, **spec)
+    asked: list[str] = []
+    wishes = StrategyFeed.wishes
+    monkeypatch.setattr(
+        StrategyFeed, "wishes", lambda feed, on: asked.append(on.name) or wishes(feed, on)
+    )
+    model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
+    with torch.no_grad():
+        for _ in range(8):
+            model(x_there)
+        asked.clear()
+        before = manager.stats()
+        for _ in range(4):
+            assert not list(differences(plain(x), model(x_there)))
+        after = manager.stats()
+    where = {row.proxyInfo.device for row in model.parameters()}
+    assert {"sim:test", "sim:test1"} <= where
+    op_count = 4 * 3 * 96
+    assert after["slow_op_count"] - before["slow_op_count"] < op_count / 12
+    assert len(asked) < (op_count / 3 if decision_nbytes else op_count)
+
+
 class Layers(nn.Module):
     """Two small weights for each large one, as layers with norms have them."""
 

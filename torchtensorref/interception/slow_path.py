@@ -269,6 +269,8 @@ def after_operator(
         manager.residency.books.counts.costs.note_operator(operands.plan.name, need_nbytes)
     manager.residency.feed.tell_deaths()
     if not operands.accelerator.is_host:
-        manager.residency.after_operator(operands.accelerator, [*operands.blocks, *born])
+        is_there = manager.residency.feed.spreads and not device.is_host
+        where = device if is_there else operands.accelerator
+        manager.residency.after_operator(where, [*operands.blocks, *born])
     if settings.check >= 2:
         manager.check()

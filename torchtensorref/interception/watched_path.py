@@ -25,10 +25,12 @@ from ..base.interrupts import holds_operands
 from ..base.listeners import listeners
 from ..devices.base import Device
 from ..memory.block import Block
+from ..memory.bookkeeping import Books
 from ..memory.budget import SHORTAGES
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
+from ..memory.spreading import named
 from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
@@ -64,11 +66,12 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):
         return SLOW
-    device = books.main
     used: dict[Block, None] = {}
+    label = None
     for arg in flattened(plan, args):
         if isinstance(arg, TensorRef):
             used[arg._ttr_block] = None
+            label = label or arg.device
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
     written: list[Block] = []
@@ -76,6 +79,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not isinstance(target, TensorRef):
             return SLOW  # a formula fills the single number that it has made
         written.append(target._ttr_block)
+    device = _place_of(used, label, books)
     closed = closed_among(used, residency, device)
     if not closed:
         return _run_owned(plan, args, kwargs, residency, device, written) if written else SLOW
@@ -92,6 +96,15 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
         return _run_fetched(*call)
     return SLOW
+
+
+def _place_of(used: Iterable[Block], label: torch.device | None, books: Books) -> Device:
+    """Return the accelerator where nothing is to be decided: of several, that which has all of it."""
+    if books.spreads:
+        for device in books.accelerators:
+            if all(_is_there(block, device) for block in used):
+                return device if named(label, books) in ("", device.name) else books.main
+    return books.main
 
 
 def closed_among(used: Iterable[Block], residency: Residency, device: Device) -> list[Block]:
@@ -177,7 +190,8 @@ def _run_opened(
 ) -> Any:
     residency.holds.begin_operator()
     try:
-        if residency.books.main is not device:
+        books = residency.books
+        if device is not books.main and not (books.spreads and device in books.accelerators):
             return SLOW  # it was exchanged before this operator was counted as one that runs
         try:
             if not residency.readiness.open_watched(closed, device, residency.feed.places):

@@ -142,24 +142,25 @@ class StrategyFeed:
                 return  # another thread has
             self._readiness.close_watched(lease.blocks(), lease.device)
             uses = self._end_lease()
-            if lease.device is not books.main:
+            if lease.device not in books.accelerators:
                 return
             books.counts.slow_hit_count += len(uses)
-            if uses:
-                self.tell_births(before=uses[0][0])
+            self.tell_births(before=uses[0][0] if uses else 0)
             for tick, block_id, kind, is_written in uses:
                 if self._unheard and self._unheard[0][0] < tick:
                     self.tell_births(before=tick)
-                block = books.known.get(block_id)
+                block, nbytes = books.known.get(block_id), lease.nbytes.get(block_id)
                 if block is not None and block.is_persistent:
                     books.note_use(block, tick)
-                    self.tell_access(block, struct_of(kind, block.nbytes), tick, writes=is_written)
-                elif block_id in lease.nbytes:  # it is gone since
-                    self._told_tick, nbytes = tick, lease.nbytes[block_id]
-                    struct, name = struct_of(kind, nbytes), books.main.name
-                    self._checked.on_access(
-                        Access(block_id, nbytes, struct, True, is_written, True, device=name)
+                    struct = struct_of(kind, block.nbytes)
+                    by = block.accelerator() if nbytes is None else lease.device
+                    self.tell_access(block, struct, tick, writes=is_written, by=by)
+                elif nbytes is not None:  # it is gone since
+                    self._told_tick, struct = tick, struct_of(kind, nbytes)
+                    access = Access(
+                        block_id, nbytes, struct, True, is_written, True, device=lease.device.name
                     )
+                    self._checked.on_access(access)
 
     def _end_lease(self) -> list[Use]:
         """Let no more uses be noted; return those that were (the feed's lock held)."""
