@@ -99,7 +99,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _place_of(used: Iterable[Block], label: torch.device | None, books: Books) -> Device:
-    """Return the accelerator where nothing is to be decided: of several, that which has all of it."""
+    """Return where nothing is to be decided: of several accelerators, that which has all of it."""
     if books.spreads:
         for device in books.accelerators:
             if all(_is_there(block, device) for block in used):
