@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 
 from ..strategy import (
     Access,
@@ -259,8 +259,9 @@ class Venice(Strategy):
         return [w for w in wishes if self._home.get(w.block_id, device.name) == device.name]
 
     def expects(self, device: DeviceSnapshot) -> Iterable[int]:
-        """Return what the flow of this accelerator expects next."""
-        return self._flow(device.name).expects(device)
+        """Return what the flow of this accelerator expects next, up to what lives elsewhere."""
+        expected = self._flow(device.name).expects(device)
+        return takewhile(lambda b: self._home.get(b, device.name) == device.name, expected)
 
     def write_back(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]

@@ -42,7 +42,7 @@ def choose_among(
             is_pressed=books.is_pressed,
             operands=tuple(_snapshot(block, books) for block in blocks),
             accelerators=tuple(residency.feed.device_snapshot(d) for d in books.accelerators),
-            label=named(label, books),
+            label=_named(label, books),
         )
     return residency.feed.place(snapshot, first)
 
@@ -56,7 +56,7 @@ def _snapshot(block: Block, books: Books) -> OperandSnapshot:
     return OperandSnapshot(block.block_id, block.nbytes, block.is_persistent, there)
 
 
-def named(label: torch.device | None, books: Books) -> str:
+def _named(label: torch.device | None, books: Books) -> str:
     """The accelerator in use that a label means: that of its number."""
     if label is None or label.type in ("cpu", "meta") or label.index is None:
         return ""

@@ -200,7 +200,7 @@ class Strategy:
 
     #: True if it uses every accelerator there is. Then `place` is asked of each operator that lacks
     #: an operand on the first one, with its operands and all accelerators, unless nothing is to be
-    #: decided: all of them are on another one. It is told what leaves any of them, and asked
+    #: decided: all of them are ready on another one. It is told what leaves any of them, and asked
     #: for each what to fetch ahead and to write back.
     spreads: bool = False
 
