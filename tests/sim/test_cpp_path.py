@@ -335,6 +335,63 @@ def test_results_are_counted_until_they_die(adapter):
 
 
 @needs_cpp
+def test_a_result_whose_replica_was_just_made_when_an_error_came_can_be_asked_for(
+    adapter, monkeypatch
+):
+    """It was in the books twice, and every operator after that ended with an assertion."""
+    manager = adapter()
+    (x,) = ready(manager, r(6))
+    kept, take_over, errors = x + 1, Ledger.take_over, [MemoryError()]
+
+    def fails_once(ledger: Ledger, block: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return take_over(ledger, block)
+
+    monkeypatch.setattr(Ledger, "take_over", fails_once)
+    with pytest.raises(MemoryError):
+        _ = kept._ttr_block.replicas
+    monkeypatch.undo()
+    manager.residency.books.ledgers[manager.residency.books.main].recount()
+    manager.check()
+    assert torch.equal(manager.release(kept), manager.release(x) + 1)
+
+
+@needs_cpp
+def test_an_operator_that_is_defined_anew_is_another_one(adapter):
+    """A cell of a notebook is run again: what was known of the operator before was taken for it."""
+    manager = adapter()
+    (x,) = ready(manager, torch.ones(3))
+
+    def product() -> Any:
+        @torch.library.custom_op("ttr_tests::scale", mutates_args=())
+        def scale(x: torch.Tensor, k: float) -> torch.Tensor:
+            return x * k
+
+        return scale
+
+    def in_place() -> Any:
+        @torch.library.custom_op("ttr_tests::scale", mutates_args=("x",))
+        def scale(x: torch.Tensor, k: float) -> None:
+            x.mul_(k)
+
+        return scale
+
+    def with_more() -> Any:
+        @torch.library.custom_op("ttr_tests::scale", mutates_args=())
+        def scale(x: torch.Tensor, k: float, y: torch.Tensor) -> torch.Tensor:
+            return x * k + y
+
+        return scale
+
+    assert product()(x, 3.0).tolist() == [3, 3, 3]
+    in_place()(x, 3.0)
+    manager.bring_all_home()
+    assert x.tolist() == [3, 3, 3]
+    assert with_more()(x, 2.0, x).tolist() == [9, 9, 9]
+
+
+@needs_cpp
 def test_a_result_that_is_just_being_counted_is_no_violation(adapter, monkeypatch):
     """It was counted, and was not in the list yet when a check went through it."""
     manager, recounted, looks = adapter(), Ledger.recounted_nbytes, []

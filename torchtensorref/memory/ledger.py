@@ -111,6 +111,10 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         with self._lock:
             if block.births is None:
                 return
+            if block.settled is not None:  # an error came before it was no newborn any more
+                block.result = block.births = None
+                self.take_over(block)
+                return
             assert block.result is not None
             replica = Replica(block, self.device, block.result, DIRTY)
             # In this order: at any moment it is counted, twice if an error comes in between.

@@ -90,6 +90,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   add_class(module, "LedgerBase", ledger_type);
   add_class(module, "BooksBase", books_type);
   module.def("open", [] {
+    static auto* kept = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Plans>()));
     register_for<&above>(DispatchKey::DeferredInit);
     register_for<&below>(DispatchKey::Fake);
   });

@@ -108,31 +108,38 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   ask_python(*plan, op);
   const auto& returns = op.schema().returns();
   plan->is_factory = plan->slots.empty() && returns.size() == 1 && returns[0].real_type()->kind() == c10::TypeKind::TensorType;
-  return plan.release();  // stays: operators do
+  return plan.release();  // stays: a call may have it when its operator goes
 }
 
+// All plans, by the addresses of schemas. Programs may define an operator anew, which has the address then, or another one has.
+struct Plans final : c10::OpRegistrationListener {
+  static inline std::mutex lock;
+  static inline auto& all = *new std::unordered_map<const void*, const Plan*>();  // operators go at exit, too, after what is static here
+  static inline std::atomic<uint64_t> forgotten{0};  // how often one was forgotten
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    std::lock_guard guard(lock);
+    if (all.erase(&op.schema())) ++forgotten;
+  }
+};
+
 inline const Plan& plan_of(const c10::OperatorHandle& op) {
-  struct Entry {
-    const void* key;
-    const Plan* plan;
-  };
-  thread_local std::array<Entry, 1024> near{};
-  static std::mutex lock;
-  static std::unordered_map<const void*, const Plan*> all;
+  thread_local std::array<std::tuple<const void*, uint64_t, const Plan*>, 1024> near{};
   const void* key = &op.schema();
-  Entry& entry = near[(reinterpret_cast<uintptr_t>(key) >> 6) & 1023];
-  if (C10_LIKELY(entry.key == key)) return *entry.plan;
+  const uint64_t forgotten = Plans::forgotten.load(std::memory_order_acquire);
+  auto& [its_key, since, its_plan] = near[(reinterpret_cast<uintptr_t>(key) >> 6) & 1023];
+  if (C10_LIKELY(its_key == key && since == forgotten)) return *its_plan;
   const Plan* plan = nullptr;
   {
-    std::lock_guard guard(lock);
-    if (auto found = all.find(key); found != all.end()) plan = found->second;
+    std::lock_guard guard(Plans::lock);
+    if (auto found = Plans::all.find(key); found != Plans::all.end()) plan = found->second;
   }
   if (!plan) {
     plan = make_plan(op);  // asks Python, so not under the lock; who comes second has made one more
-    std::lock_guard guard(lock);
-    plan = all.emplace(key, plan).first->second;
+    std::lock_guard guard(Plans::lock);
+    plan = Plans::all.emplace(key, plan).first->second;
   }
-  entry = {key, plan};
+  its_key = key, since = forgotten, its_plan = plan;
   return *plan;
 }
 
