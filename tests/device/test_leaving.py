@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from torchTensorRef.base.errors import TransferError
-from torchTensorRef.devices.accelerator.staging import HostCopier
+from torchTensorRef.devices.accelerator.staging import HostCopier, StagingRing
+from torchTensorRef.interception import tiles
 from torchTensorRef.memory.states import DIRTY
+from torchTensorRef.memory.transfer import Transfer
 
 from ..support.device_double import LateDevice, LateModule
 from .conftest import managed_by
@@ -166,3 +169,55 @@ def test_a_small_copy_home_that_was_overtaken_does_not_come_over_the_next_one(
     manager.bring_all_home()  # looks at all copies home
     assert manager.release(y).tolist() == [1.0] * 16
     assert manager.release(x).tolist() == [1.5] * 16
+
+
+def test_a_small_copy_home_whose_event_is_lost_does_not_come_later(
+    manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error came when it was issued, and before it was noted at home."""
+    x = manager.adopt(torch.full((16,), 3.0))
+    x.add_(1)
+    issue = Transfer._issue
+
+    def dies(transfer: Transfer, *args: Any) -> Any:
+        issue(transfer, *args)
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(Transfer, "_issue", dies)
+    with pytest.raises(MemoryError):
+        manager.residency.evictor.try_write_back(x._ttr_block.replicas[device])
+    x.random_(7, 8)  # at home, over what is not copied there before
+    y = manager.adopt(torch.zeros(16)).add_(1)
+    manager.bring_all_home()  # looks at all copies
+    assert manager.release(y).unique().tolist() == [1.0]
+    assert manager.release(x).unique().tolist() == [7.0]
+
+
+def test_copies_home_of_blocks_end_with_an_operator_that_is_interrupted(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = manager.adopt(torch.full((4 * MIB,), 3.0), sole=True)  # 16 MiB in a budget of 8
+    run_tile, tiles_run = tiles.Run._run_tile, []
+
+    def interrupted(run: Any, *args: Any) -> Any:
+        tiles_run.append(run)
+        if len(tiles_run) == 2:
+            raise KeyboardInterrupt
+        return run_tile(run, *args)
+
+    def land_late(*args: Any) -> None:
+        opened.wait(0.2)
+        land(*args)
+
+    opened, land = threading.Event(), StagingRing._land
+    monkeypatch.setattr(tiles.Run, "_run_tile", interrupted)
+    monkeypatch.setattr(StagingRing, "_land", land_late)
+    with pytest.raises(KeyboardInterrupt):
+        x.mul_(2.0)
+    monkeypatch.setattr(tiles.Run, "_run_tile", run_tile)
+    x.random_(7, 8)
+    opened.set()
+    manager.bring_all_home()
+    time.sleep(0.3)  # what is still under way would come
+    assert manager.release(x).unique().tolist() == [7.0]

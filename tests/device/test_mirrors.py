@@ -13,6 +13,7 @@ import torch
 
 import torchTensorRef
 from torchTensorRef.devices.accelerator import staging
+from torchTensorRef.devices.host.mirrors import Mirror
 from torchTensorRef.devices.host.page_lock import WORTH_IT_AFTER
 from torchTensorRef.devices.host.readers import host_readers
 from torchTensorRef.devices.storages import bytes_of
@@ -249,3 +250,43 @@ def test_weights_of_neighbours_in_a_heap_are_copied_whole(manage, device, scale)
             if turn % 3 == 2 and n % 2:
                 w.mul_(1.0)
         settle(device)
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    """Tensors stay plain."""
+    with torchTensorRef.disabled():
+        yield
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_write_ends_the_mirrors_of_all_parts():
+    """A part that was moved alone had one, and the write was of the block around it."""
+    whole = torch.zeros(4 * N, dtype=torch.uint8)
+    part = torch.empty(0, dtype=torch.uint8)
+    part.set_(whole.untyped_storage()[N : 2 * N], 0, (N,), (1,))  # type: ignore[call-overload]
+    host_readers.mirrors.offer(part, Mirror(part, torch.zeros(N, dtype=torch.uint8)))
+    host_readers.about_to_change(whole[2 * N :].clone())
+    assert host_readers.mirrors
+    host_readers.about_to_change(whole)
+    assert not host_readers.mirrors
+
+
+@pytest.mark.usefixtures("plain")
+def test_who_writes_a_mirror_waits_for_the_copy_that_goes_out_of_it():
+    """A block can be at home there as soon as it is full."""
+    device = LateDevice(LateModule(seed=3, refuses=True))
+    device.double.random.random = lambda: 1.0  # the link does nothing by itself
+    source, memory = torch.full((N,), 3, dtype=torch.uint8), torch.zeros(N, dtype=torch.uint8)
+    mirror = Mirror(source, memory)
+    host_readers.mirrors.offer(source, mirror)
+    base = device.allocate(N)
+    for _ in range(2):  # the first copy fills it, the second goes out of it
+        event = device.copy_in(source, base)
+        event.wait()
+        assert mirror.is_filled
+        again = LateDevice.copy_in(device, source, base)
+        assert not again.is_done()
+        host_readers.about_to_change(memory)
+        assert again.is_done()
+    assert base.unique().tolist() == [3]

@@ -261,3 +261,14 @@ def test_what_was_turned_while_a_target_was_held_is_over_the_replica_itself(ref)
     replica = next(r for device, r in block.replicas.items() if not device.is_host)
     assert ref._ttr_plain.untyped_storage()._cdata == replica.base.untyped_storage()._cdata
     assert ref.tolist() == [target.tolist()]
+
+
+def test_copies_that_another_thread_begins_meanwhile_are_waited_for(manager, monkeypatch):
+    """It may have fetched the block between the first look at its readers and the exposure."""
+    ref, host = manager.adopt(torch.rand(8)), manager.residency.books.host
+    seen = []
+    monkeypatch.setattr(host, "about_to_change", lambda _: seen.append(ref._ttr_block.exposure))
+    array = ref.numpy()
+    assert seen[0] is None
+    assert seen[-1] is not None, "from then on copies know that it may be written"
+    del array

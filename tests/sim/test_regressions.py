@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import options
+from torchTensorRef.memory.plain_views import make_ref, plain_on
 from torchTensorRef.strategy import Prefetch
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
@@ -559,3 +560,52 @@ def test_a_deep_copy_has_the_values_and_no_note_of_how_to_read_them(manager, vie
         first, second = copy.deepcopy([x, x[:]])  # of such views torch's share nothing
         first.zero_()
         assert torch.equal(second, plain)
+
+
+@pytest.mark.parametrize("nbytes", [20_000, 10_000, 6_000])
+def test_out_of_two_results_that_grow_where_the_second_finds_no_room(manage, nbytes):
+    """The operator ran again with the blocks that the first one had before."""
+    manager = manage("lru", nbytes)
+    plain = torch.rand(64, 16)
+    expected = torch.sort(plain, 1)
+    x, values = manager.adopt(plain.clone()), manager.adopt(torch.empty(0))
+    order = manager.adopt(torch.empty(0, dtype=torch.long))
+    torch.sort(x, 1, out=(values, order))
+    assert values.tolist() == expected.values.tolist()
+    assert order.tolist() == expected.indices.tolist()
+
+
+def test_statistics_that_batch_norm_updates_by_itself_are_written(manager):
+    """The schema does not say so: what had been written was taken for what is at home, too."""
+    x, mean, var = torch.rand(32, 8, 4), torch.zeros(8), torch.ones(8)
+    refs = [manager.adopt(tensor.clone()) for tensor in (x, mean, var)]
+    torch.batch_norm_update_stats(x, mean, var, 0.1)
+    torch.batch_norm_update_stats(*refs, 0.1)
+    manager.bring_all_home()
+    assert refs[1].tolist() == mean.tolist()
+    assert refs[2].tolist() == var.tolist()
+
+
+@pytest.mark.parametrize("draw", [torch.bernoulli, torch.poisson])
+def test_a_generator_is_drawn_from_once_where_the_result_finds_no_room(manage, draw):
+    """The default one was set back before the second try, and one that was given was not."""
+    plain = torch.rand(64, 16)
+    given, again = (torch.Generator().manual_seed(5) for _ in range(2))
+    expected = draw(plain, generator=given)
+    manager = manage("lru", 6000)
+    home = manager.adopt(plain.clone())
+    host = manager.residency.books.host
+    ref = make_ref(plain_on(home, host), home._ttr_block, host, torch.device("cuda:0"))
+    assert torch.equal(manager.ownership.peek(draw(ref, generator=again)), expected)
+    assert torch.equal(again.get_state(), given.get_state())
+
+
+def test_a_use_while_a_compiled_call_runs_is_not_known_to_be_the_last(manager):
+    """Operators of the call come after it, and nobody tells of them."""
+    holds = manager.residency.holds
+    assert holds.is_alone_on_ready_path()
+    holds.native_blocks[1] = ()
+    try:
+        assert not holds.is_alone_on_ready_path()
+    finally:
+        del holds.native_blocks[1]

@@ -89,6 +89,9 @@ class OrderedModule:
     def current_stream(self, device: Any = None) -> OrderedStream:
         return getattr(self._here, "stream", self.default)
 
+    def default_stream(self, device: Any = None) -> OrderedStream:
+        return self.default
+
     def set_stream(self, stream: OrderedStream) -> None:
         self._here.stream = stream
 

@@ -5,7 +5,7 @@ What does not fit runs in blocks (`blocks.py`) where it can, else on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,8 +42,10 @@ SHORT_OF_MEMORY = (NEEDS_TOO_MUCH, NO_DEVICE_MEMORY)
 class Generators:
     """The states of the generators that may be drawn from on a device, before that happens."""
 
-    def __init__(self, is_random: bool, device: Device) -> None:
+    def __init__(self, is_random: bool, device: Device, arguments: Iterable[Any] = ()) -> None:
         self._device = device
+        given = [value for value in arguments if isinstance(value, torch.Generator)]
+        self._given = [(generator, generator.get_state()) for generator in given]
         self._of_host = torch.get_rng_state() if is_random else None
         self._of_device = device.random_state() if is_random and not device.is_host else None
 
@@ -53,6 +55,8 @@ class Generators:
             torch.set_rng_state(self._of_host)
         if self._of_device is not None:
             self._device.set_random_state(self._of_device)
+        for generator, state in self._given:
+            generator.set_state(state)
 
 
 class Fallback:
@@ -102,7 +106,8 @@ class Fallback:
                 return done
             device = self._operands.accelerator
         needs_blocks = self._blocks.is_needed(device)
-        generators = Generators(plan.is_random, device)
+        arguments = (*self._operands.args, *self._operands.kwargs.values())
+        generators = Generators(plan.is_random, device, arguments)
         try:
             if needs_blocks:
                 result = self._in_blocks(device)
@@ -110,6 +115,8 @@ class Fallback:
                     return result
             return self._run_on(device)
         except SHORTAGES as error:
+            if self._operands.has_written:
+                raise  # nothing is written twice
             result = self._run_again(device, error, generators)
             if result is _NO_ROOM and not (needs_blocks or isinstance(error, TransferError)):
                 generators.restore()
@@ -140,6 +147,8 @@ class Fallback:
         try:
             result = self._blocks.run(device)
         except SHORTAGES:
+            if self._operands.has_written:
+                raise
             return _NO_ROOM
         if self._blocks.why_not:
             name = self._operands.plan.name
@@ -154,7 +163,7 @@ class Fallback:
         operands, times = self._operands, self._residency.times
         try:
             return self._run_on(self._residency.books.host)
-        except OURS:
+        except (*OURS, *SHORTAGES):
             raise
         except (NotImplementedError, RuntimeError):
             if operands.accelerator.has_host_kernels:

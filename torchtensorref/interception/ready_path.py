@@ -53,7 +53,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
     residency: Any = tensorsManager._residency  # open: there is a TensorRef
     if device not in residency.books.ready_on:
         return SLOW
-    ident = get_ident()
+    ident, has_written = get_ident(), False
     hazards = residency.holds.announced
     outer = hazards.get(ident)
     # Announce first, look second: an evictor closes first and looks second (Movement._seize), so
@@ -94,6 +94,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
             )
         else:
             out = run(*plain_args, **kwargs) if kwargs else run(*plain_args)
+        has_written = bool(writes)
         if device.has_virtual_clock:
             charge(plan, args, args[: len(writes)], plain_args, kwargs or _NO_KWARGS, out, device)
         if writes:
@@ -102,11 +103,13 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
             return first
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
+        if has_written:
+            raise  # nothing is written twice
         return SLOW
     except RecursionError:
         raise  # ours, and perhaps after the kernel has written
     except (RuntimeError, IndexError, ValueError):
-        if device.torch_device.type == "cpu":
+        if has_written or device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake
         return SLOW  # the host may have a kernel for it
     finally:
@@ -219,6 +222,8 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
             return type(out)(_wrap_several(plan, out, flat, residency, device))
         return fresh(plan, out, residency, device, first)
     except SHORTAGES:
+        if has_written:
+            raise
         return SLOW
     except RecursionError:
         raise  # ours, and perhaps after the kernel has written
@@ -360,8 +365,7 @@ def _wrap(out: torch.Tensor, block: Any, device: Device, like: Any) -> Any:
         TensorRef, out.size(), out.stride(), out.storage_offset() or None, None, dtype,
         _strided, None, False, False, None, False, False, KEYS,
     )  # fmt: skip
-    ref._ttr_block = block
-    ref._ttr_plain = out
+    ref._ttr_block, ref._ttr_plain = block, out
     ref._ttr_device = device
     return ref
 

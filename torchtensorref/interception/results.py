@@ -187,7 +187,9 @@ class _Results:
             # The kernel has resized the replica's storage: what it made becomes another block's.
             grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
             plain.untyped_storage().resize_(replica.nbytes)
-            block, plain = self._residency.born(grown, device), grown
+            plain, block, device = settled(
+                grown, self._plan, self._residency, device, has_written=True
+            )
         else:
             # Not of the storage that was handed out (`for_writing`), which may be gone tomorrow.
             plain = view_with(plain, storage_of(replica.base), plain.storage_offset())

@@ -9,10 +9,12 @@ way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ..base.errors import TransferError
 from ..devices.base import Device
 from ..devices.storages import empty_bytes
 from ..memory.block import Block
@@ -101,6 +103,7 @@ class Run:
                 residency.copier.written(block, self._host)
             self._run_tiles(homes)
         finally:
+            self._let_land()
             self._pieces.clear()
             self._costs.forget_parts(self._piece_ids)
             self._sums = None  # which holds us
@@ -146,6 +149,7 @@ class Run:
         while tile is not None:
             self.tile_count += 1
             out = self._run_tile(tile, pieces)
+            self._operands.has_written = bool(self._operands.written)
             following = next(tiles, None)
             is_ahead = self._tiling.has_room_ahead and following is not None
             after = self._ahead(homes, following) if is_ahead else None  # type: ignore[arg-type]
@@ -217,7 +221,7 @@ class Run:
         try:
             return self._phases(operands, self._device, [])
         except SHORTAGES:
-            if not self._has_landed and not self._on_their_way:
+            if operands.has_written or not (self._has_landed or self._on_their_way):
                 raise
         # What has been done stays: this one tile runs at home.
         self._residency.books.log.note("-", plan.name, "one block at home: no room")
@@ -280,6 +284,12 @@ class Run:
                 self._host.charge(0, 2 * piece.part.nbytes, "uint8")
             self._has_landed = True
             self._on_their_way.pop(0)
+
+    def _let_land(self) -> None:
+        """Wait for what is on its way to memory of the program's, after an error."""
+        for piece in self._on_their_way:
+            with suppress(TransferError):
+                self._residency.copier.wait_for_home(piece.block)
 
     def _wrapped(self, born: list[Block]) -> Any:
         """Make the program's tensors of the results at home."""

@@ -128,9 +128,14 @@ class Copier:
         while going:
             home = going[0]
             if home.state is FILLING and home.arrival is not None:
-                if not home.arrival.is_done():
+                arrival = home.arrival
+                if not arrival.is_done():
                     return
-                self.arrive(home)
+                try:
+                    self.arrive(home)
+                except TransferError as error:
+                    self.leaving.note_failure(home, arrival)
+                    self.note_failure(home, error)
             going.popleft()
 
     # -- arrival --------------------------------------------------------------------------------
@@ -141,7 +146,11 @@ class Copier:
             self._holds.wait_for_issue(replica)
             arrival = replica.arrival
         if arrival is not None and replica.device.is_host:
-            arrival.synchronize()
+            try:
+                arrival.synchronize()
+            except TransferError:
+                self.leaving.note_failure(replica, arrival)
+                raise
         with self._books.lock:
             self.arrive(replica)
 
@@ -323,6 +332,8 @@ class Copier:
             self._books.parts.forget(block)
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):
+            with suppress(TransferError):  # what would have come is stale
+                self.wait_for_home(block)
             self.written(block, device)
         if device.is_host and block.exposure is not None:
             self._give_holder(block)

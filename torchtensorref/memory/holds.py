@@ -204,7 +204,8 @@ class Holds:
     def is_alone_on_ready_path(self) -> bool:
         """Whether no other thread runs an operator on the ready path."""
         is_mine = not self.announced or tuple(self.announced) == (threading.get_ident(),)
-        return is_mine and not core.running_elsewhere()
+        # Of a compiled call operators come that nobody tells of, in this thread, too.
+        return is_mine and not self.native_blocks and not core.running_elsewhere()
 
     # -- what is stale --------------------------------------------------------------------------
 

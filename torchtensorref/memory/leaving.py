@@ -85,6 +85,13 @@ class Leaving:
         if self.issue(replica, home):
             self.not_awaited.append(home)
 
+    def note_failure(self, home: Replica, arrival: Event) -> None:
+        """Let the copy that has failed be issued again, by whoever needs it (lock not held)."""
+        with self._books.lock:
+            if home.state is FILLING and home.arrival is arrival:
+                home.become(INVALID, "write-back failed")
+                home.arrival = None
+
     def overtake(self, home: Replica) -> None:
         """Let nobody read what a copy brings home: it is stale, and may come yet (lock held)."""
         if home.arrival is not None:

@@ -122,6 +122,8 @@ class Sharing:
                 exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
                 block.exposure = exposure
             exposure.forever = exposure.forever or forever
+        # Again: another thread may have begun to copy it meanwhile. From here on they mind.
+        device.about_to_change(base)
         self._books.log.note(block.name, f"expose {device.name}", why)
         assert exposure.storage is not None
         return exposure.storage

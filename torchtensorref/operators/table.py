@@ -217,6 +217,15 @@ NORMALISATION = (
             (aten._batch_norm_impl_index.default, "training"),
         )
     ),
+    *(
+        Row(op, reason=_TRAINING, writes=("running_mean", "running_var"))
+        for op in (
+            aten.batch_norm_update_stats.default,
+            # Of torch.nn.SyncBatchNorm, on accelerators only.
+            aten.batch_norm_gather_stats.default,
+            aten.batch_norm_gather_stats_with_counts.default,
+        )
+    ),
     Row(
         aten._fused_moving_avg_obs_fq_helper.default,
         reason="may give the statistics that it writes other sizes",

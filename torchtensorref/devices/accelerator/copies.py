@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import threading
@@ -14,7 +15,7 @@ from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
 from ..storages import as_bytes, bytes_of, move_bytes, storage_nbytes
-from .events import AcceleratorEvent, StagedEvent, events_of
+from .events import AcceleratorEvent, StagedEvent, UntilItEnds, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
 from .link_rate import LinkRate
 from .staging import HostCopier, StagedCopy, StagingRing
@@ -92,6 +93,10 @@ class CopiesInFlight:
                 self._retire(copies)
         # After an error one may stand here that is in no queue.
         return [event for event in self._by_key.get(key, ()) if not event.is_done()]
+
+    def all(self) -> list[Event]:
+        """Return all that may still run."""
+        return [event for copies in self._queues.values() for _, event in copies]
 
     def _retire(self, copies: deque[tuple[int, Event]]) -> None:
         while copies and copies[0][1].is_done():
@@ -187,9 +192,12 @@ class LinkCopier:
             # From a clone: the source may be written at once.
             memory = source.clone() if mirror is None else mirror.memory
             event = self._issue(self.urgent_lane, memory, target, waits)
+            if mirror is not None:
+                host_readers.note_reader(memory, event)
             return self._keep(base, event, Queue.URGENT_IN)
         if mirror is not None:
             event = self._issue_timed(self.in_lane, mirror.memory, target, waits, self.rate_in)
+            host_readers.note_reader(mirror.memory, event)  # the block may be at home there soon
             return self._keep(base, event, Queue.IN)
         if self.is_page_locked(source):
             event = self._issue_timed(self.in_lane, source, target, waits, self.rate_in)
@@ -244,7 +252,10 @@ class LinkCopier:
     def _stage_in(self, source: Tensor, target: Tensor, waits: tuple[Any, ...]) -> StagedEvent:
         mirror = host_readers.mirrors.take(source)
         copy = StagedCopy(source, target, waits, mirror=mirror)
-        return StagedEvent(self._in_ring.submit(copy), self)
+        event = StagedEvent(self._in_ring.submit(copy), self)
+        if mirror is not None:
+            host_readers.note_reader(mirror.memory, UntilItEnds(event))
+        return event
 
     def _issue(
         self, lane: StreamLane, source: Tensor, destination: Tensor, waits: tuple[Any, ...]
@@ -296,6 +307,14 @@ class LinkCopier:
             if queue in (Queue.STAGED_IN, Queue.STAGED_OUT):
                 self.staged_nbytes += storage_nbytes(base)
         return event
+
+    def finish(self) -> None:
+        """Wait for all copies, and let those home land."""
+        with self._lock:
+            copies = self._in_flight.all()
+        for event in copies:
+            with contextlib.suppress(TransferError):  # whoever waits for it is told
+                event.synchronize()
 
     def copies_of(self, base: Tensor) -> list[Event]:
         """The copies that may still read or write the bytes of a base."""

@@ -296,7 +296,10 @@ class AcceleratorDevice(AcceleratorPeers):
     # copies -------------------------------------------------------------------------------
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        return self._copier.copy_in(source, base, after)
+        event = self._copier.copy_in(source, base, after)
+        with self._lock:
+            self._rooms.note_copy(base)
+        return event
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
         return self._copier.copy_out(base, destination, after)
@@ -341,8 +344,10 @@ class AcceleratorDevice(AcceleratorPeers):
             return DONE
         return AcceleratorEvent(self._compute.record(), self._copier)
 
-    def synchronize(self) -> None:  # noqa: D102
+    def synchronize(self) -> None:
+        """Make the host wait for all operators, and for all copies: what is staged lands, too."""
         self.vendor.synchronize()
+        self._copier.finish()
 
     @property
     def hardware(self) -> str:  # noqa: D102

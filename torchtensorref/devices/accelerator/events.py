@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
+
+from ...base.errors import TransferError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,6 +196,23 @@ class StagedEvent:
         began_ns = time.perf_counter_ns()
         copy.join()
         self.device.stall_ns += time.perf_counter_ns() - began_ns
+
+
+class UntilItEnds:
+    """A staged copy as a reader of the mirror that it fills: its slices are copied from there."""
+
+    def __init__(self, event: StagedEvent) -> None:
+        self._event = event
+        self.device = event.device
+
+    def has_read(self) -> bool:
+        """Whether it needs the mirror no more."""
+        return self._event.is_done()
+
+    def finish_reading(self) -> None:
+        """Make the host wait until it does not; one that has failed does not either."""
+        with suppress(TransferError):
+            self._event.synchronize()
 
 
 class AllOf:

@@ -79,7 +79,9 @@ class Rooms:
             return False
         last_use = self.marks.now() if room.mark == UNNOTED else self.marks.after(room.mark)
         events = () if last_use is None else (last_use,)
-        self.freed.free(room.start, room.nbytes, (*events, *leaving))
+        # Nobody has waited for what was in the room before if its copy was not issued.
+        before = [event for event in room.after if not event.query()]
+        self.freed.free(room.start, room.nbytes, (*events, *leaving, *before))
         if len(self.freed) > self._settle_at:
             self.freed.settle()
             self._settle_at = max(SETTLE_ROOM_FROM, 2 * len(self.freed))
@@ -92,6 +94,12 @@ class Rooms:
             return [self.marks.now()]
         waits = [event for event in room.after if not event.query()]
         return waits if room.is_known else [*waits, self.marks.now()]
+
+    def note_copy(self, base: Tensor) -> None:
+        """Note that a copy into a base was issued: operators may use it from now on."""
+        room = self._of(base)
+        if room is not None:
+            room.is_known = False
 
     def mark(self, bases: Sequence[Tensor], mark: int) -> None:
         """Note when operators used bases last: `UseMarks.mark`, or `UNNOTED`."""

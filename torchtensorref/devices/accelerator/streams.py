@@ -46,6 +46,9 @@ class ComputeStreams:
         stream = self._vendor.current_stream()
         with self._lock:
             if stream not in self._seen:
+                default = None if self._seen else self._vendor.default_stream()
+                if default is not None and default != stream:
+                    self._seen.append(default)  # other threads are on it until they say otherwise
                 for other in self._seen:
                     stream.wait_event(self._vendor.record(other))
                 self._seen.append(stream)

@@ -96,6 +96,11 @@ class Vendor:
         """The stream that operators of this thread go to."""
         return self._module.current_stream(self._device)
 
+    def default_stream(self) -> Any:
+        """The stream that threads begin on; None where the module does not tell."""
+        ask = getattr(self._module, "default_stream", None)
+        return None if ask is None else ask(self._device)
+
     def current_stream_number(self) -> Any:
         """What tells that stream from others, and costs as little as can be."""
         if self._raw_stream is not None:

@@ -116,6 +116,13 @@ class Mirrors:
         """Forget a mirror, filled or not: its memory goes when the last copy of it has ended."""
         self._mirrors.pop(address, None)
 
+    def drop_within(self, address: int, nbytes: int) -> None:
+        """Forget those of sources that have a byte in a range: a part of a block may have one."""
+        end = address + max(nbytes, 1)
+        for start, mirror in list(self._mirrors.items()):
+            if start < end and address < start + mirror.memory.numel():
+                self.drop(start)
+
     def _drop_one(self, reference: weakref.ref[Mirror]) -> None:
         mirror = reference()  # weak: what was dropped before gives its memory back at once
         if mirror is not None and self._mirrors.get(mirror.address) is mirror:

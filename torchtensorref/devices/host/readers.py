@@ -109,7 +109,7 @@ class HostReaders:
         for each, reader in readers:
             reader.finish_reading()
             self._forget(each, reader)
-        self.mirrors.drop(address)
+        self.mirrors.drop_within(address, storage.nbytes())
 
     def about_to_be_filled(self, destination: Tensor, device: object) -> None:
         """Forget the mirror of bytes that a copy from a device is about to replace.
@@ -124,12 +124,13 @@ class HostReaders:
         for _, reader in readers:
             if getattr(reader, "device", None) is not device:
                 reader.finish_reading()
-        self.mirrors.drop(address)
+        self.mirrors.drop_within(address, destination.nbytes)
 
     def have_changed(self, base: Tensor) -> None:
         """Forget the mirror of bytes that have been written: a copy may have begun to fill one."""
         if self.mirrors:
-            self.mirrors.drop(storage_of(base).data_ptr())
+            storage = storage_of(base)
+            self.mirrors.drop_within(storage.data_ptr(), storage.nbytes())
 
 
 #: Of this process: all accelerators copy from the same host.

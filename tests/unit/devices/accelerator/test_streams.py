@@ -215,3 +215,17 @@ def test_nothing_is_unmapped_under_a_kernel(monkeypatch):
         base = device.fetched()
         device.kernel(base)
         device.empty(base)
+
+
+def test_a_thread_that_names_no_stream_is_on_the_default_one():
+    """Its operators may all take the ready path, of which no device is told."""
+    device = OrderedDevice()
+    device.double.set_stream(OrderedStream("the main thread's own"))
+    note_streams()
+    base = device.fetched()
+    arrived = device.arrived
+    kernel = in_thread(device.kernel_unseen)
+    assert comes_before(arrived, kernel), "it has arrived before the kernel reads it"
+    event = device.record()
+    assert comes_before(kernel, event.event.clock), "compute's end is the other thread's, too"
+    device.empty(base)
