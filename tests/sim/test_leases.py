@@ -290,49 +290,20 @@ class Rows(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7])
-def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, monkeypatch, share):
-    plain, x = Rows(192), torch.rand(1)
-    nbytes = sum(p.nbytes for p in plain.parameters())
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For which accelerators the strategy was asked what it wants ahead."""
+    names: list[str] = []
     wishes = StrategyFeed.wishes
     monkeypatch.setattr(
-        StrategyFeed, "wishes", lambda feed, device: asked.append(1) or wishes(feed, device)
+        StrategyFeed, "wishes", lambda feed, on: names.append(on.name) or wishes(feed, on)
     )
-    found = {}
-    for decision_nbytes in (0, nbytes):
-        manager = manage(
-            "flow", int(nbytes * share), decision_nbytes=decision_nbytes, copy_latency_ns=0
-        )
-        model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
-        with torch.no_grad():
-            for _ in range(6):
-                model(x_there)
-            asked.clear()
-            before = manager.stats()
-            for _ in range(4):
-                assert not list(differences(plain(x), model(x_there)))
-            after = manager.stats()
-        found[decision_nbytes] = len(asked), after["miss_count"] - before["miss_count"]
-        assert manager.residency.feed.strategy.history.confidence > 0.9
-    (often, missed), (seldom, missed_now) = found.values()
-    assert seldom < often * 2 / 3
-    assert missed_now <= missed + 16  # of 768 uses
+    return names
 
 
-@pytest.mark.parametrize("decision_nbytes", [0, 1 << 20])
-def test_on_all_of_several_accelerators_what_is_there_needs_no_decision(
-    manage, monkeypatch, decision_nbytes
-):
-    plain, x = Rows(96), torch.rand(1)
-    nbytes = sum(p.nbytes for p in plain.parameters())
-    spec = {"decision_nbytes": decision_nbytes, "copy_latency_ns": 0}
-    manager = manage("venice", nbytes // 3, count=2, **spec)
-    asked: list[str] = []
-    wishes = StrategyFeed.wishes
-    monkeypatch.setattr(
-        StrategyFeed, "wishes", lambda feed, on: asked.append(on.name) or wishes(feed, on)
-    )
+def followed(manager: Any, plain: nn.Module, asked: list[str]) -> tuple[nn.Module, dict[str, int]]:
+    """Run a model as a strategy that knows it; return it, and what four runs have added up to."""
+    x = torch.rand(1)
     model, x_there = manager.adopt(copy.deepcopy(plain)), manager.adopt(x.clone())
     with torch.no_grad():
         for _ in range(8):
@@ -342,10 +313,37 @@ def test_on_all_of_several_accelerators_what_is_there_needs_no_decision(
         for _ in range(4):
             assert not list(differences(plain(x), model(x_there)))
         after = manager.stats()
+    return model, {name: after[name] - before[name] for name in ("miss_count", "slow_op_count")}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, asked, share):
+    plain = Rows(192)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    found = {}
+    for decision_nbytes in (0, nbytes):
+        spec = {"decision_nbytes": decision_nbytes, "copy_latency_ns": 0}
+        manager = manage("flow", int(nbytes * share), **spec)
+        _, counts = followed(manager, plain, asked)
+        found[decision_nbytes] = len(asked), counts["miss_count"]
+        assert manager.residency.feed.strategy.history.confidence > 0.9
+    (often, missed), (seldom, missed_now) = found.values()
+    assert seldom < often * 2 / 3
+    assert missed_now <= missed + 16  # of 768 uses
+
+
+@pytest.mark.parametrize("decision_nbytes", [0, 1 << 20])
+def test_on_all_of_several_accelerators_what_is_there_needs_no_decision(
+    manage, asked, decision_nbytes
+):
+    plain = Rows(96)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    spec = {"decision_nbytes": decision_nbytes, "copy_latency_ns": 0}
+    model, counts = followed(manage("venice", nbytes // 3, count=2, **spec), plain, asked)
     where = {row.proxyInfo.device for row in model.parameters()}
     assert {"sim:test", "sim:test1"} <= where
     op_count = 4 * 3 * 96
-    assert after["slow_op_count"] - before["slow_op_count"] < op_count / 12
+    assert counts["slow_op_count"] < op_count / 12
     assert len(asked) < (op_count / 3 if decision_nbytes else op_count)
 
 
