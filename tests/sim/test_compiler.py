@@ -444,3 +444,40 @@ def flex_program() -> Any:
 
 def test_attention_by_a_function(ours):
     ours(flex_program)
+
+
+def test_a_tensor_of_the_function_around_it_may_be_exchanged(ours):
+    def results() -> list[torch.Tensor]:
+        last = torch.ones(3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            nonlocal last
+            y = last * 2 + x
+            last = x
+            return y
+
+        call = torch.compile(step, backend="eager")
+        with torch.no_grad():
+            found = [call(torch.full((3,), float(n))) for n in range(4)]
+        return [*found, last]
+
+    ours(results)
+
+
+def test_what_was_learned_with_a_flag_is_not_taken_for_calls_without(ours):
+    def results() -> list[torch.Tensor]:
+        p = torch.ones(3, requires_grad=True)
+
+        def step(x: torch.Tensor, is_written: bool) -> torch.Tensor:
+            if is_written:
+                x.add_(1)
+            return x * x
+
+        call, found = torch.compile(step, backend="eager"), []
+        for is_written in (False, False, True, True):
+            x = p * 2
+            found += [call(x, is_written), x]
+        sum(x.sum() for x in found).backward()
+        return [x.detach() for x in (*found, p.grad)]
+
+    ours(results)

@@ -424,3 +424,22 @@ def test_what_a_forecast_has_written_takes_the_ready_path_again(manager):
     before = manager.stats()["ready_op_count"]
     assert y.add_(1).tolist() == [3] * 4
     assert manager.stats()["ready_op_count"] == before + 1
+
+
+def test_autocast_where_it_is_fulfilled_does_not_count():
+    x = torch.rand(4, 4)
+    with torchTensorRef.promising():
+        y = x @ x
+    with torch.autocast("cpu"):
+        y.fulfil()
+    assert y.dtype == torch.float32
+    assert_same((x @ x).cpu(), y)
+
+
+def test_lists_that_are_written_count_their_versions_at_once():
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        torch._foreach_add_([x], 1)
+    assert x._version == 1
+    assert x.fulfil().tolist() == [2, 2, 2]
+    assert x._version == 1

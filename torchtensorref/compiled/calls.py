@@ -36,6 +36,7 @@ from .region import (
     Part,
     Region,
     Structure,
+    choices_of,
     forgetter,
     key_of,
     same_state,
@@ -166,7 +167,11 @@ class CompiledCall:
         kwargs: Any,
     ) -> Any:
         notes = torch.is_grad_enabled()
-        key = key_of(inputs), notes and tuple(ref.requires_grad for ref in inputs)
+        key = (
+            key_of(inputs),
+            notes and tuple(ref.requires_grad for ref in inputs),
+            choices_of((args, kwargs)),
+        )
         structure = region.structures.setdefault(key, Structure())
         if structure.doubt:
             return self._function(*args, **kwargs)
@@ -176,6 +181,8 @@ class CompiledCall:
             out = learn(
                 self._manager, whole, structure, inputs, args, kwargs, call, gradients=notes
             )
+            if cells.are_rebound:
+                structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):
                 structure.doubt = "it writes what it is given, which has a gradient"
             return out

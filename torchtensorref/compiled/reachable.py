@@ -34,6 +34,12 @@ class Cells:
         for cell, value in zip(self._cells, contents, strict=True):
             cell.cell_contents = value
 
+    @property
+    def are_rebound(self) -> bool:
+        """Whether a call has let functions hold other values."""
+        pairs = zip(self._cells, self._before, strict=True)
+        return any(cell.cell_contents is not value for cell, value in pairs)
+
     def put_back(self) -> None:
         """Let them see the TensorRefs again."""
         self.put(self._before)

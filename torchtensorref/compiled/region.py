@@ -9,7 +9,9 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..memory.block import Block
 from .recorder import Use
@@ -199,3 +201,9 @@ def key_of(inputs: list[Any]) -> Any:
     size = sum(ref._ttr_block.nbytes for ref in inputs)
     kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
     return len(inputs), kinds, size.bit_length()
+
+
+def choices_of(arguments: Any) -> Any:
+    """Return what a call is told beside tensors that may decide what it does."""
+    leaves = [leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.Tensor)]
+    return tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)

@@ -82,6 +82,8 @@ class PromisedCall:
         except _ASKS_VALUES:
             return self._answered()
         operands = self._operands
+        if self._plan.counts_lists:
+            self._plan.count_writes(operands.args, operands.kwargs)
         if self._is_set_to_another():
             return self._followed(operands.args[0])
         # Before its results are there: it may change what it is given (`out=`, `resize_`).

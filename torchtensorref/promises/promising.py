@@ -229,7 +229,12 @@ class Promises:
         """Call something as if there were no scope: operators run for real."""
         token, making_token = _scope.set(None), making.set(None)
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            with (
+                torch.no_grad(),
+                torch._C._DisableAutocast(),
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+            ):
                 return call(*args, **kwargs)
         finally:
             making.reset(making_token)
