@@ -609,3 +609,18 @@ def test_a_use_while_a_compiled_call_runs_is_not_known_to_be_the_last(manager):
         assert not holds.is_alone_on_ready_path()
     finally:
         del holds.native_blocks[1]
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_an_output_that_had_grown_when_its_operator_raised_can_be_used(manager):
+    """Its storage was larger than its block: no copy home could be made from then on."""
+    ref = manager.adopt(torch.ones(4, 4)) + 0
+    singular = manager.adopt(torch.zeros(8, 8))
+    with pytest.raises(RuntimeError):
+        torch.linalg.inv(singular, out=ref)
+    manager.check()
+    ref.fill_(1.0)
+    manager.bring_all_home()
+    assert set(ref.flatten().tolist()) == {1.0}
+    again = manager.adopt(torch.eye(8))
+    assert torch.equal(torch.linalg.inv(again, out=ref).cpu(), torch.eye(8))

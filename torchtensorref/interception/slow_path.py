@@ -133,6 +133,9 @@ class SlowPath:
                 out = run_kernel(staged)
                 staged.has_run()
                 operands.has_written = bool(operands.written)
+            except BaseException:
+                staged.take_back_sizes()
+                raise
             finally:
                 count_versions(operands)
                 confirm(staged)

@@ -112,6 +112,15 @@ class Staged:
             self.manager.residency.overwriting.end(self.overwritten, is_written=True)
             self.overwritten = None
 
+    def take_back_sizes(self) -> None:
+        """Give what a kernel has resized before it raised (`out=`) the bytes that it had."""
+        for ref in self.operands.refs:
+            if ref._ttr_block in self.operands.written:
+                storage = self.plain_of[id(ref)].untyped_storage()
+                nbytes = ref._ttr_block.replicas[self.device].nbytes
+                if storage.nbytes() != nbytes:
+                    storage.resize_(nbytes)
+
     def prepare(self) -> None:
         """Make the plain arguments."""
         operands, device = self.operands, self.device
