@@ -44,7 +44,7 @@ class Generators:
 
     def __init__(self, is_random: bool, device: Device, arguments: Iterable[Any] = ()) -> None:
         self._device = device
-        given = [value for value in arguments if isinstance(value, torch.Generator)]
+        given = [x for x in arguments if isinstance(x, torch.Generator)] if is_random else []
         self._given = [(generator, generator.get_state()) for generator in given]
         self._of_host = torch.get_rng_state() if is_random else None
         self._of_device = device.random_state() if is_random and not device.is_host else None

@@ -66,11 +66,9 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if promises is not None and promises.takes(args, kwargs or {}):
         return SLOW
     used: dict[Block, None] = {}
-    label = None
     for arg in flattened(plan, args):
         if isinstance(arg, TensorRef):
             used[arg._ttr_block] = None
-            label = label or arg.device
         elif isinstance(arg, _Tensor) and arg.dim():
             return SLOW
     written: list[Block] = []
@@ -78,7 +76,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not isinstance(target, TensorRef):
             return SLOW  # a formula fills the single number that it has made
         written.append(target._ttr_block)
-    device = _place_of(plan, used, label, residency)
+    device = _place_among(plan, args, used, residency) if books.spreads else books.main
     closed = closed_among(used, residency, device)
     if not closed:
         return _run_owned(plan, args, kwargs, residency, device, written) if written else SLOW
@@ -97,17 +95,19 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     return SLOW
 
 
-def _place_of(
-    plan: OpPlan, used: Iterable[Block], label: torch.device | None, residency: Residency
+def _place_among(
+    plan: OpPlan, args: tuple[Any, ...], used: Iterable[Block], residency: Residency
 ) -> Device:
-    """Return where an operator runs: of several accelerators, that which has all that it uses."""
+    """Return which of several accelerators runs an operator: one that has all that it uses."""
     books, blocks = residency.books, list(used)
-    if books.spreads:
-        for device in books.accelerators:
-            if all(_is_there(block, device) for block in blocks):
-                if device is books.main:
-                    break
-                return choose_among(residency, plan.name, blocks, label)  # it may live elsewhere
+    for device in books.accelerators:
+        if all(_is_there(block, device) for block in blocks):
+            if device is books.main:
+                break
+            label = next(
+                (x.device for x in flattened(plan, args) if isinstance(x, TensorRef)), None
+            )
+            return choose_among(residency, plan.name, blocks, label)  # it may live elsewhere
     return books.main
 
 

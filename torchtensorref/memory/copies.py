@@ -16,7 +16,7 @@ from .bookkeeping import Books
 from .filling import Filling
 from .holds import Holds, is_exposed_on
 from .in_flight import InFlight
-from .leaving import Leaving, finish_issue
+from .leaving import Leaving, finish_issue, note_failure
 from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -134,7 +134,7 @@ class Copier:
                 try:
                     self.arrive(home)
                 except TransferError as error:
-                    self.leaving.note_failure(home, arrival)
+                    note_failure(self._books, home, arrival)
                     self.note_failure(home, error)
             going.popleft()
 
@@ -149,7 +149,7 @@ class Copier:
             try:
                 arrival.synchronize()
             except TransferError:
-                self.leaving.note_failure(replica, arrival)
+                note_failure(self._books, replica, arrival)
                 raise
         with self._books.lock:
             self.arrive(replica)

@@ -85,13 +85,6 @@ class Leaving:
         if self.issue(replica, home):
             self.not_awaited.append(home)
 
-    def note_failure(self, home: Replica, arrival: Event) -> None:
-        """Let the copy that has failed be issued again, by whoever needs it (lock not held)."""
-        with self._books.lock:
-            if home.state is FILLING and home.arrival is arrival:
-                home.become(INVALID, "write-back failed")
-                home.arrival = None
-
     def overtake(self, home: Replica) -> None:
         """Let nobody read what a copy brings home: it is stale, and may come yet (lock held)."""
         if home.arrival is not None:
@@ -138,15 +131,21 @@ def finish_issue(books: Books, block: Block | None) -> None:
     TransferError
         It failed. Home is not being filled any more, and the replica that it left is as it was.
     """
-    finish = issue_of(books, block)
-    if finish is None or block is None:
+    home = block.replicas.get(books.host) if block is not None else None
+    arrival = home.arrival if home is not None else None
+    finish = getattr(arrival, "finish_issue", None)
+    if home is None or finish is None:
         return
     try:
         finish()
     except TransferError:
-        with books.lock:
-            home = block.replicas.get(books.host)
-            if home is not None and home.state is FILLING and issue_of(books, block) == finish:
-                home.become(INVALID, "write-back failed")
-                home.arrival = None
+        note_failure(books, home, arrival)
         raise
+
+
+def note_failure(books: Books, home: Replica, arrival: Event | None) -> None:
+    """Let a copy home that has failed be issued again, by whoever needs it."""
+    with books.lock:
+        if home.state is FILLING and home.arrival is arrival:
+            home.become(INVALID, "write-back failed")
+            home.arrival = None
