@@ -1,11 +1,12 @@
 """Random programs on many threads for a long time, while everything that can be set is changed.
 
-`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts] [--device adapter]` from
-the root. Every program's result is compared with plain torch to the bit. The main thread runs
+`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts] [--device adapter|cuda]`
+from the root. Every program's result is compared with plain torch to the bit. The main thread runs
 programs, too, and SIGINTs come at random moments. After each round of a few seconds all must be as
 it was: no block, replica, event, byte on the device, file handle or thread more, and memory
 bounded. A simulated device is told of every operator; on the adapter for real accelerators, over
-the host, ready operators run in C++ without Python.
+the host, ready operators run in C++ without Python. On a real one the programs are those of
+`whole_numbers.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch import nn
 
 import torchTensorRef
 from torchTensorRef import tensorsManager
+from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
@@ -46,9 +48,13 @@ from torchTensorRef.memory.ref import is_ref
 from ..support.differential import differences
 from ..support.over_host import adapters
 from ..support.programs import Scatter
+from . import whole_numbers
 
 CAPACITY_NBYTES = 1 << 20
-BUDGETS_NBYTES = (8 << 10, 24 << 10, 96 << 10, 300 << 10, CAPACITY_NBYTES)
+#: Of a real accelerator: its kernels take tens of MiB in passing.
+REAL_CAPACITY_NBYTES = 1 << 29
+#: Of the capacity.
+BUDGETS = (1 / 128, 1 / 40, 1 / 10, 1 / 3, 1.0)
 STRATEGIES = ("flow", "lru", "genoa", "venice", Scatter)
 #: What is done while programs run, and how often.
 CHANGES = (
@@ -203,7 +209,7 @@ def failed(generator: torch.Generator) -> Any:
     return [x, y, complaints]
 
 
-PROGRAMS: tuple[Callable[[torch.Generator], Any], ...] = (
+PROGRAMS: list[Callable[[torch.Generator], Any]] = [
     scattered,
     scattered,
     trained,
@@ -211,7 +217,7 @@ PROGRAMS: tuple[Callable[[torch.Generator], Any], ...] = (
     exposed,
     saved,
     failed,
-)
+]
 
 # -- one round ------------------------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
     elif kind == "switch":
         sys.setswitchinterval(chance.choice(SWITCH_INTERVALS_S))
     elif kind == "budget":
-        tensorsManager.budget = chance.choice(BUDGETS_NBYTES)
+        tensorsManager.budget = int(chance.choice(BUDGETS) * capacity_nbytes())
     elif kind == "strategy":
         tensorsManager.strategy = chance.choice(STRATEGIES)
     elif kind == "fault":
@@ -292,6 +298,13 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
 
 #: What is used, one of them or both.
 devices: list[Any] = []
+
+
+def capacity_nbytes() -> int:
+    """What the largest budget is."""
+    return min(devices[0].capacity_nbytes, REAL_CAPACITY_NBYTES)
+
+
 #: By device and kind of fault, which one in the life of the device was planned last.
 planned: dict[tuple[str, str], int] = {}
 
@@ -497,9 +510,15 @@ def prepare(seed: int, kind: str) -> random.Random:
     """Set the runtime up on small accelerators."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    devices[:] = simulated() if kind == "sim" else adapters(2, CAPACITY_NBYTES)
+    if kind == "sim":
+        devices[:] = simulated()
+    elif kind == "adapter":
+        devices[:] = adapters(2, CAPACITY_NBYTES)
+    else:
+        devices[:] = [registry.resolve(kind)]
+        PROGRAMS[:] = whole_numbers.PROGRAMS
     tensorsManager.device = devices[0]
-    tensorsManager.budget = CAPACITY_NBYTES
+    tensorsManager.budget = capacity_nbytes()
     tensorsManager.reset_stats()
     return random.Random(seed)
 
@@ -554,7 +573,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interrupts", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--device", choices=("sim", "adapter"), default="sim")
+    parser.add_argument("--device", default="sim", help="sim, adapter, or a real one, such as cuda")
     options = parser.parse_args()
     with Interrupts(options.seed) if options.interrupts else nullcontext() as interrupts:
         tally, has_looked, grown_nbytes = soak(
