@@ -189,7 +189,8 @@ def test_a_look_that_has_begun_does_not_undo_what_the_user_says(manage, device, 
 
     monkeypatch.setattr(headroom, "resolve_budget", resolve)
     manager._others.look(residency, device)
-    assert ledger.budget.limit_nbytes == device.capacity_nbytes // 2
+    said = device.capacity_nbytes // 2
+    assert ledger.budget.limit_nbytes == said - device.slack_nbytes(said)
 
 
 def until(condition: Any, timeout_s: float = 20) -> bool:

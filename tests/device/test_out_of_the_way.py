@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from torchTensorRef import TensorRef
 from torchTensorRef.inject import hooks
@@ -77,7 +78,11 @@ def test_a_list_may_have_empty_ones_at_home(ample: Any) -> None:
     assert differences(ref, result) == []
 
 
-def test_a_number_is_not_carried_where_there_is_no_room(manage: Callable[..., Any]) -> None:
+def test_a_number_is_not_carried_where_there_is_no_room(
+    manage: Callable[..., Any], device: Any
+) -> None:
+    if not hasattr(device, "double"):
+        pytest.skip("an allocator takes more than it is asked for: no budget fits a block exactly")
     manager = manage("lru", 16_388)
     hooks.install()
     held = manager.adopt(torch.zeros(4096)).toGPU()
@@ -136,17 +141,27 @@ def trained(model: Any, x: Any, kind: Any, steps: int = 5, **options: Any) -> An
 
 
 def twins(manager: Any) -> tuple[Any, Any, Any, Any]:
+    """A plain model and its batch where the kernels are, and ours."""
     model, x = small()
-    return model, x, manager.adopt(copy.deepcopy(model)), manager.adopt(x.clone()).toGPU()
+    ours, mine = manager.adopt(copy.deepcopy(model)), manager.adopt(x.clone()).toGPU()
+    there = manager.residency.books.main.torch_device
+    return model.to(there), x.to(there), ours, mine
+
+
+def at_home(value: Any) -> Any:
+    """The same values in plain memory of the host, if they are plain."""
+    return tree_map_only(torch.Tensor, lambda t: t if isinstance(t, TensorRef) else t.cpu(), value)
 
 
 @pytest.mark.parametrize(("kind", "options"), STEPPERS)
 def test_steps_are_those_of_plain_torch(ample: Any, kind: Any, options: Any) -> None:
     model, x, ours, mine = twins(ample)
+    options = {"foreach": False, **options}  # what torch would choose depends on the device
     plain = trained(model, x, kind, **options)
     optimizer = trained(ours, mine, kind, **options)
-    assert differences(list(model.parameters()), list(ours.parameters())) == []
-    assert differences(plain.state_dict()["state"], optimizer.state_dict()["state"]) == []
+    assert differences(at_home(list(model.parameters())), list(ours.parameters())) == []
+    state = at_home(plain.state_dict()["state"])
+    assert differences(state, optimizer.state_dict()["state"]) == []
     assert plain.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     for held in optimizer.state.values():
         for value in held.values():

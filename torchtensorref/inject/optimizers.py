@@ -3,8 +3,9 @@
 Each of their operators takes all parameters, gradients or moments at once: where these do not fit,
 they pass the link once for each operator, or it runs on the host. Torch groups the lists by device
 and dtype, and goes through one group after the other; so it does to clip gradients and to average
-weights. While memory is short we make of a group several that fit. A kernel of lists computes
-tensor by tensor, so it does not matter to the bits in which lists they come.
+weights. While memory is short, or where a group is more than there is at all, we make of it several
+that fit. A kernel of lists computes tensor by tensor, so it does not matter to the bits in which
+lists they come.
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ def groups_wrapper(
 ) -> Any:
     """Call `_group_tensors_by_device_and_dtype(lists, with_indices)`."""
     groups = wrapped(*args, **kwargs)
-    most_nbytes = _most_nbytes()
-    if not most_nbytes:
+    limit_nbytes, is_pressed = _room()
+    if not limit_nbytes:
         return groups
-    smaller: dict[Any, Any] = {}
+    found: dict[Any, Any] = {}
     for key, (lists, indices) in groups.items():
-        for part in _parts(_sizes_of(lists), most_nbytes):
-            smaller[_Key(key)] = [tensors[part] for tensors in lists], indices[part]
-    return smaller
+        sizes = _sizes_of(lists)
+        if not is_pressed and sum(sizes) <= limit_nbytes:
+            found[key] = lists, indices
+            continue
+        for part in _parts(sizes, GROUP_SHARE * limit_nbytes):
+            found[_Key(key)] = [tensors[part] for tensors in lists], indices[part]
+    return found
 
 
-def _most_nbytes() -> float:
-    """Return how much a group may take; 0 where there is no need to be sparing."""
+def _room() -> tuple[int, bool]:
+    """Return how much there is, 0 if that is not known, and whether it is short."""
     residency = load(".memory.manager").tensorsManager._residency
-    if residency is None or not residency.books.is_pressed:
-        return 0
-    ledger = residency.books.ledgers.get(residency.books.main)
-    return 0 if ledger is None else GROUP_SHARE * ledger.limit_nbytes
+    ledger = None if residency is None else residency.books.ledgers.get(residency.books.main)
+    return (0, False) if ledger is None else (ledger.limit_nbytes, residency.books.is_pressed)
 
 
 def _sizes_of(lists: Sequence[Sequence[Any]]) -> list[int]:
