@@ -19,9 +19,9 @@ from ..support.differential import differences
 
 
 @pytest.fixture
-def ample(manage: Callable[..., Any]) -> Iterator[Any]:
+def ample(manage: Callable[..., Any], scale: Any) -> Iterator[Any]:
     """A manager with room for everything, whose hooks are there."""
-    manager = manage("lru")
+    manager = manage("lru", scale.nbytes(64 << 20))
     hooks.install()
     return manager
 
