@@ -22,6 +22,7 @@ from ...strategy import (
     Strategy,
     until_freed,
 )
+from .alike import Alike
 from .at_home import AtHome
 from .forecaster import Forecaster, Look, Wanted, look_into, newest_of
 from .ghost_cache import Referee
@@ -176,7 +177,8 @@ class Flow(Strategy):
         if is_lost or not self._stock.is_in_order(candidates):
             return until_freed(candidates, need_nbytes)
         look, newest = look_into(candidates), newest_of(candidates)
-        return until_freed(self._stock.all_victims(look, newest), need_nbytes)
+        victims = Alike(device, ((0.0, one) for one in self._stock.all_victims(look, newest)))
+        return until_freed(iter(lambda: victims.take(need_nbytes, -1.0), None), need_nbytes)
 
     def prefetch(
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
@@ -337,7 +339,7 @@ class Flow(Strategy):
             queue_nbytes = self._at_home.idle_nbytes(device, self._at_home.next_ns)
             queue_count = LONG_QUEUE_COUNT - device.in_flight_count
         issued: list[Prefetch] = []
-        victims_left = self._at_rest(device, look, newest)
+        victims_left = Alike(device, self._at_rest(device, look, newest))
         for distance, block_id, nbytes in wanted:
             is_first = not issued and device.in_flight_count == 0
             is_too_much = queue_nbytes <= 0 if is_open else nbytes > queue_nbytes
@@ -348,8 +350,8 @@ class Flow(Strategy):
             victims: list[BlockSnapshot] = []
             room_nbytes -= nbytes
             while room_nbytes < reserve_nbytes:
-                next_use, victim = next(victims_left, (0.0, None))
-                if victim is None or next_use <= distance:
+                victim = victims_left.take(nbytes, distance)
+                if victim is None:
                     return self._named(issued)
                 victims.append(victim)
                 room_nbytes += victim.nbytes

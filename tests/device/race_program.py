@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ from torchTensorRef.interception import slow_path
 MIB = 1 << 20
 
 
+#: The sanitizer numbers what it hears without a lock, and staged copies come from other threads:
+#: two that count at once leave a kernel without its number, and what waited for it looks unordered.
+ONE_AT_A_TIME = threading.RLock()
+
+
 class Listener(TorchDispatchMode):
     """Lets the sanitizer hear what touches bytes, and not what only makes views of them."""
 
@@ -48,8 +54,21 @@ class Listener(TorchDispatchMode):
         if func._schema.name in self.QUIET:
             return func(*args, **kwargs)
         self.heard += 1
-        with self.sanitizer:
+        with ONE_AT_A_TIME, self.sanitizer:
             return func(*args, **kwargs)
+
+
+def tell_of_queries() -> None:
+    """Let the sanitizer, which hears of waits only, hear of events that are seen to have fired."""
+    query = torch.cuda.Event.query
+
+    def heard(self: torch.cuda.Event) -> bool:
+        has_fired = bool(query(self))
+        if has_fired:
+            self.synchronize()
+        return has_fired
+
+    torch.cuda.Event.query = heard  # type: ignore[method-assign]
 
 
 def listening(method: Any, listener: Listener) -> Any:
@@ -69,6 +88,7 @@ def listen_on(kind: str) -> tuple[Listener, Listener]:
         from torch.cuda._sanitizer import cuda_sanitizer
 
         sanitizer = cuda_sanitizer.dispatch
+        tell_of_queries()
     kernels, copies = Listener(sanitizer), Listener(sanitizer)
     slow_path.run_kernel = listening(slow_path.run_kernel, kernels)
     if kind == "late":

@@ -1,0 +1,38 @@
+"""Victims of the size that is needed, where an allocator gives room out in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from ...strategy import BlockSnapshot, DeviceSnapshot
+
+#: On a real accelerator so many of the next victims are looked at for one of the size needed.
+ALIKE_COUNT = 16
+
+
+class Alike:
+    """The next victims; on a real accelerator those of the size that is needed first.
+
+    Its allocator gives room out in pieces. What is fetched into the room of a block of its own size
+    fits as it is; between others it may find none, though there are bytes enough: then all that the
+    allocator keeps goes back to the driver, which takes milliseconds (`docs/benchmarks.md`).
+    """
+
+    def __init__(
+        self, device: DeviceSnapshot, victims: Iterator[tuple[float, BlockSnapshot]]
+    ) -> None:
+        self._victims = victims
+        self._count = 1 if device.compute_free_ns else ALIKE_COUNT  # simulated ones say when
+        self._next: list[tuple[float, BlockSnapshot]] = []
+
+    def take(self, nbytes: int, distance: float) -> BlockSnapshot | None:
+        """Return the next victim that is used after so many accesses; None if there is none."""
+        self._next += islice(self._victims, self._count - len(self._next))
+        for at, (next_use, block) in enumerate(self._next):
+            if block.nbytes == nbytes and next_use > distance:
+                del self._next[at]
+                return block
+        if not self._next or self._next[0][0] <= distance:
+            return None
+        return self._next.pop(0)[1]
