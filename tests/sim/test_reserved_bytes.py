@@ -129,7 +129,7 @@ def test_a_budget_leaves_slack_and_a_shortage_more(manager):
         device.double.allocator.released = released
         for _ in range(LOOK_EVERY):
             watch.note_fetch(ledger)
-    assert before - ledger.budget.limit_nbytes == (10 << 30) // 32, "for two of the three"
+    assert before - ledger.budget.limit_nbytes == (10 << 30) // 256, "for two of the three"
 
 
 def ledger_of(manager: Any, device: Any) -> Any:
