@@ -246,7 +246,8 @@ class Flow(Strategy):
     def expects(self, device: DeviceSnapshot) -> list[int]:
         """Return the blocks that are there and used next, while all of them are small.
 
-        To decide about such a block takes longer than to copy it.
+        To decide about such a block takes longer than to copy it. On a real accelerator also those
+        that are used while the link is busy with all that may be queued: nothing can be decided.
         """
         small: dict[int, None] = {}
         if self._follows(PREFETCH_CONFIDENCE):
@@ -255,7 +256,21 @@ class Flow(Strategy):
                     break
                 small[block_id] = None
         self._is_brief = len(small) > 1
+        if not (self._is_brief or device.compute_free_ns or self._may_queue(device)):
+            return list(takewhile(self._stock.has, self._meanwhile(device)))
         return list(takewhile(self._stock.has, small))
+
+    def _meanwhile(self, device: DeviceSnapshot) -> Iterator[int]:
+        """Yield what is used next, until the link may be through with half of what is queued."""
+        if not self._follows(PREFETCH_CONFIDENCE):
+            return
+        busy_ns = device.in_flight_nbytes / device.h2d_bytes_per_s * 1e9 / 2
+        history, compute_ns = self.history, self._gate.compute_ns
+        if compute_ns(history.cursor, EXPECTED_COUNT):  # else nobody knows yet how long they take
+            for ahead, block_id in enumerate(history.next_ones(EXPECTED_COUNT), 1):
+                if compute_ns(history.cursor, ahead) > busy_ns:
+                    return
+                yield block_id
 
     # -- how it is decided -------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchTensorRef.strategies import AVAILABLE
+from torchTensorRef.strategies.flow.alike import Alike
 from torchTensorRef.strategies.flow.flow import Flow
 from torchTensorRef.strategies.genoa import Genoa
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
@@ -189,6 +190,44 @@ def test_flow_does_not_queue_a_second_large_copy():
     large = device(1_000_000, resident_nbytes=2_000)
     asked = list(strategy.prefetch(large, [block(0), block(1)]))
     assert [fetch.block_id for fetch in asked] == [2, 3, 4, 5]
+
+
+def paced(compute_ns: int) -> Flow:
+    """One that has heard of eight blocks in turn, and how long each use takes."""
+    strategy = Flow()
+    for at, (block_id, struct) in enumerate(sweep(0, 8, 0) * 12):
+        strategy.on_access(Access(block_id, 1_000, struct, True, True, True))
+        strategy.prefetch(device(compute_ns=compute_ns * (at + 1)), [])
+    return strategy
+
+
+def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_the_link_is_busy():
+    facts = {"in_flight_nbytes": 1_000, "in_flight_count": 1, "compute_ns": 10**6}
+    busy = device(8_000, **facts)  # for a microsecond
+    assert list(paced(100).expects(busy)) == [0, 1, 2, 3, 4], "until half of it is copied"
+    assert list(paced(400).expects(busy)) == [0]
+    assert list(paced(2_000).expects(busy)) == []
+    assert list(paced(0).expects(busy)) == []
+    assert list(paced(100).expects(device(8_000, **facts | {"compute_free_ns": 1}))) == []
+    assert list(paced(100).expects(device(8_000, compute_ns=10**6))) == [], "there is to decide"
+    strategy = paced(100)
+    strategy.on_evict(2)
+    assert list(strategy.expects(busy)) == [0, 1]
+
+
+def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():
+    def in_turn(*facts: int) -> Alike:
+        order = [(9.0, block(1, 500)), (8.0, block(2, 1_000)), (7.0, block(3, 500))]
+        return Alike(device(compute_free_ns=sum(facts)), iter(order))
+
+    def numbers(victims: Alike, nbytes: int, distance: float) -> list[int]:
+        return [one.block_id for one in iter(lambda: victims.take(nbytes, distance), None)]
+
+    assert numbers(in_turn(), 1_000, -1) == [2, 1, 3]
+    assert numbers(in_turn(), 500, -1) == [1, 3, 2]
+    assert numbers(in_turn(), 700, -1) == [1, 2, 3]
+    assert numbers(in_turn(), 500, 7.5) == [1, 2], "none that is used before what it makes room for"
+    assert numbers(in_turn(1), 1_000, -1) == [1, 2, 3], "a simulated device has no pieces"
 
 
 def test_flow_leaves_room_for_what_operators_make():
