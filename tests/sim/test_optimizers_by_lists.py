@@ -108,3 +108,10 @@ def test_groups_are_torchs_until_memory_is_short(manage: Any) -> None:
         assert [len(part) for part in parts] == [1, 1, 0]
         assert all(part[0] is tensors[place] for part, tensors in zip(parts, lists, strict=False))
     del many
+
+
+def test_lists_larger_than_the_budget_are_divided_at_once(manage: Any) -> None:
+    manager = manage("genoa", 16 * 4 * WIDTH)  # which gives all back: memory is never short
+    groups, _ = groups_of(9, manager.adopt)
+    assert not manager.residency.books.is_pressed
+    assert [indices for _, indices in groups.values()] == [[place] for place in range(9)]
