@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -10,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is loaded: MKL's code that is the same on all processors. Its own for some (an Intel
+# Xeon with AMX) adds parts of products in another order than whole ones, which `probe.py` notices,
+# and then what tests see run in blocks runs on the host.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 #: What a managed test gets unless it asks for more: small enough that everything is evicted often.
 DEFAULT_NBYTES = 1 << 20
