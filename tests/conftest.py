@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-# Before torch is loaded: MKL's code that is the same on all processors. Its own for some (an Intel
-# Xeon with AMX) adds parts of products in another order than whole ones, which `probe.py` notices,
-# and then what tests see run in blocks runs on the host.
+# Before torch is loaded: MKL's code that is the same on all processors, and oneDNN's without AMX.
+# Those of an Intel Xeon with AMX add parts of products in another order than whole ones, which
+# `probe.py` notices, and then what tests see run in blocks runs on the host.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 #: What a managed test gets unless it asks for more: small enough that everything is evicted often.
 DEFAULT_NBYTES = 1 << 20

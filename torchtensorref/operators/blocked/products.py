@@ -6,8 +6,8 @@ products of random sizes up to 4096, cut at random, and 3,700 of powers of two: 
 cut ever changed a bit. In single precision tiles of 128 and more did not, but where the second
 operand is in rows and the first has less than 8 rows: there they did in one of thirty. In double
 precision tiles of 512 of products of powers of two did, where the second operand is in columns:
-none is taken to keep them. On other processors it may be otherwise, so single precision is tried
-first (`probe.py`).
+none is taken to keep them. On other processors it may be otherwise (on an Intel Xeon with AMX cuts
+in bfloat16 change bits), so half and single precision are tried first (`probe.py`).
 
 Of several products at once (`bmm`) the bits depend on where each matrix begins: of 30,000 cut after
 any of them 8 in a hundred had other bits in single and double precision, a few in the others; of
@@ -122,7 +122,7 @@ def linear(call: Call) -> Cut | None:
     if bias is not None:
         operands["bias", None] = (lead,)
     last = lead - 1
-    is_safe = x.dtype in HALF
+    is_safe = x.dtype in HALF and tiles_are_alike(x.dtype, step)
     rows = [Axis(size, step if i == last else 1, is_safe) for i, size in enumerate(x.size()[:-1])]
     return Cut(
         axes=(*rows, Axis(weight.size(0), step, is_safe)),
@@ -150,8 +150,8 @@ def _lies_as_in_a_tile(x: torch.Tensor) -> bool:
 
 def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
     step, dtype = _step(a.dtype), a.dtype
-    are_rows_safe = dtype in HALF or not (dtype.is_floating_point or dtype.is_complex)
-    if dtype is torch.float32:
+    are_rows_safe = not (dtype.is_floating_point or dtype.is_complex)
+    if dtype in HALF or dtype is torch.float32:
         are_rows_safe = tiles_are_alike(dtype, step)
     are_columns_safe = dtype not in SAFE_ROWS or b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[dtype]
     return (
