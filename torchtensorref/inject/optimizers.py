@@ -39,11 +39,10 @@ def groups_wrapper(
         return groups
     found: dict[Any, Any] = {}
     for key, (lists, indices) in groups.items():
-        sizes = _sizes_of(lists)
-        if not is_pressed and sum(sizes) <= limit_nbytes:
+        if not is_pressed and _roughly_nbytes(lists) <= limit_nbytes:
             found[key] = lists, indices
             continue
-        for part in _parts(sizes, GROUP_SHARE * limit_nbytes):
+        for part in _parts(_sizes_of(lists), GROUP_SHARE * limit_nbytes):
             found[_Key(key)] = [tensors[part] for tensors in lists], indices[part]
     return found
 
@@ -53,6 +52,11 @@ def _room() -> tuple[int, bool]:
     residency = load(".memory.manager").tensorsManager._residency
     ledger = None if residency is None else residency.books.ledgers.get(residency.books.main)
     return (0, False) if ledger is None else (ledger.limit_nbytes, residency.books.is_pressed)
+
+
+def _roughly_nbytes(lists: Sequence[Sequence[Any]]) -> int:
+    """Return what lists take if all are as large as the first: each step asks for it."""
+    return sum(x.nbytes for x in lists[0] if is_ref(x)) * len([1 for tensors in lists if tensors])
 
 
 def _sizes_of(lists: Sequence[Sequence[Any]]) -> list[int]:
