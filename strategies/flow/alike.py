@@ -16,7 +16,7 @@ class Alike:
 
     Its allocator gives room out in pieces. What is fetched into the room of a block of its own size
     fits as it is; between others it may find none, though there are bytes enough: then all that the
-    allocator keeps goes back to the driver, which takes milliseconds (`docs/benchmarks.md`).
+    allocator keeps goes back to the driver, which takes milliseconds (`docs/real-accelerators.md`).
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ..support.device_double import ExchangingDevice, LateDevice, LateModule
+from ..support.workspaces import give_up_workspaces
 
 MIB = 1 << 20
 
@@ -85,14 +86,8 @@ def accelerator() -> Any:
 
 
 def give_up_all(device: Any) -> None:
-    """Give back to the driver what torch keeps: what is cached, and what products work in.
-
-    The second is some 32 MiB for each stream that has multiplied, and stays for good.
-    """
-    import torch
-
-    if device.torch_device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+    """Give back to the driver what torch keeps: what products work in, and what is cached."""
+    give_up_workspaces(device)
     device.give_up_caches()
 
 

@@ -48,7 +48,9 @@ from torchTensorRef.memory.ref import is_ref
 from ..support.differential import differences
 from ..support.over_host import adapters
 from ..support.programs import Scatter
+from ..support.workspaces import give_up_workspaces
 from . import whole_numbers
+from .drawing import Call, pick, provoked
 
 CAPACITY_NBYTES = 1 << 20
 #: Of a real accelerator: its kernels take tens of MiB in passing.
@@ -88,11 +90,6 @@ COUNTED = ("Block", "Replica", "TensorRef", "Exposure", "SimEvent", "UntypedStor
 def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
     """Draw a tensor."""
     return torch.rand(*shape, generator=generator)
-
-
-def pick(generator: torch.Generator, below: int) -> int:
-    """Draw a number."""
-    return int(torch.randint(below, (), generator=generator))
 
 
 def drawn_weights(module: nn.Module, generator: torch.Generator) -> nn.Module:
@@ -196,21 +193,15 @@ def saved(generator: torch.Generator) -> Any:
 
 def failed(generator: torch.Generator) -> Any:
     """Operators that cannot run, in between some that can; what was there stays."""
-    x, y, complaints = draw(generator, 8, 9), draw(generator, 8, 9), []
-    wrong: tuple[Callable[[torch.Tensor, torch.Tensor], Any], ...] = (
+    wrong: tuple[Call, ...] = (
         lambda x, y: x @ y,
         lambda x, y: x.view(5, 5),
         lambda x, y: torch.cat([x, y.t()]),
         lambda x, y: x[99],
         lambda x, y: x.bernoulli_(2.0),
     )
-    for call in wrong:
-        try:
-            call(x, y)
-        except (RuntimeError, IndexError) as error:
-            complaints.append(type(error).__name__)
-        x = x * 1.5 - y
-    return [x, y, complaints]
+    x, y = draw(generator, 8, 9), draw(generator, 8, 9)
+    return provoked(wrong, lambda x, y: x * 1.5 - y, x, y)
 
 
 PROGRAMS: list[Callable[[torch.Generator], Any]] = [
@@ -440,12 +431,15 @@ def look() -> Left:
     )
 
 
+def is_real(device: Any) -> bool:
+    """Whether it is a card: the others are the host."""
+    return bool(device.torch_device.type != "cpu")
+
+
 def held_nbytes(device: Any) -> int:
     """What a device holds by its own count; the adapter over the host counts what is the host's."""
-    if device.torch_device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # products work in them, of each thread its own
-    counts = isinstance(device, SimDevice) or device.torch_device.type != "cpu"
-    return int(device.resident_nbytes) if counts else 0
+    give_up_workspaces(device)
+    return int(device.resident_nbytes) if isinstance(device, SimDevice) or is_real(device) else 0
 
 
 def holders(depth: int = 6) -> list[str]:
@@ -489,15 +483,15 @@ def leaks(before: Left, now: Left) -> list[str]:
     ]
     if found:
         found += holders()
-    is_real = devices[0].torch_device.type != "cpu"
-    if now.resident_nbytes > before.resident_nbytes + (LAST_COPIES_NBYTES if is_real else 0):
+    on_card = is_real(devices[0])
+    if now.resident_nbytes > before.resident_nbytes + (LAST_COPIES_NBYTES if on_card else 0):
         found.append(f"{now.resident_nbytes} bytes on the device that belong to nobody")
     if len(now.handles) > len(before.handles):
         more = Counter(now.handles) - Counter(before.handles)
         found.append(f"{len(now.handles)} file handles, {len(before.handles)} at first: {more}")
     if now.threads > before.threads:
         found.append(f"{now.threads} threads, {before.threads} at first")
-    most_nbytes = before.memory_nbytes + (REAL_GROWTH_NBYTES if is_real else GROWTH_NBYTES)
+    most_nbytes = before.memory_nbytes + (REAL_GROWTH_NBYTES if on_card else GROWTH_NBYTES)
     if now.memory_nbytes > most_nbytes:
         grown = now.memory_nbytes - before.memory_nbytes
         found.append(f"the process has grown by {grown >> 20} MiB")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .drawing import Call, pick, provoked
+
 #: Rows and columns of most matrices: 1 MiB each.
 WIDTH = 512
 #: What numbers stay below: 512 products of two of them are less than 2**24.
@@ -22,11 +24,6 @@ PRIME = 61.0
 def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
     """Draw whole numbers."""
     return torch.randint(0, int(PRIME), shape, generator=generator).to(torch.float32)
-
-
-def pick(generator: torch.Generator, below: int) -> int:
-    """Draw a number."""
-    return int(torch.randint(below, (), generator=generator))
 
 
 def scattered(generator: torch.Generator) -> Any:
@@ -113,20 +110,14 @@ def exposed(generator: torch.Generator) -> Any:
 
 def failed(generator: torch.Generator) -> Any:
     """Operators that cannot run, in between some that can; what was there stays."""
-    x, y, complaints = draw(generator, 300, 400), draw(generator, 300, 400), []
-    wrong: tuple[Callable[[torch.Tensor, torch.Tensor], Any], ...] = (
+    wrong: tuple[Call, ...] = (
         lambda x, y: x @ y,
         lambda x, y: x.view(7, 5),
         lambda x, y: torch.cat([x, y.t()]),
         lambda x, y: x[999],
     )
-    for call in wrong:
-        try:
-            call(x, y)
-        except (RuntimeError, IndexError) as error:
-            complaints.append(type(error).__name__)
-        x = (x * 3 + y).remainder(PRIME)
-    return [x, y, complaints]
+    x, y = draw(generator, 300, 400), draw(generator, 300, 400)
+    return provoked(wrong, lambda x, y: (x * 3 + y).remainder(PRIME), x, y)
 
 
 PROGRAMS: tuple[Callable[[torch.Generator], Any], ...] = (

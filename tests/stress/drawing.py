@@ -1,0 +1,28 @@
+"""What programs of the soak are made of, whatever numbers they go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+#: From two tensors to whatever.
+Call = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def pick(generator: torch.Generator, below: int) -> int:
+    """Draw a number."""
+    return int(torch.randint(below, (), generator=generator))
+
+
+def provoked(wrong: Iterable[Call], between: Call, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Call what cannot run, and in between what can; return what there is, and what was raised."""
+    complaints = []
+    for call in wrong:
+        try:
+            call(x, y)
+        except (RuntimeError, IndexError) as error:
+            complaints.append(type(error).__name__)
+        x = between(x, y)
+    return [x, y, complaints]
