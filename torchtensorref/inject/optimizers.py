@@ -56,7 +56,8 @@ def _room() -> tuple[int, bool]:
 
 def _roughly_nbytes(lists: Sequence[Sequence[Any]]) -> int:
     """Return what lists take if all are as large as the first: each step asks for it."""
-    return sum(x.nbytes for x in lists[0] if is_ref(x)) * len([1 for tensors in lists if tensors])
+    first_nbytes: int = sum(x.nbytes for x in lists[0] if is_ref(x))
+    return first_nbytes * len([1 for tensors in lists if tensors])
 
 
 def _sizes_of(lists: Sequence[Sequence[Any]]) -> list[int]:
