@@ -23,7 +23,7 @@ class Alike:
         self, device: DeviceSnapshot, victims: Iterator[tuple[float, BlockSnapshot]]
     ) -> None:
         self._victims = victims
-        self._count = 1 if device.compute_free_ns else ALIKE_COUNT  # simulated ones say when
+        self._count = 1 if device.knows_compute_end else ALIKE_COUNT
         self._next: list[tuple[float, BlockSnapshot]] = []
 
     def take(self, nbytes: int, distance: float) -> BlockSnapshot | None:

@@ -28,21 +28,14 @@ from .forecaster import Forecaster, Look, Wanted, look_into, newest_of
 from .ghost_cache import Referee
 from .history import History
 from .latest_start import LatestStart
+from .link_queue import LONG_QUEUE_COUNT, QUEUE_COUNT, QUEUE_NBYTES, LinkQueue
 from .stock import Stock, horizon_of
 from .transient_peak import TransientPeak
 
-MIB = 2**20
-
-#: Copies queued ahead of need: the first always may, others while they are small.
-QUEUE_COUNT = 4
-QUEUE_NBYTES = 256 * MIB
-QUEUE_SHARE = 1 / 64
-#: While the host computes, or uses are heard of together, nothing is queued: then so many.
-LONG_QUEUE_COUNT = 16
-LONG_QUEUE_SHARE = 1 / 8
+#: While the link home is idle, what is dirty is copied there...
 #: ... once less than this share is free.
 FREE_SHARE = 1 / 2
-#: They are queued up to so many, and up to this share of the budget.
+#: Queued are up to so many, and up to this share of the budget.
 WRITE_BACK_COUNT = 4
 WRITE_BACK_QUEUE_SHARE = 1 / 4
 #: What is used within so many accesses, or a quarter of the period, may be written again.
@@ -80,17 +73,16 @@ class Flow(Strategy):
         self, forecaster: Forecaster | None = None, *, queue_count: int = QUEUE_COUNT
     ) -> None:
         self.history: Forecaster = History() if forecaster is None else forecaster
-        self.queue_count = queue_count
         self.referee = Referee(self.history.next_use)
         self._room = TransientPeak()
         self._stock = Stock(self.history)
         self._gate = LatestStart()
+        self._queue = LinkQueue(queue_count)
         self._at_home = AtHome()
         self._limit_nbytes = 0
         self._leap_count = 0
         self._present_until = 0  # up to this position all that comes is known to be there
         self._wait_until_ns = 0  # on the compute clock: nothing is urgent before
-        self._is_brief = False  # it hears of several uses at once: more has to be there before
 
     # -- what happens ------------------------------------------------------------------------
 
@@ -112,6 +104,7 @@ class Flow(Strategy):
             self._at_home.use(access)
         if self._limit_nbytes:
             fetched_nbytes = 0 if access.was_resident or access.is_at_home else nbytes
+            self._queue.moved(fetched_nbytes)
             self.referee.access(
                 block_id,
                 nbytes,
@@ -187,6 +180,7 @@ class Flow(Strategy):
         self._set_limit(device)
         history = self.history
         self._gate.advance(device, history.start, history.end)
+        self._queue.look_at(device, history.end)
         if not self._may_queue(device) or not self._follows(PREFETCH_CONFIDENCE):
             return ()
         horizon = horizon_of(history)
@@ -210,6 +204,7 @@ class Flow(Strategy):
     def on_prefetch(self, block_id: int, nbytes: int) -> None:
         """Hold what is fetched ahead against what LRU would have fetched."""
         self.referee.prefetched(nbytes, self._limit_nbytes)
+        self._queue.moved(nbytes)
         self._stock.arrive(block_id, nbytes)
 
     def write_back(
@@ -244,31 +239,35 @@ class Flow(Strategy):
         return leaving
 
     def expects(self, device: DeviceSnapshot) -> list[int]:
-        """Return the blocks that are there and used next, while all of them are small.
+        """Return the blocks that are there and used next, as long as nothing is to be decided.
 
-        To decide about such a block takes longer than to copy it. On a real accelerator also those
-        that are used while the link is busy with all that may be queued: nothing can be decided.
+        That is while they are small: to decide about such a block takes longer than to copy it. On
+        a real accelerator also while nothing is urgent, or the link is busy with all that may be
+        queued.
         """
-        small: dict[int, None] = {}
-        if self._follows(PREFETCH_CONFIDENCE):
-            for block_id in self.history.next_ones(EXPECTED_COUNT):
-                if self.history.nbytes(block_id) > device.decision_nbytes:
-                    break
-                small[block_id] = None
-        self._is_brief = len(small) > 1
-        if not (self._is_brief or device.compute_free_ns or self._may_queue(device)):
-            return list(takewhile(self._stock.has, self._meanwhile(device)))
+        if not self._follows(PREFETCH_CONFIDENCE):
+            self._queue.is_brief = False
+            return []
+        nbytes, next_ones = self.history.nbytes, self.history.next_ones
+        small = list(
+            takewhile(lambda one: nbytes(one) <= device.decision_nbytes, next_ones(EXPECTED_COUNT))
+        )
+        self._queue.is_brief = len(small) > 1
+        if not (self._queue.is_brief or device.knows_compute_end):
+            meanwhile = list(takewhile(self._stock.has, self._meanwhile(device)))
+            if meanwhile:
+                return meanwhile
         return list(takewhile(self._stock.has, small))
 
     def _meanwhile(self, device: DeviceSnapshot) -> Iterator[int]:
-        """Yield what is used next, until the link may be through with half of what is queued."""
-        if not self._follows(PREFETCH_CONFIDENCE):
-            return
-        busy_ns = device.in_flight_nbytes / device.h2d_bytes_per_s * 1e9 / 2
+        """Yield what is used next, until something has to be decided."""
+        quiet_ns: float = self._wait_until_ns - device.compute_ns
+        if quiet_ns <= 0 and not self._may_queue(device):
+            quiet_ns = self._queue.busy_ns(device)
         history, compute_ns = self.history, self._gate.compute_ns
         if compute_ns(history.cursor, EXPECTED_COUNT):  # else nobody knows yet how long they take
             for ahead, block_id in enumerate(history.next_ones(EXPECTED_COUNT), 1):
-                if compute_ns(history.cursor, ahead) > busy_ns:
+                if compute_ns(history.cursor, ahead) > quiet_ns:
                     return
                 yield block_id
 
@@ -285,28 +284,14 @@ class Flow(Strategy):
     def _look_again(self) -> None:
         self._present_until = 0
         self._wait_until_ns = 0
+        self._queue.next_nbytes = 0
 
     def _may_queue(self, device: DeviceSnapshot) -> bool:
         if self._at_home.is_open and device.in_flight_count:
             at_home = self._at_home
             is_near = at_home.idle_nbytes(device, at_home.longest_ns) > 0
             return is_near and device.in_flight_count < LONG_QUEUE_COUNT
-        limit_nbytes = self._queue_nbytes(device)
-        return device.in_flight_count == 0 or (
-            device.in_flight_count < self._queue_count and device.in_flight_nbytes < limit_nbytes
-        )
-
-    @property
-    def _queue_count(self) -> int:
-        return LONG_QUEUE_COUNT if self._is_brief else self.queue_count
-
-    def _queue_nbytes(self, device: DeviceSnapshot) -> float:
-        # What is queued has room that nothing else has: no more than the link copies meanwhile.
-        nbytes = device.limit_nbytes * QUEUE_SHARE
-        if self._is_brief:
-            meanwhile_nbytes = LONG_QUEUE_COUNT * device.decision_nbytes
-            nbytes = max(nbytes, min(device.limit_nbytes * LONG_QUEUE_SHARE, meanwhile_nbytes))
-        return min(QUEUE_NBYTES, nbytes)
+        return self._queue.is_open(device)
 
     def _to_fetch(self, device: DeviceSnapshot) -> Iterator[Wanted]:
         """Yield of the blocks missing those that are not better used at home."""
@@ -317,7 +302,7 @@ class Flow(Strategy):
 
     def _wanted(self, device: DeviceSnapshot, look: Look) -> list[Wanted]:
         """Return the first blocks to fetch, as many as may be queued."""
-        wanted = list(islice(self._to_fetch(device), self._queue_count))
+        wanted = list(islice(self._to_fetch(device), self._queue.count))
         here = [block_id for _, block_id, _ in wanted if look(block_id) is not None]
         for block_id in here:
             self._stock.arrive(block_id, self.history.nbytes(block_id))
@@ -334,10 +319,10 @@ class Flow(Strategy):
             history.largest_nbytes + device.decision_nbytes,
         )
         slack_ns = self._gate.slack_ns(device, history.cursor, self._to_fetch(device), bounds)
-        if not device.compute_free_ns:
+        if not device.knows_compute_end:
             # By the host's clock: the host may wait for the program's own reasons, and nothing is
             # started meanwhile.
-            ahead = EXPECTED_COUNT if self._is_brief else 1
+            ahead = EXPECTED_COUNT if self._queue.is_brief else 1
             slack_ns = max(0.0, slack_ns - self._gate.compute_ns(history.cursor, ahead))
         self._wait_until_ns = device.compute_ns + int(slack_ns)
         return slack_ns > 0
@@ -347,18 +332,20 @@ class Flow(Strategy):
     ) -> list[Prefetch]:
         """Choose copies and their victims until the queue is full or the next would do harm."""
         history, room_nbytes = self.history, device.free_nbytes
-        queue_nbytes = self._queue_nbytes(device) - device.in_flight_nbytes
-        queue_count = self._queue_count - device.in_flight_count
+        queue_nbytes = self._queue.nbytes(device) - device.in_flight_nbytes
+        queue_count = self._queue.count - device.in_flight_count
         is_open = self._at_home.is_open
         if is_open:
             queue_nbytes = self._at_home.idle_nbytes(device, self._at_home.next_ns)
             queue_count = LONG_QUEUE_COUNT - device.in_flight_count
+        self._queue.next_nbytes = 0
         issued: list[Prefetch] = []
         victims_left = Alike(device, self._at_rest(device, look, newest))
         for distance, block_id, nbytes in wanted:
             is_first = not issued and device.in_flight_count == 0
             is_too_much = queue_nbytes <= 0 if is_open else nbytes > queue_nbytes
             if len(issued) >= queue_count or (is_too_much and not is_first):
+                self._queue.next_nbytes = nbytes
                 break
             reserve_nbytes = self._room.reserve_nbytes(history.cursor, distance)
             reserve_nbytes = min(reserve_nbytes, device.limit_nbytes // 2)
@@ -393,7 +380,7 @@ class Flow(Strategy):
         excess_nbytes = self.history.living_nbytes - device.limit_nbytes
         for distance, block in self._stock.victims(look, newest):
             if block.last_use == newest and (
-                not device.compute_free_ns or idle_nbytes * excess_nbytes >= block.nbytes**2
+                not device.knows_compute_end or idle_nbytes * excess_nbytes >= block.nbytes**2
             ):
                 continue
             yield distance, block

@@ -96,6 +96,11 @@ class DeviceSnapshot:
         """What may still enter without an eviction."""
         return self.limit_nbytes - self.resident_nbytes
 
+    @property
+    def knows_compute_end(self) -> bool:
+        """Whether it says when compute will be through, as simulated ones do; real ones do not."""
+        return bool(self.compute_free_ns)
+
 
 class MissingBlock(NamedTuple):
     """An operand that the accelerator does not hold, or that is on its way there."""

@@ -7,6 +7,7 @@ import pytest
 from torchTensorRef.strategies import AVAILABLE
 from torchTensorRef.strategies.flow.alike import Alike
 from torchTensorRef.strategies.flow.flow import Flow
+from torchTensorRef.strategies.flow.link_queue import LinkQueue
 from torchTensorRef.strategies.genoa import Genoa
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 from torchTensorRef.strategy import Access, BlockSnapshot, DeviceSnapshot, Strategy
@@ -213,6 +214,44 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_the_lin
     strategy = paced(100)
     strategy.on_evict(2)
     assert list(strategy.expects(busy)) == [0, 1]
+
+
+def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_nothing_is_urgent():
+    facts = {"resident_nbytes": 7_000, "compute_ns": 97 * 10**6}
+    quiet = device(9_000, **facts)
+    strategy = paced(10**6)
+    assert list(strategy.victims(quiet, [block(6)], 1_000)) == [6]
+    strategy.on_evict(6)
+    assert list(strategy.prefetch(quiet, [block(at) for at in range(8) if at != 6])) == []
+    expected = list(strategy.expects(quiet))
+    assert expected == [0, 1, 2, 3], "until the copy has to start, and one use before that"
+    strategy.on_access(Access(6, 1_000, 1, True, False, False))  # it was wrong
+    assert list(strategy.expects(quiet)) == []
+
+
+def test_the_queue_is_as_long_as_the_link_idles():
+    def seen(idle_share: float, **facts: int) -> LinkQueue:
+        queue = LinkQueue()
+        for at in range(1, 40):
+            queue.look_at(device(64_000, now_ns=at * 10**6, **facts), at * 64)
+            queue.moved(int((1 - idle_share) * 10**6))  # of 1 GB/s
+        return queue
+
+    here = device(64_000)
+    assert (seen(0).count, seen(0).nbytes(here)) == (4, 1_000)
+    assert (seen(0.02).count, seen(0.02).nbytes(here)) == (4, 1_000)
+    assert (seen(0.1).count, round(seen(0.1).nbytes(here))) == (16, 3_200)
+    assert round(seen(1).nbytes(here)) == 8_000
+    assert seen(1, compute_free_ns=1).nbytes(here) == 1_000, "a simulated device says when"
+    queue = seen(0.1)
+    for at in range(40, 80):
+        queue.look_at(device(64_000, now_ns=at * 10**6), at * 64)
+        queue.moved(10**6)
+    assert round(queue.nbytes(here)) == 1_000, "and no longer than that"
+    busy = device(64_000, in_flight_nbytes=500, in_flight_count=1)
+    assert queue.is_open(busy)
+    queue.next_nbytes = 600
+    assert not queue.is_open(busy), "what comes next does not fit"
 
 
 def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():
