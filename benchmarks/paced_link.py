@@ -1,13 +1,14 @@
-"""Decoding over the adapter with a link that takes its time: who waits for whom, without a card.
+"""Programs over the adapter with a link that takes its time: who waits for whom, without a card.
 
-    python -m benchmarks.paced_link [--link-ms 150,75,20] [--share 50] [--layers 32] [--tokens 48]
+    python -m benchmarks.paced_link [--program decode_32] [--link-ms 150,75,20] [--share 50]
+                                    [--steps 48]
 
-A small Llama whose kernels cost next to nothing, and matrices that count as large, as those of 7 B
-parameters do: what takes longer to copy than to decide about is decided about one by one
+A program of `host_time`, whose kernels cost next to nothing, with matrices that count as large, as
+those of 7 B parameters do: it takes longer to copy them than to decide about it
 (`Device.decision_nbytes`). The adapter for real accelerators runs over the host; copies are made at
 once, and *arrive* when a link of the speed asked for would be through with them: events fire then,
-streams wait for each other, and the program that reads a token waits for what it hangs on. So a
-token takes what it would on a card whose link needs `--link-ms` for all that does not fit, and
+streams wait for each other, and the program that reads a result waits for what it hangs on. So a
+step takes what it would on a card whose link needs `--link-ms` for all that does not fit, and
 whose host is this one.
 
 Times are those of this machine, and nothing is compared with them: the same command before and
@@ -33,13 +34,13 @@ from torchTensorRef import tensorsManager
 from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 
-from .host_time import decode
+from .host_time import PROGRAMS, Program
 from .overhead_of_dispatch import bring, keep_what_is_freed
 
 #: Larger than the caches of keys and values, smaller than any matrix.
-DECISION_NBYTES = 4 << 10
-#: Tokens before anything is measured: the flow is learned, and followed.
-LEARNING_TOKENS = 96
+DECISION_NBYTES = 3 << 10
+#: Steps before anything is measured: the flow is learned, and followed.
+LEARNING_STEPS = 96
 
 
 class Stream:
@@ -108,11 +109,10 @@ class PacedLane(StreamLane):
         return super().issue(source, destination)
 
 
-def run(layers: int, tokens: int, share: float, link_s: float) -> dict[str, float]:
-    """Decode at a budget of a share of the weights; the link takes so long for what is missing."""
+def run(program: Program, steps: int, share: float, link_s: float) -> dict[str, float]:
+    """Run at a budget of a share of what stays; the link takes so long for what is missing."""
     torch.manual_seed(0)
-    program = decode(layers)
-    nbytes = sum(p.nbytes for p in program.model.parameters())
+    nbytes = program.state_factor * sum(p.nbytes for p in program.model.parameters())
     missing_nbytes = max(0.0, 1 - share) * nbytes
     lane = type("Lane", (PacedLane,), {"bytes_per_s": missing_nbytes / link_s if link_s else 1e12})
     device = AcceleratorDevice("cpu", module=module(), new_lane=lane)
@@ -125,51 +125,52 @@ def run(layers: int, tokens: int, share: float, link_s: float) -> dict[str, floa
     tensorsManager.budget = int(share * nbytes)
     tensorsManager.strategy = "flow"
     with torch.no_grad():
-        token = program.start(bring(program.model), bring)
-        for _ in range(LEARNING_TOKENS):
-            token().tolist()
+        step = program.start(bring(program.model), bring)
+        for _ in range(LEARNING_STEPS):
+            step().tolist()
         tensorsManager.reset_stats()
         before_s, own_s, took_s = lane.busy_s, time.thread_time(), []  # type: ignore[attr-defined]
-        for _ in range(tokens):
+        for _ in range(steps):
             began_s = time.perf_counter()
-            token().tolist()
+            step().tolist()
             took_s.append(time.perf_counter() - began_s)
         own_s = time.thread_time() - own_s
     tensorsManager.check()
     stats = tensorsManager.stats()
     moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
     return {
-        "token_ms": round(statistics.median(took_s) * 1e3, 1),
-        "host_ms": round(own_s / tokens * 1e3, 1),
-        "link_ms": round((lane.busy_s - before_s) / tokens * 1e3, 1),  # type: ignore[attr-defined]
-        "bytes_over_missing": round(moved_nbytes / tokens / missing_nbytes, 3)
+        "step_ms": round(statistics.median(took_s) * 1e3, 1),
+        "host_ms": round(own_s / steps * 1e3, 1),
+        "link_ms": round((lane.busy_s - before_s) / steps * 1e3, 1),  # type: ignore[attr-defined]
+        "bytes_over_missing": round(moved_nbytes / steps / missing_nbytes, 3)
         if missing_nbytes
         else 0.0,
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Decode over each link, and print a table and a `RESULT` line."""
+    """Run over each link, and print a table and a `RESULT` line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--link-ms", default="150,75,20", help="for all that does not fit, a token")
+    parser.add_argument("--link-ms", default="150,75,20", help="for all that does not fit, a step")
     parser.add_argument(
-        "--share", type=float, default=50, help="the budget, percent of the weights"
+        "--share", type=float, default=50, help="the budget, percent of what stays"
     )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--program", choices=sorted(PROGRAMS), default="decode_32")
+    parser.add_argument("--steps", type=int, default=48)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_what_is_freed()
-    table = Table("link", "a token", "of it the host's own", "the link's", "bytes over missing")
-    fits = run(options.layers, options.tokens, 1.5, 0.0)
+    table = Table("link", "a step", "of it the host's own", "the link's", "bytes over missing")
+    program = PROGRAMS[options.program]
+    fits = run(program(), options.steps, 1.5, 0.0)
     result: dict[str, Any] = {"all fits": fits}
-    table.add_row("all fits", f"{fits['token_ms']} ms", f"{fits['host_ms']} ms", "-", "-")
+    table.add_row("all fits", f"{fits['step_ms']} ms", f"{fits['host_ms']} ms", "-", "-")
     for text in options.link_ms.split(","):
-        found = run(options.layers, options.tokens, options.share / 100, float(text) / 1e3)
+        found = run(program(), options.steps, options.share / 100, float(text) / 1e3)
         result[text] = found
         host, link = f"{found['host_ms']} ms", f"{found['link_ms']} ms"
         table.add_row(
-            f"{text} ms", f"{found['token_ms']} ms", host, link, str(found["bytes_over_missing"])
+            f"{text} ms", f"{found['step_ms']} ms", host, link, str(found["bytes_over_missing"])
         )
     Console().print(table)
     sys.stdout.write(f"RESULT {json.dumps(result)}\n")
