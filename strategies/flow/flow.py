@@ -262,8 +262,11 @@ class Flow(Strategy):
     def _meanwhile(self, device: DeviceSnapshot) -> Iterator[int]:
         """Yield what is used next, until something has to be decided."""
         quiet_ns: float = self._wait_until_ns - device.compute_ns
-        if quiet_ns <= 0 and not self._may_queue(device):
-            quiet_ns = self._queue.busy_ns(device)
+        if quiet_ns <= 0:
+            if not self._may_queue(device):
+                quiet_ns = self._queue.busy_ns(device)
+            elif self._can_wait(device):
+                quiet_ns = self._wait_until_ns - device.compute_ns
         history, compute_ns = self.history, self._gate.compute_ns
         if compute_ns(history.cursor, EXPECTED_COUNT):  # else nobody knows yet how long they take
             for ahead, block_id in enumerate(history.next_ones(EXPECTED_COUNT), 1):

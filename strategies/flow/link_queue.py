@@ -16,11 +16,12 @@ MIB = 2**20
 QUEUE_COUNT = 4
 QUEUE_NBYTES = 256 * MIB
 QUEUE_SHARE = 1 / 64
-#: While the host computes, uses are heard of together, or the link idles, it may be longer.
+#: While the host computes, or small blocks are heard of together, it may be longer.
 LONG_QUEUE_COUNT = 16
 LONG_QUEUE_SHARE = 1 / 8
-#: This part of the time that the link idles, as a share of the budget.
+#: This part of the time that the link idles, as a share of the budget, up to a most.
 SHARE_OF_IDLE = 1 / 2
+MOST_OF_IDLE = 1 / 16
 #: How much it idles is seen once in so many accesses, and this part of a change is believed.
 SEEN_EVERY = 64
 BELIEVED = 1 / 4
@@ -60,8 +61,8 @@ class LinkQueue:
         took_ns = device.now_ns - self._seen_ns
         if self._seen_at and took_ns > 0:
             busy_ns = self._moved_nbytes / device.h2d_bytes_per_s * 1e9
-            share = max(QUEUE_SHARE, min(LONG_QUEUE_SHARE, (1 - busy_ns / took_ns) * SHARE_OF_IDLE))
-            self._share += (share - self._share) * BELIEVED
+            share = min(MOST_OF_IDLE, (1 - busy_ns / took_ns) * SHARE_OF_IDLE)
+            self._share += (max(QUEUE_SHARE, share) - self._share) * BELIEVED
         self._seen_at, self._seen_ns, self._moved_nbytes = end, device.now_ns, 0
 
     @property
