@@ -277,9 +277,6 @@ class Device(PeerLinks, ABC):
     def note_decision(self) -> None:
         """Note that a strategy is told or asked about an operator: a virtual clock advances."""
 
-    def note_managed(self, took_ns: int) -> None:
-        """Note how long the host worked ahead of need: that is not the program's own time."""
-
     def before_operator(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Refuse an operator that may not touch these bases now. Real devices cannot tell."""
 

@@ -12,7 +12,7 @@ class Clocks(NamedTuple):
 
     #: Time that the operators issued so far take, waiting not counted.
     compute_ns: int = 0
-    #: What the clock on the host's wall says, without waiting for the device and working ahead.
+    #: What the clock on the host's wall says, waiting for the device not counted.
     host_ns: int = 0
     #: When compute will be through with them, and when the copy engine towards the device is free.
     compute_free_ns: int = 0

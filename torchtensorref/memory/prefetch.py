@@ -33,7 +33,6 @@ class Prefetcher:
 
     def issue_wishes(self, device: Device) -> None:
         """Ask the strategy what to write back and fetch early, and issue it; never waits."""
-        began_ns = device.now_ns() - device.stall_ns
         leaving, coming = self._feed.wishes(device)
         for block_id in leaving:
             block = self._books.known.get(block_id)
@@ -41,7 +40,6 @@ class Prefetcher:
             if replica is not None and replica.state is DIRTY:
                 self._evictor.try_write_back(replica)
         self.prefetch(device, coming)
-        device.note_managed(device.now_ns() - device.stall_ns - began_ns)
 
     def prefetch(self, device: Device, wishes: Sequence[Prefetch]) -> list[Block]:
         """Issue copies ahead of need until one is refused, and tell the strategy of all at once.

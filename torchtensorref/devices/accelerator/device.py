@@ -121,7 +121,7 @@ class AcceleratorDevice(AcceleratorPeers):
             self.vendor = Vendor(module, self.torch_device, kind, index)
         self.exchanges_storages = not self.vendor.can_refill()
         self._lock = threading.RLock()
-        self._alloc_count = self._managed_ns = 0
+        self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
         self._compute = ComputeStreams(self.vendor)
@@ -373,13 +373,10 @@ class AcceleratorDevice(AcceleratorPeers):
     def clocks(self) -> Clocks:
         """The host's clock, since nobody knows how far compute is without asking it; the link."""
         return Clocks(
-            host_ns=self.now_ns() - self.stall_ns - self._managed_ns,
+            host_ns=self.now_ns() - self.stall_ns,
             h2d_bytes_per_s=self._copier.rate_in.bytes_per_s,
             d2h_bytes_per_s=self._copier.rate_out.bytes_per_s,
         )
-
-    def note_managed(self, took_ns: int) -> None:  # noqa: D102
-        self._managed_ns += took_ns
 
     def now_ns(self) -> int:
         """The clock on the wall."""
