@@ -138,3 +138,18 @@ def test_copies_are_ranges_in_torchs_profiler(manager):
     keys = {event.key for event in profiled.key_averages()}
     assert {"ttr::fetch 0.weight", "ttr::fetch 0.bias"} <= keys
     assert any(key.startswith("ttr::write_back b") for key in keys)
+
+
+def test_torchs_profiler_sees_shapes_stacks_and_flops(manager):
+    """It asks each operand for its bytes: null, as those of tensors that have none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = manager.adopt(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))
+    x = manager.adopt(torch.rand(2, 8))
+    seen = {"record_shapes": True, "with_stack": True, "profile_memory": True, "with_flops": True}
+    model(x)  # what is imported meanwhile leaves names with torch that are gone when it reads them
+    with profile(activities=[ProfilerActivity.CPU], **seen) as profiled:
+        model(x).sum().backward()
+    products = [event for event in profiled.events() if event.name == "aten::addmm"]
+    assert [[4], [2, 8], [8, 4], [], []] in [event.input_shapes for event in products]
+    assert sum(event.flops for event in products) >= 2 * 2 * 8 * 4
