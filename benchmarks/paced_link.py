@@ -152,9 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run over each link, and print a table and a `RESULT` line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--link-ms", default="150,75,20", help="for all that does not fit, a step")
-    parser.add_argument(
-        "--share", type=float, default=50, help="the budget, percent of what stays"
-    )
+    parser.add_argument("--share", type=float, default=50, help="the budget, percent of what stays")
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="decode_32")
     parser.add_argument("--steps", type=int, default=48)
     options = parser.parse_args(arguments)

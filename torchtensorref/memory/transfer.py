@@ -140,8 +140,8 @@ class Transfer:
         if not _is_profiled():
             return self._retry(issue)
         name = names.of_block(replica.block_id)
-        # Torch's `record_function` imports a module where it is used first: with `with_stack` names of
-        # what ran there are read after they are gone, and may be no text.
+        # Torch's `record_function` imports a module where it is used first; with `with_stack` names
+        # of what ran there are read after they are gone, and may be no text.
         with torch._C._profiler._RecordFunctionFast(f"ttr::{kind} {name}"):
             return self._retry(issue)
 
