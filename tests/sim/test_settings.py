@@ -84,7 +84,7 @@ WRONG_BUDGETS = [
     ("all", "is not a size"),
     ("0%", "above 0% and up to 100%"),
     ("101%", "above 0% and up to 100%"),
-    ("1GiB,2GiB", "is not a size"),
+    ("1GiB,2GiB", "Say which device has which: 'cuda:0=6GiB,cuda:1=25%'"),
     ([GIB], "type list"),
     ({"gpu": "1GiB"}, "'gpu', which the budget names. Did you mean 'cuda'?"),
     ({"cuad:0": "1GiB"}, "Did you mean 'cuda'?"),
@@ -99,7 +99,7 @@ def test_right_budgets(card: Any, closed: Any, setting: Any, nbytes: int) -> Non
     card.budget = setting
     assert card.budget == nbytes
     closed.budget = setting  # taken on trust: the devices are not open yet
-    assert closed._budget_setting == setting
+    assert closed._budget_setting == (setting.strip() if isinstance(setting, str) else setting)
 
 
 @pytest.mark.parametrize(("setting", "words"), WRONG_BUDGETS)
@@ -176,11 +176,22 @@ def test_a_budget_without_an_accelerator() -> None:
         ("sim=6", "Did you mean '6GiB'?"),
         ("sim=6GiB,cuda", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("=6GiB", "names no device and amount"),
+        ("6GiB,8GiB", "Say which device has which"),
     ],
 )
-def test_wrong_budgets_by_device_in_text(text: str, words: str) -> None:
+def test_wrong_budgets_by_device_in_text(card: Any, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse_budget(text)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        card.budget = text
+    assert card.budget == GIB
+
+
+def test_a_budget_by_device_in_text(card: Any, closed: Any) -> None:
+    card.budget = "sim:test=50%"
+    assert card.budget == GIB // 2
+    closed.budget = "sim:0=1MiB, sim:1=50%"
+    assert closed._budget_setting == {"sim:0": "1MiB", "sim:1": "50%"}
 
 
 # -- devices, strategies ------------------------------------------------------------------

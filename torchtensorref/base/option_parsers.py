@@ -133,6 +133,12 @@ def parse_budget(text: str) -> str | dict[str, str]:
         If an amount is not understood, or no device has such a name.
     """
     if "=" not in text:
+        if "," in text:
+            raise ConfigError(
+                f"The budget {text!r} is several amounts. Say which device has which: "
+                "'cuda:0=6GiB,cuda:1=25%'.",
+                name=text,
+            )
         return size_or_share(text.strip())
     budgets = {}
     for part in text.split(","):

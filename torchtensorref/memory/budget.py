@@ -12,6 +12,7 @@ import torch
 
 from ..base.device_names import kind_of
 from ..base.errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
+from ..base.option_parsers import parse_budget, size_or_share
 from ..base.options import settings
 from ..base.units import format_nbytes, parse_limit, parse_share
 from ..devices.base import Device
@@ -118,24 +119,27 @@ def budgets_of(devices: Iterable[Device], setting: BudgetSetting) -> list[tuple[
     return [(device, resolve_budget(setting, device)) for device in devices]
 
 
-def check_budget(setting: BudgetSetting) -> None:
-    """Refuse a budget that is not understood; the devices need not be there yet.
+def read_budget(setting: BudgetSetting) -> BudgetSetting:
+    """Take a budget apart that is a text for several devices; they need not be there yet.
 
     Raises
     ------
     ConfigError
         An amount is no size and no share, or a device has a name that none has.
     """
+    if isinstance(setting, str):
+        return parse_budget(setting)
     amounts = [setting]
     if isinstance(setting, Mapping):
         amounts = list(setting.values())
         for name in setting:
             kind_of(str(name), where=", which the budget names")
     for amount in amounts:
-        if isinstance(amount, str) and amount.strip().endswith("%"):
-            parse_share(amount)
+        if isinstance(amount, str):
+            size_or_share(amount)
         elif amount is not None:
             parse_limit(amount)  # type: ignore[arg-type]  # it refuses what is no amount
+    return setting
 
 
 def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:

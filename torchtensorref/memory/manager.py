@@ -27,7 +27,7 @@ from .budget import (
     Budget,
     BudgetSetting,
     budgets_of,
-    check_budget,
+    read_budget,
     refuse_unused_names,
     warn_of_doubts,
 )
@@ -192,7 +192,7 @@ class TensorsManager:
 
     @budget.setter
     def budget(self, setting: BudgetSetting) -> None:
-        check_budget(setting)  # what is not understood is refused now, not at the first tensor
+        setting = read_budget(setting)  # what is not understood is refused now, not at the first tensor
         if self._residency is None:
             self._budget_setting = setting
             return
