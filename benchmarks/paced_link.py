@@ -94,7 +94,7 @@ def module() -> types.ModuleType:
 
 
 class PacedLane(StreamLane):
-    """One direction of a link, or a stream that shares it with others of its direction."""
+    """One of the streams that share a link, which copies one thing at a time, whichever way."""
 
     bytes_per_s = 1e12
     busy_s = 0.0

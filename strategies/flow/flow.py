@@ -242,8 +242,8 @@ class Flow(Strategy):
         """Return the blocks that are there and used next, as long as nothing is to be decided.
 
         That is while they are small: to decide about such a block takes longer than to copy it. On
-        a real accelerator also while nothing is urgent, or the link is busy with all that may be
-        queued.
+        a real accelerator also while nothing that is missing is urgent, or the link is busy with
+        all that may be queued.
         """
         if not self._follows(PREFETCH_CONFIDENCE):
             self._queue.is_brief = False
@@ -265,7 +265,7 @@ class Flow(Strategy):
         if quiet_ns <= 0:
             if not self._may_queue(device):
                 quiet_ns = self._queue.busy_ns(device)
-            elif self._can_wait(device):
+            elif not self._stock.is_void and self._can_wait(device):
                 quiet_ns = self._wait_until_ns - device.compute_ns
         history, compute_ns = self.history, self._gate.compute_ns
         if compute_ns(history.cursor, EXPECTED_COUNT):  # else nobody knows yet how long they take

@@ -25,6 +25,8 @@ MOST_OF_IDLE = 1 / 16
 #: How much it idles is seen once in so many accesses, and this part of a change is believed.
 SEEN_EVERY = 64
 BELIEVED = 1 / 4
+#: Longer by this factor, it may be of as many copies.
+GROWN = 5 / 4
 
 
 class LinkQueue:
@@ -33,7 +35,7 @@ class LinkQueue:
     Parameters
     ----------
     count : int
-        The most copies in flight, as long as there is no reason for more.
+        The most copies in flight, unless the link idles or small blocks are heard of together.
 
     Attributes
     ----------
@@ -68,16 +70,13 @@ class LinkQueue:
     @property
     def count(self) -> int:
         """The most copies in flight."""
-        is_long = self.is_brief or self._share > QUEUE_SHARE
-        return LONG_QUEUE_COUNT if is_long else self._least_count
+        is_long = self.is_brief or self._share > QUEUE_SHARE * GROWN
+        return max(LONG_QUEUE_COUNT, self._least_count) if is_long else self._least_count
 
     def nbytes(self, device: DeviceSnapshot) -> float:
-        """Return the most bytes in flight, but for one copy that always may be.
-
-        It is no more than the link copies meanwhile.
-        """
+        """Return the most bytes in flight, but for one copy that always may be."""
         nbytes = device.limit_nbytes * self._share
-        if self.is_brief:
+        if self.is_brief:  # no more than the link copies meanwhile
             meanwhile_nbytes = LONG_QUEUE_COUNT * device.decision_nbytes
             nbytes = max(nbytes, min(device.limit_nbytes * LONG_QUEUE_SHARE, meanwhile_nbytes))
         return min(QUEUE_NBYTES, nbytes)

@@ -192,7 +192,7 @@ class TensorsManager:
 
     @budget.setter
     def budget(self, setting: BudgetSetting) -> None:
-        setting = read_budget(setting)  # what is not understood is refused now, not at the first tensor
+        setting = read_budget(setting)  # what is wrong is refused now, not at the first tensor
         if self._residency is None:
             self._budget_setting = setting
             return

@@ -98,7 +98,7 @@ class DeviceSnapshot:
 
     @property
     def knows_compute_end(self) -> bool:
-        """Whether it says when compute will be through, as simulated ones do; real ones do not."""
+        """Whether it says when compute is through, as simulated ones that have run something do."""
         return bool(self.compute_free_ns)
 
 

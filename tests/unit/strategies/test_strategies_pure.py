@@ -210,7 +210,7 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_the_lin
     assert list(paced(2_000).expects(busy)) == []
     assert list(paced(0).expects(busy)) == []
     assert list(paced(100).expects(device(8_000, **facts | {"compute_free_ns": 1}))) == []
-    assert list(paced(100).expects(device(8_000, compute_ns=10**6))) == [], "there is to decide"
+    assert list(paced(100).expects(device(8_000, compute_ns=10**6))) == [], "nothing is missing"
     strategy = paced(100)
     strategy.on_evict(2)
     assert list(strategy.expects(busy)) == [0, 1]
@@ -222,9 +222,10 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_nothing
     strategy = paced(10**6)
     assert list(strategy.victims(quiet, [block(6)], 1_000)) == [6]
     strategy.on_evict(6)
-    assert list(strategy.prefetch(quiet, [block(at) for at in range(8) if at != 6])) == []
     expected = list(strategy.expects(quiet))
     assert expected == [0, 1, 2, 3], "until the copy has to start, and one use before that"
+    assert list(strategy.prefetch(quiet, [block(at) for at in range(8) if at != 6])) == []
+    assert list(strategy.expects(quiet)) == expected
     strategy.on_access(Access(6, 1_000, 1, True, False, False))  # it was wrong
     assert list(strategy.expects(quiet)) == []
 
@@ -247,11 +248,31 @@ def test_the_queue_is_as_long_as_the_link_idles():
     for at in range(40, 80):
         queue.look_at(device(64_000, now_ns=at * 10**6), at * 64)
         queue.moved(10**6)
-    assert round(queue.nbytes(here)) == 1_000, "and no longer than that"
+    assert (queue.count, round(queue.nbytes(here))) == (4, 1_000), "and no longer than that"
+    strategy = paced(0)
+    for at, (block_id, struct) in enumerate(sweep(0, 8, 0) * 12):
+        strategy.on_access(Access(block_id, 1_000, struct, True, True, True))
+        strategy.prefetch(device(64_000, now_ns=(at + 1) * 10**6), [])
+    assert strategy._queue.count == 16, "nothing has moved"
+    for at, (block_id, struct) in enumerate(sweep(0, 8, 0) * 100):
+        strategy.on_access(Access(block_id, 1_000, struct, True, True, at % 2 == 0))
+        strategy.on_prefetch(block_id, 500_000 * (at % 2))  # the other half of the time
+        strategy.prefetch(device(64_000, now_ns=10**8 + at * 250_000), [])
+    assert strategy._queue.count == 4, "the link is busy"
     busy = device(64_000, in_flight_nbytes=500, in_flight_count=1)
     assert queue.is_open(busy)
     queue.next_nbytes = 600
     assert not queue.is_open(busy), "what comes next does not fit"
+
+
+def test_nothing_is_looked_for_while_the_next_one_does_not_fit_into_the_queue():
+    strategy = learned([*sweep(0, 8, 0), (0, 0)])
+    facts = {"resident_nbytes": 3_000, "in_flight_count": 1}
+    busy = device(115_000, in_flight_nbytes=1_000, **facts)  # of 1,796 that may be
+    assert list(strategy.prefetch(busy, [block(0), block(1)])) == []
+    assert not strategy._may_queue(busy)
+    less = device(115_000, in_flight_nbytes=700, **facts)
+    assert [wish.block_id for wish in strategy.prefetch(less, [block(0), block(1)])] == [2]
 
 
 def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():

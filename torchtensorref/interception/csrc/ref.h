@@ -93,8 +93,7 @@ struct RefImpl final : c10::TensorImpl {
   void look_like(const TensorImpl& other) { set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset()); }
   struct Locked {
     explicit Locked(const RefImpl& ref) : flag(ref.lock) {
-      while (flag.test_and_set(std::memory_order_acquire)) {
-      }
+      while (flag.test_and_set(std::memory_order_acquire)) continue;
     }
     ~Locked() { flag.clear(std::memory_order_release); }
     std::atomic_flag& flag;
@@ -147,6 +146,8 @@ struct RefImpl final : c10::TensorImpl {
     TensorImpl::shallow_copy_from(impl);
     point_at_the_same(*static_cast<RefImpl*>(impl.get()));
   }
+  // Profilers and other observers that record operands read the bytes of whatever has a storage.
+  bool has_storage() const override { return !at::hasCallbacks(); }
   const char* tensorimpl_type_name() const override { return "TensorRef"; }
 };
 

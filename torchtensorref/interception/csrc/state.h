@@ -91,7 +91,7 @@ struct Block {
   c10::Storage face_on(c10::Device label) {
     if (face && face.device() == label) return face;
     c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
-    made.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+    made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
     if (!face) face = made;  // nobody else has the block yet, or the GIL is held
     return made;
   }
@@ -125,8 +125,7 @@ class BlockPtr {
   // For who walks a ledger's list, under its lock: null for one that is dying.
   static BlockPtr if_alive(Block* block) {
     int64_t count = block->refs.load();
-    while (count > 0 && !block->refs.compare_exchange_weak(count, count + 1)) {
-    }
+    while (count > 0 && !block->refs.compare_exchange_weak(count, count + 1)) continue;
     BlockPtr made;
     if (count > 0) made.block_ = block;
     return made;
