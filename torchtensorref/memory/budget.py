@@ -129,16 +129,14 @@ def read_budget(setting: BudgetSetting) -> BudgetSetting:
     """
     if isinstance(setting, str):
         return parse_budget(setting)
-    amounts = [setting]
     if isinstance(setting, Mapping):
-        amounts = list(setting.values())
         for name in setting:
             kind_of(str(name), where=", which the budget names")
-    for amount in amounts:
+    for amount in setting.values() if isinstance(setting, Mapping) else [setting]:
         if isinstance(amount, str):
             size_or_share(amount)
         elif amount is not None:
-            parse_limit(amount)  # type: ignore[arg-type]  # it refuses what is no amount
+            parse_limit(amount)
     return setting
 
 
