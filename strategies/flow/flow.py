@@ -32,10 +32,9 @@ from .link_queue import LONG_QUEUE_COUNT, QUEUE_COUNT, QUEUE_NBYTES, LinkQueue
 from .stock import Stock, horizon_of
 from .transient_peak import TransientPeak
 
-#: While the link home is idle, what is dirty is copied there...
-#: ... once less than this share is free.
+#: What is dirty is copied home, while that link idles, once less than this share is free.
 FREE_SHARE = 1 / 2
-#: Queued are up to so many, and up to this share of the budget.
+#: They are queued up to so many, and up to this share of the budget.
 WRITE_BACK_COUNT = 4
 WRITE_BACK_QUEUE_SHARE = 1 / 4
 #: What is used within so many accesses, or a quarter of the period, may be written again.
@@ -248,10 +247,11 @@ class Flow(Strategy):
         if not self._follows(PREFETCH_CONFIDENCE):
             self._queue.is_brief = False
             return []
-        nbytes, next_ones = self.history.nbytes, self.history.next_ones
-        small = list(
-            takewhile(lambda one: nbytes(one) <= device.decision_nbytes, next_ones(EXPECTED_COUNT))
-        )
+        small: dict[int, None] = {}
+        for block_id in self.history.next_ones(EXPECTED_COUNT):
+            if self.history.nbytes(block_id) > device.decision_nbytes:
+                break
+            small[block_id] = None
         self._queue.is_brief = len(small) > 1
         if not (self._queue.is_brief or device.knows_compute_end):
             meanwhile = list(takewhile(self._stock.has, self._meanwhile(device)))

@@ -86,7 +86,7 @@ class LinkQueue:
         if not device.in_flight_count:
             return True
         left_nbytes = self.nbytes(device) - device.in_flight_nbytes
-        return device.in_flight_count < self.count and left_nbytes > max(0, self.next_nbytes - 1)
+        return device.in_flight_count < self.count and 0 < left_nbytes >= self.next_nbytes
 
     def busy_ns(self, device: DeviceSnapshot) -> float:
         """Return how long the link will need for half of what is queued, in ns."""

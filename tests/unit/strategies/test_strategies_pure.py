@@ -230,6 +230,15 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_nothing
     assert list(strategy.expects(quiet)) == []
 
 
+@pytest.mark.parametrize(("second", "is_brief"), [(0, False), (9, True)])
+def test_small_blocks_are_several_where_they_are_not_one_used_twice(second: int, is_brief: bool):
+    strategy = Flow()
+    for block_id, nbytes in [(0, 500), (second, 500), (1, 5_000), (2, 5_000)] * 12:
+        strategy.on_access(Access(block_id, nbytes, block_id, True, True, True))
+    strategy.expects(device(decision_nbytes=1_000))
+    assert strategy._queue.is_brief is is_brief
+
+
 def test_the_queue_is_as_long_as_the_link_idles():
     def seen(idle_share: float, **facts: int) -> LinkQueue:
         queue = LinkQueue()
