@@ -78,7 +78,7 @@ struct RefImpl final : c10::TensorImpl {
   BlockPtr block;
   // `lock` is for the three below it: an operator takes the plain tensor together with the device
   // that it is on, and another thread may exchange them. Nobody waits under it.
-  mutable std::atomic_flag lock = ATOMIC_FLAG_INIT;
+  mutable ShortLock lock;
   at::Tensor plain;
   Device* on = nullptr;  // null: no plain tensor that the ready path may use
   at::Tensor home;       // the plain tensor over the replica at home, once made
@@ -88,39 +88,26 @@ struct RefImpl final : c10::TensorImpl {
                    DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, label)), like.dtype()),
         block(std::move(of)) {
     key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
-    look_like(*like.unsafeGetTensorImpl());
+    set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   }
-  void look_like(const TensorImpl& other) { set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset()); }
-  struct Locked {
-    explicit Locked(const RefImpl& ref) : flag(ref.lock) {
-      while (flag.test_and_set(std::memory_order_acquire)) continue;
-    }
-    ~Locked() { flag.clear(std::memory_order_release); }
-    std::atomic_flag& flag;
-  };
   std::tuple<at::Tensor, at::Tensor, Device*> views() const {
-    Locked guard(*this);
+    std::lock_guard guard(lock);
     return {plain, home, on};
   }
   void point_at_the_same(const RefImpl& other) {
     auto [its_plain, its_home, its_device] = other.views();
     BlockPtr its_block = other.block;
-    Locked guard(*this);  // what they were before is let go behind it
+    std::lock_guard guard(lock);  // what they were before is let go behind it
     std::swap(block, its_block);
     std::swap(plain, its_plain);
     std::swap(home, its_home);
     on = its_device;
   }
   // A dispatch mode sees this as the operator `detach`, as it does for plain tensors.
-  c10::intrusive_ptr<TensorImpl> copy_by_mode() const {
-    const auto count = c10::impl::TorchDispatchModeTLS::stack_len();
-    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return {};
-    const auto& mode = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1);
-    return mode->pyinterpreter()->detach(this);
-  }
   c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion version, bool may_change) const {
-    auto seen = copy_by_mode();
-    if (!seen) return twin(std::move(version), may_change);
+    const auto count = c10::impl::TorchDispatchModeTLS::stack_len();
+    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return twin(std::move(version), may_change);
+    auto seen = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1)->pyinterpreter()->detach(this);
     if (!seen->is_inference()) {
       seen->set_version_counter(std::move(version));
       seen->set_allow_tensor_metadata_change(may_change);
@@ -187,7 +174,7 @@ inline int set_block(PyObject* self, PyObject* value, void*) {
   BlockPtr given(core_of(value));
   if (given.get() != ref->block.get()) {
     ref->set_storage_keep_dtype(given->face_on(ref->device()));
-    RefImpl::Locked guard(*ref);
+    std::lock_guard guard(ref->lock);
     std::swap(ref->block, given);
   }
   return 0;
@@ -204,7 +191,7 @@ int set_plain(PyObject* self, PyObject* value, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return -1;
   at::Tensor given = tensor_in(value);
-  RefImpl::Locked guard(*ref);
+  std::lock_guard guard(ref->lock);
   if (member == &RefImpl::plain) ref->on = nullptr;  // until it is said where the new one is
   return std::swap(ref->*member, given), 0;
 }
@@ -216,7 +203,7 @@ inline int set_device(PyObject* self, PyObject* value, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return -1;
   Device* device = device_of(value);
-  RefImpl::Locked guard(*ref);
+  std::lock_guard guard(ref->lock);
   return ref->on = device, 0;
 }
 inline PyGetSetDef ref_fields[] = {
