@@ -25,8 +25,7 @@ using c10::DispatchKeySet;
 // Above autograd: torch itself leaves this key alone.
 constexpr auto kAbove = DispatchKey::DeferredInit;
 // Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
-// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours
-// by both keys, and what asks for this one is told so (tensor/install.py).
+// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
 // Functionalization gives what it wraps around a TensorRef the keys of that one besides its own.
@@ -90,6 +89,7 @@ struct RefImpl final : c10::TensorImpl {
     key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
     set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   }
+  ~RefImpl() override { storage_ = c10::Storage(); }  // before the block, and where a sanitizer sees it
   std::tuple<at::Tensor, at::Tensor, Device*> views() const {
     std::lock_guard guard(lock);
     return {plain, home, on};
