@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchTensorRef.memory import core
-
 from ..support.programs import COUNTS_OF_STEPS, Bring, assert_right, state_of, trained
 
 STEPS = 20
@@ -152,53 +150,3 @@ def test_training_goes_on_after_the_state_was_saved_and_loaded(manager, tmp_path
         return state_of(model, optimizer)
 
     assert_right(program, manager, plain_because="what is loaded without injection is plain")
-
-
-class Given(torch.autograd.Function):
-    """Hand on what it is told to as the gradient of its operand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, make: Any) -> torch.Tensor:
-        ctx.make = make
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return ctx.make(gradient), None
-
-
-def branching(first: Any, last: Any, x: torch.Tensor) -> None:
-    """Add up gradients of four branches: one that `first` makes, and three; `last` hears of it."""
-    x.requires_grad_(True)
-    root = Given.apply(x, last)
-    branches = [(root * factor).sum() for factor in (2, 3, 4)]
-    (sum(branches) + Given.apply(root, first).sum()).backward()
-
-
-@pytest.mark.skipif(core.library is None, reason=f"the path is {core.path_in_words()}")
-def test_gradients_that_nobody_else_has_are_added_to_in_place(manage):
-    manager, numbers = manage("lru", 1 << 20), []
-
-    def note(gradient: torch.Tensor) -> torch.Tensor:
-        numbers.append(gradient._ttr_block.block_id)
-        return gradient
-
-    branching(lambda gradient: note(gradient * 2), note, manager.adopt(torch.ones(64)))
-    first, last = numbers
-    assert first == last
-
-
-def test_gradients_that_others_have_are_not(manage):
-    manager = manage("lru", 1 << 20)
-    plain, array = torch.full((64,), 2.0), []
-
-    def shown(gradient: torch.Tensor) -> torch.Tensor:
-        made = gradient * 2
-        array.append(made.numpy())
-        return made
-
-    for first in (lambda _: manager.adopt(plain), shown):
-        x = manager.adopt(torch.ones(64))
-        branching(first, lambda gradient: gradient, x)
-        assert x.grad.tolist() == [11.0] * 64
-    assert plain.tolist() == array[0].tolist() == [2.0] * 64

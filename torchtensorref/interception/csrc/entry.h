@@ -25,8 +25,10 @@ inline PyObject* run_whole = nullptr;  // Python: a composite operator as one; N
 
 // Torch's keys that say that nobody but autograd and a kernel has to see the operator.
 inline const uint64_t kHarmless =
-    (DispatchKeySet(DispatchKeySet::RAW, c10::full_backend_mask) | kOurs |
-     DispatchKeySet({DispatchKey::Dense, DispatchKey::AutogradFunctionality, DispatchKey::ADInplaceOrView, DispatchKey::BackendSelect})).raw_repr();
+    (c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask) |
+     DispatchKeySet({DispatchKey::Dense, DispatchKey::AutogradFunctionality, DispatchKey::ADInplaceOrView,
+                     DispatchKey::BackendSelect, kAbove, kBelow}))
+        .raw_repr();
 
 // -- to Python ------------------------------------------------------------------------------------
 
@@ -39,7 +41,8 @@ inline py::object to_python(const IValue& value, const c10::Argument& argument) 
   switch (type->kind()) {
     case c10::TypeKind::ScalarTypeType: return borrowed(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt())));
     case c10::TypeKind::LayoutType: return borrowed(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt())));
-    case c10::TypeKind::MemoryFormatType: return borrowed(torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
+    case c10::TypeKind::MemoryFormatType:
+      return borrowed(torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
     default: return torch::jit::toPyObject(value);
   }
 }

@@ -6,6 +6,7 @@
 namespace ttr {
 
 constexpr int64_t kUnknown = -1;
+
 inline int64_t nbytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.itemsize()); }
 
 inline int64_t peak_of_linear(const at::Tensor& x, const at::Tensor& weight, bool has_bias) {

@@ -106,7 +106,7 @@ inline PyObject* get_ready(PyObject* self, void*) { return object_of(core_of(sel
 inline int set_ready(PyObject* self, PyObject* value, void*) { return core_of(self)->ready.store(device_of(value)), 0; }
 inline int set_nbytes(PyObject* self, PyObject* value, void*) {
   if (set_number<core_of, &Block::nbytes>(self, value, nullptr)) return -1;
-  core_of(self)->face_on({}).set_nbytes(core_of(self)->nbytes.load());
+  if (core_of(self)->face) core_of(self)->face.set_nbytes(core_of(self)->nbytes.load());
   return 0;
 }
 
@@ -136,16 +136,11 @@ PyObject* get_settled(PyObject* self, void*) {
   Py_XDECREF(done);
   return done ? Py_XNewRef(found) : nullptr;
 }
-// Of bytes that others have, too, no TensorRef is the only one.
-inline int hold_face(const PyBlock* block) {
-  const bool is_held = block->adopted || (block->exposure && block->exposure != Py_None);
-  return block->core->held = is_held ? block->core->face_on({}) : c10::Storage(), 0;
-}
 template <PyObject* PyBlock::*member>
 int set_part(PyObject* self, PyObject* value, void*) {
-  auto* block = reinterpret_cast<PyBlock*>(self);
-  return Py_XDECREF(std::exchange(block->*member, Py_XNewRef(value))), hold_face(block);
+  return Py_XDECREF(std::exchange(reinterpret_cast<PyBlock*>(self)->*member, Py_XNewRef(value))), 0;
 }
+
 // A tensor of bytes over what was adopted; of what it is set to, the storage is kept and no more.
 inline PyObject* get_adopted(PyObject* self, void*) {
   const c10::Storage& storage = reinterpret_cast<PyBlock*>(self)->adopted;
@@ -157,8 +152,7 @@ inline PyObject* get_adopted(PyObject* self, void*) {
 }
 inline int set_adopted(PyObject* self, PyObject* value, void*) {
   c10::Storage given = value == Py_None ? c10::Storage() : THPVariable_Unpack(value).storage();
-  auto* block = reinterpret_cast<PyBlock*>(self);
-  return std::swap(block->adopted, given), hold_face(block);
+  return std::swap(reinterpret_cast<PyBlock*>(self)->adopted, given), 0;
 }
 
 inline PyGetSetDef block_fields[] = {

@@ -40,7 +40,7 @@ class Operands {
     Operand& operand = all.emplace_back();
     operand.ref = ref;
     operand.is_written = is_written;
-    std::lock_guard guard(ref->lock);
+    RefImpl::Locked guard(*ref);
     operand.block = ref->block;
     operand.block->users.fetch_add(1);
     Device* place = operand.block->ready.load();

@@ -25,7 +25,8 @@ using c10::DispatchKeySet;
 // Above autograd: torch itself leaves this key alone.
 constexpr auto kAbove = DispatchKey::DeferredInit;
 // Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
-// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours by both keys, and what asks for this one is told so (tensor/install.py).
+// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours
+// by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
 // Functionalization gives what it wraps around a TensorRef the keys of that one besides its own.
@@ -77,7 +78,7 @@ struct RefImpl final : c10::TensorImpl {
   BlockPtr block;
   // `lock` is for the three below it: an operator takes the plain tensor together with the device
   // that it is on, and another thread may exchange them. Nobody waits under it.
-  mutable ShortLock lock;
+  mutable std::atomic_flag lock = ATOMIC_FLAG_INIT;
   at::Tensor plain;
   Device* on = nullptr;  // null: no plain tensor that the ready path may use
   at::Tensor home;       // the plain tensor over the replica at home, once made
@@ -87,27 +88,39 @@ struct RefImpl final : c10::TensorImpl {
                    DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, label)), like.dtype()),
         block(std::move(of)) {
     key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
-    set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    look_like(*like.unsafeGetTensorImpl());
   }
-  ~RefImpl() override { storage_ = c10::Storage(); }  // before the block, and where a sanitizer sees it
+  void look_like(const TensorImpl& other) { set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset()); }
+  struct Locked {
+    explicit Locked(const RefImpl& ref) : flag(ref.lock) {
+      while (flag.test_and_set(std::memory_order_acquire)) continue;
+    }
+    ~Locked() { flag.clear(std::memory_order_release); }
+    std::atomic_flag& flag;
+  };
   std::tuple<at::Tensor, at::Tensor, Device*> views() const {
-    std::lock_guard guard(lock);
+    Locked guard(*this);
     return {plain, home, on};
   }
   void point_at_the_same(const RefImpl& other) {
     auto [its_plain, its_home, its_device] = other.views();
     BlockPtr its_block = other.block;
-    std::lock_guard guard(lock);  // what they were before is let go behind it
+    Locked guard(*this);  // what they were before is let go behind it
     std::swap(block, its_block);
     std::swap(plain, its_plain);
     std::swap(home, its_home);
     on = its_device;
   }
   // A dispatch mode sees this as the operator `detach`, as it does for plain tensors.
-  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion version, bool may_change) const {
+  c10::intrusive_ptr<TensorImpl> copy_by_mode() const {
     const auto count = c10::impl::TorchDispatchModeTLS::stack_len();
-    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return twin(std::move(version), may_change);
-    auto seen = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1)->pyinterpreter()->detach(this);
+    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return {};
+    const auto& mode = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1);
+    return mode->pyinterpreter()->detach(this);
+  }
+  c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion version, bool may_change) const {
+    auto seen = copy_by_mode();
+    if (!seen) return twin(std::move(version), may_change);
     if (!seen->is_inference()) {
       seen->set_version_counter(std::move(version));
       seen->set_allow_tensor_metadata_change(may_change);
@@ -174,7 +187,7 @@ inline int set_block(PyObject* self, PyObject* value, void*) {
   BlockPtr given(core_of(value));
   if (given.get() != ref->block.get()) {
     ref->set_storage_keep_dtype(given->face_on(ref->device()));
-    std::lock_guard guard(ref->lock);
+    RefImpl::Locked guard(*ref);
     std::swap(ref->block, given);
   }
   return 0;
@@ -191,7 +204,7 @@ int set_plain(PyObject* self, PyObject* value, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return -1;
   at::Tensor given = tensor_in(value);
-  std::lock_guard guard(ref->lock);
+  RefImpl::Locked guard(*ref);
   if (member == &RefImpl::plain) ref->on = nullptr;  // until it is said where the new one is
   return std::swap(ref->*member, given), 0;
 }
@@ -203,7 +216,7 @@ inline int set_device(PyObject* self, PyObject* value, void*) {
   RefImpl* ref = ref_in(self);
   if (!ref) return -1;
   Device* device = device_of(value);
-  std::lock_guard guard(ref->lock);
+  RefImpl::Locked guard(*ref);
   return ref->on = device, 0;
 }
 inline PyGetSetDef ref_fields[] = {

@@ -25,13 +25,6 @@ struct World {
 };
 inline World world;
 
-// A lock of one byte, under which nobody waits.
-struct ShortLock {
-  void lock() { while (flag.test_and_set(std::memory_order_acquire)) continue; }
-  void unlock() { flag.clear(std::memory_order_release); }
-  std::atomic_flag flag = ATOMIC_FLAG_INIT;
-};
-
 struct Block;
 
 // The fresh results on one device that nobody has asked about yet, and what may be there.
@@ -67,11 +60,8 @@ struct Block {
   int64_t born = 0;
   at::Tensor result;  // what a kernel has made, until somebody asks for replicas
   std::atomic<PyObject*> half{nullptr};
-  // What torch sees of it: no bytes, and it says so; who has it is an alias. TensorRefs own it and not the block, so that autograd
-  // sees where it has the only one, and adds to it in place. `held` is the same, while somebody outside has the bytes, too.
-  ShortLock face_lock;
-  c10::weak_intrusive_ptr<c10::StorageImpl> face{c10::intrusive_ptr<c10::StorageImpl>()};
-  c10::Storage held;
+  c10::Storage face;  // what torch sees of it: no bytes, and it says so; who has it is an alias
+
   std::atomic<Ledger*> ledger{nullptr};  // where it is counted as a newborn
   Block *previous = nullptr, *next = nullptr;
 
@@ -96,14 +86,13 @@ struct Block {
     of->newborn_nbytes.fetch_sub(size);
     return size;
   }
-  // The face, labelled as being on a device. What has another label than the first one is no alias to torch: we know it by the block.
-  c10::Storage face_on(std::optional<c10::Device> label) {
-    std::lock_guard guard(face_lock);
-    c10::Storage seen(face.lock());
-    if (seen && (!label || seen.device() == *label)) return seen;
-    c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label.value_or(c10::kCPU)), nullptr, false);
+  // The storage that torch sees, labelled as being on a device. What has another label than the
+  // first one is no alias to torch: we know it by the block.
+  c10::Storage face_on(c10::Device label) {
+    if (face && face.device() == label) return face;
+    c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
     made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
-    if (!seen) face = made.getWeakStorageImpl();
+    if (!face) face = made;  // nobody else has the block yet, or the GIL is held
     return made;
   }
 };
