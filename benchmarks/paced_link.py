@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torchTensorRef import tensorsManager
+from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
-from torchTensorRef.devices.accelerator.lane import StreamLane
 
 from .host_time import PROGRAMS, Program
 from .overhead_of_dispatch import bring, keep_what_is_freed
@@ -100,13 +100,13 @@ class PacedLane(StreamLane):
     busy_s = 0.0
     _free_s = 0.0
 
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
         """Copy at once; the event fires when a link would have."""
         kind, took_s = type(self), source.numel() / self.bytes_per_s
         begins_s = max(time.perf_counter(), self.stream.ends_s, kind._free_s)
         self.stream.ends_s = kind._free_s = begins_s + took_s
         kind.busy_s += took_s
-        super().copy(source, destination)
+        return super().issue(source, destination)
 
 
 def run(program: Program, steps: int, share: float, link_s: float) -> dict[str, float]:

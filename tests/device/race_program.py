@@ -28,7 +28,7 @@ import torchTensorRef.tensor.install
 from tests.support.device_double import LateDevice, LateLane
 from tests.support.programs import RandomEviction
 from torchTensorRef import tensorsManager
-from torchTensorRef.devices.accelerator.lane import StreamLane
+from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.interception import slow_path
 
 MIB = 1 << 20
@@ -94,7 +94,7 @@ def listen_on(kind: str) -> tuple[Listener, Listener]:
     if kind == "late":
         LateLane._copy = staticmethod(listening(LateLane._copy, copies))  # type: ignore[method-assign]
     else:
-        StreamLane.copy = listening(StreamLane.copy, copies)  # type: ignore[method-assign]
+        StreamLane.issue = listening(StreamLane.issue, copies)  # type: ignore[method-assign]
     return kernels, copies
 
 

@@ -92,14 +92,14 @@ def test_a_copy_home_that_fails_loses_nothing(
 ) -> None:
     (x,) = dirty(manager, 1)
     fails = True
-    copy = device._copier.out_lane.copy
+    issue = device._copier.out_lane.issue
 
     def hiccup(source: torch.Tensor, destination: torch.Tensor) -> Any:
         if fails:
             raise RuntimeError("the link hiccups")
-        return copy(source, destination)
+        return issue(source, destination)
 
-    monkeypatch.setattr(device._copier.out_lane, "copy", hiccup)
+    monkeypatch.setattr(device._copier.out_lane, "issue", hiccup)
     replicas = manager.residency.books.ledgers[device].replicas()
     replica = next(r for r in replicas if r.nbytes == 2 * MIB)
     with pytest.raises(TransferError):
@@ -136,7 +136,7 @@ def test_what_is_about_to_be_written_does_not_need_the_copy_home(
     manager: Any, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (x,) = dirty(manager, 1)
-    copy = device._copier.out_lane.copy
+    issue = device._copier.out_lane.issue
     replica = next(
         r for r in manager.residency.books.ledgers[device].replicas() if r.nbytes == 2 * MIB
     )
@@ -144,10 +144,10 @@ def test_what_is_about_to_be_written_does_not_need_the_copy_home(
     def hiccup(source: torch.Tensor, destination: torch.Tensor) -> Any:
         raise RuntimeError("the link hiccups")
 
-    monkeypatch.setattr(device._copier.out_lane, "copy", hiccup)
+    monkeypatch.setattr(device._copier.out_lane, "issue", hiccup)
     manager.residency.evictor.try_write_back(replica)
     x.add_(1)
-    monkeypatch.setattr(device._copier.out_lane, "copy", copy)
+    monkeypatch.setattr(device._copier.out_lane, "issue", issue)
     assert float(manager.release(x)[7]) == 1.5
 
 

@@ -13,16 +13,16 @@ import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
 from torchTensorRef.devices.accelerator.events import events_of
-from torchTensorRef.devices.accelerator.lane import Ends, StreamLane
 from torchTensorRef.devices.storages import move_bytes
 
 _lock = threading.RLock()
@@ -178,12 +178,10 @@ class LateLane(StreamLane):
         super().__init__(vendor, is_urgent=is_urgent)
         self._jitter = jitter
 
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
         self._look_at(source, destination)
         self.stream.issue(functools.partial(self._look_and_copy, source, destination))
-
-    def issue_all(self, copies: Sequence[Ends]) -> Any:
-        event = super().issue_all(copies)
+        event = self._vendor.record(self.stream)
         if self._jitter.random() < 0.2:
             self.stream.pump()  # sometimes the link is fast
         return event

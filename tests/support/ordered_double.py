@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from torchTensorRef.devices.accelerator.copies import StreamLane
 from torchTensorRef.devices.accelerator.device import AcceleratorDevice
-from torchTensorRef.devices.accelerator.lane import StreamLane
 from torchTensorRef.devices.storages import empty_bytes, move_bytes
 
 from .device_double import Runtime
@@ -114,10 +114,11 @@ class OrderedModule:
 class OrderedLane(StreamLane):
     """Copies at once, and says when."""
 
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+    def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
         self.last = self.stream.work()
         self.stream.last_issue = next(_issues)
         move_bytes(source, destination)
+        return self._vendor.record(self.stream)
 
 
 class OrderedDevice(AcceleratorDevice):

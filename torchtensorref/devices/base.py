@@ -82,8 +82,6 @@ class Device(PeerLinks, ABC):
     prefers_page_locked: bool = False
     #: Counts the results of kernels itself, by `account`: an independent check of the ledger.
     is_witness: bool = False
-    #: Copies that are issued together (`copy_in_all`) cost it less than one by one.
-    issues_together: bool = False
     #: `empty` may follow a `copy_out` at once: the bytes are kept until the copy has read them.
     keeps_leaving_bytes: bool = False
     #: It is known how fast its host's kernels are.
@@ -184,21 +182,6 @@ class Device(PeerLinks, ABC):
         after : Event, optional
             The copy starts no earlier; at least `available` of the base.
         """
-
-    def copy_in_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> list[Event]:
-        """Issue several copies as `copy_in` does, each as soon as its base is `available`.
-
-        Parameters
-        ----------
-        copies : sequence of (Tensor, Tensor)
-            Source and base of each, in the order in which they are to arrive.
-
-        Raises
-        ------
-        TransferError
-            One has failed, before any was issued if the device `issues_together`.
-        """
-        return [self.copy_in(source, base, after=self.available(base)) for source, base in copies]
 
     @abstractmethod
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:

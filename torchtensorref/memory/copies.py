@@ -9,10 +9,11 @@ import torch
 
 from ..base.errors import LostError, TransferError
 from ..devices.base import Device
+from ..devices.host.readers import host_readers
+from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
-from .fetching import Fetching
-from .filling import Filling, replica_on
+from .filling import Filling
 from .holds import Holds, is_exposed_on
 from .in_flight import InFlight
 from .leaving import Leaving, finish_issue, note_failure
@@ -42,9 +43,8 @@ class Copier:
         self.in_flight = InFlight()
         self.rehousing = Rehousing(books, holds)
         self.filling = Filling(books, holds)
-        self.peers = Peers(books, holds, self.filling, self.transfer, self.in_flight)
-        self.fetching = Fetching(
-            books, holds, self.filling, self.transfer, self.in_flight, self.rehousing
+        self.peers = Peers(
+            books, holds, self.filling, self.transfer, self.in_flight, self.replica_on
         )
         self.leaving = Leaving(books, holds, self.transfer)
 
@@ -215,6 +215,15 @@ class Copier:
 
     # -- fetch ----------------------------------------------------------------------------------
 
+    def replica_on(self, block: Block, device: Device) -> Replica:
+        """Return the replica on an accelerator, an empty one if there was none (lock held)."""
+        replica = block.replicas.get(device)
+        if replica is None:
+            base = device.allocate(0)
+            device.empty(base)
+            replica = block.replicas[device] = Replica(block, device, base, INVALID)
+        return replica
+
     def fetch(self, block: Block, device: Device, *, ahead: bool = False) -> None:
         """Issue the copy that makes a block readable on an accelerator; room must be there.
 
@@ -227,7 +236,7 @@ class Copier:
         TransferError
             The copy failed; the block is where it was.
         """
-        books = self._books
+        books, holds = self._books, self._holds
         if self.rehousing.waiting:
             self.rehousing.move_some()
         if books.is_spread and self.peers.bring(block, device, ahead=ahead):
@@ -238,12 +247,27 @@ class Copier:
             with books.lock:
                 home = block.readable_on(books.host)
                 if home is not None:
-                    replica = replica_on(block, device)
+                    replica = self.replica_on(block, device)
                     if not self.filling.open(block, replica):
                         return
                     break
             self.bring_home(block)
-        self.fetching.issue([(home, replica)], ahead=ahead)
+        try:
+            replica.arrival = self.transfer.fetch(home, replica, ahead=ahead)
+            if host_readers.mirrors:
+                self.rehousing.note_copy(home)
+            if ahead:
+                with books.lock:
+                    self.in_flight.add(replica)
+        except BaseException as error:
+            if not isinstance(error, TransferError):
+                device.synchronize()  # it may have been issued all the same
+            with books.lock:
+                self.filling.close(replica)
+            raise
+        finally:
+            holds.issuing.pop(replica, None)
+        telling.fetched(books, block.name, replica, ahead=ahead)
 
     # -- what is current ------------------------------------------------------------------------
 
@@ -320,8 +344,7 @@ class Copier:
         if exposure is None or exposure.device.is_host or not exposure.alive:
             return
         home, held = block.replicas[self._books.host], block.replicas[exposure.device]
-        for event in self.transfer.fetch([(home, held)]):
-            event.synchronize()
+        self.transfer.fetch(home, held).synchronize()
 
     def _make_current(self, replica: Replica) -> None:
         """Let a replica that is being written be the one that counts (lock held)."""

@@ -6,7 +6,6 @@ import threading
 
 import torch
 
-from ..devices.base import Device
 from ..devices.storages import storage_nbytes
 from .block import Block, Replica
 from .bookkeeping import Books
@@ -18,16 +17,6 @@ from .states import FILLING, INVALID
 
 class RoomTakenError(Exception):
     """Internal: another thread has taken the room that was made. Never reaches the program."""
-
-
-def replica_on(block: Block, device: Device) -> Replica:
-    """Return the replica on an accelerator, an empty one if there was none (lock held)."""
-    replica = block.replicas.get(device)
-    if replica is None:
-        base = device.allocate(0)
-        device.empty(base)
-        replica = block.replicas[device] = Replica(block, device, base, INVALID)
-    return replica
 
 
 class Filling:

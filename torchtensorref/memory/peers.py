@@ -12,13 +12,14 @@ What home has too, a weight or a cache, is taken from whoever can have brought i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from ..base.errors import TransferError
 from ..devices.base import Device
 from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
-from .filling import Filling, replica_on
+from .filling import Filling
 from .holds import Holds
 from .in_flight import InFlight
 from .states import CLEAN, DIRTY, FILLING, INVALID
@@ -35,12 +36,14 @@ class Peers:
         filling: Filling,
         transfer: Transfer,
         in_flight: InFlight,
+        replica_on: Callable[[Block, Device], Replica],
     ) -> None:
         self._books = books
         self._holds = holds
         self._filling = filling
         self._transfer = transfer
         self._in_flight = in_flight
+        self._replica_on = replica_on
         #: On their way, and current nowhere else; whether any ever was.
         self._has_moving = False
         self._moving: weakref.WeakSet[Replica] = weakref.WeakSet()
@@ -66,7 +69,7 @@ class Peers:
             source = self._source(block, device)
             if source is None:
                 return False
-            replica = replica_on(block, device)
+            replica = self._replica_on(block, device)
             if not self._filling.open(block, replica):
                 return True
             try:

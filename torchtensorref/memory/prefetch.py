@@ -44,35 +44,25 @@ class Prefetcher:
     def prefetch(self, device: Device, wishes: Sequence[Prefetch]) -> list[Block]:
         """Issue copies ahead of need until one is refused, and tell the strategy of all at once.
 
-        Small ones are issued together. Before a large one its own victims go and no others: it
-        would have to wait for theirs, too.
-
         Returns
         -------
         list of Block
             Those whose copies were issued.
         """
         issued: list[Block] = []
-        together: list[Block] = []
         try:
             for wish in wishes:
-                if not self._make_room(device, wish.block_id, wish.victims, together):
+                if not self._prefetch(device, wish.block_id, wish.victims, issued):
                     break
-                if sum([block.nbytes for block in together]) < device.decision_nbytes:
-                    continue
-                if not self._issue(device, together, issued):
-                    break
-            if together:
-                self._issue(device, together, issued)
         finally:
             if issued:
                 self._feed.tell_prefetches(issued)
         return issued
 
-    def _make_room(
-        self, device: Device, block_id: int, victims: Sequence[int], together: list[Block]
+    def _prefetch(
+        self, device: Device, block_id: int, victims: Sequence[int], issued: list[Block]
     ) -> bool:
-        """Evict the victims for the copy of one block, and note the block.
+        """Issue the copy of one block ahead of need, in the room of its victims, and note it.
 
         Returns
         -------
@@ -95,35 +85,16 @@ class Prefetcher:
             chosen = self._holds.free_among(device, victims)
             ledger = books.ledgers[device]
             free_nbytes = ledger.most_nbytes - ledger.resident_nbytes
-            free_nbytes -= sum([other.nbytes for other in together])  # it is theirs
             if free_nbytes + sum([r.nbytes for r in chosen]) < block.nbytes:
                 return False
         try:
             for victim in chosen:
                 self._evictor.evict(victim, f"{self._feed.strategy.name}: room to prefetch")
-        except TransferError as error:
+            self._copier.fetch(block, device, ahead=True)
+            issued.append(block)
+        except RoomTakenError:
+            return False
+        except (torch.OutOfMemoryError, TransferError) as error:
             books.log.note(block.name, f"no prefetch {device.name}", str(error)[:80])
             return False
-        together.append(block)
-        return True
-
-    def _issue(self, device: Device, together: list[Block], issued: list[Block]) -> bool:
-        """Issue the copies for which room was made; False where one of them was refused."""
-        books, copier = self._books, self._copier
-        if copier.rehousing.waiting:
-            copier.rehousing.move_some()
-        blocks, together[:] = list(together), []
-        if not books.is_spread:
-            coming = copier.fetching.issue_ahead(blocks, device)
-            issued += coming
-            return len(coming) == len(blocks)
-        for block in blocks:
-            try:
-                copier.fetch(block, device, ahead=True)  # a peer may be sooner
-            except RoomTakenError:
-                return False
-            except (torch.OutOfMemoryError, TransferError) as error:
-                books.log.note(block.name, f"no prefetch {device.name}", str(error)[:80])
-                return False
-            issued.append(block)
         return True

@@ -19,7 +19,7 @@ from .budget import OutOfBudgetError
 from .copies import Copier
 from .costs import GIVEN_BACK
 from .eviction import Evictor, HeldByOthersError
-from .filling import RoomTakenError, replica_on
+from .filling import RoomTakenError
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
 from .overwriting import Overwriting
@@ -192,7 +192,7 @@ class Residency:
             if block.exposure is not None or block.promise is not None:
                 self.copier.refresh(block)
         with self.books.lock:
-            held = [replica_on(block, device) for block in blocks]
+            held = [self.copier.replica_on(block, device) for block in blocks]
             self.holds.pin(held)  # all or none: nothing above is held yet, this cannot fail
         return held
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -16,10 +14,6 @@ from ..devices.host.readers import host_readers
 from ..devices.storages import as_bytes, bytes_of, empty_bytes, storage_of
 from .block import Replica
 from .names import names
-
-T = TypeVar("T")
-#: The replica at home, and the one to be filled from it.
-Pair = tuple[Replica, Replica]
 
 _is_profiled = torch._C._autograd._profiler_enabled
 
@@ -49,39 +43,29 @@ class Transfer:
     def __init__(self) -> None:
         self.counts = TransferCounts()
 
-    def fetch(self, pairs: Sequence[Pair], *, ahead: bool = False) -> Iterator[Event]:
-        """Issue copies of blocks' bytes from home to an accelerator; yield their events in order.
-
-        Parameters
-        ----------
-        pairs : sequence of (Replica, Replica)
-            The replica at home and the one to be filled, all of one device.
+    def fetch(self, home: Replica, replica: Replica, *, ahead: bool = False) -> Event:
+        """Issue the copy of a block's bytes from home to an accelerator.
 
         Raises
         ------
         TransferError
-            A copy failed `ATTEMPTS` times. The bytes of it and those behind it are undefined, all
-            at home are untouched.
+            The copy failed `ATTEMPTS` times; the replica's bytes are undefined, home is untouched.
         """
-        device = pairs[0][1].device
-        step = len(pairs) if device.issues_together else 1
-        for first in range(0, len(pairs), step):
-            together = pairs[first : first + step]
-            were_exposed = [is_exposed(home) for home, _ in together]
-            for (home, _), was_exposed in zip(together, were_exposed, strict=True):
-                if was_exposed:
-                    host_readers.have_changed(home.base)  # or may have: no mirror is trusted
-            copies = [(as_bytes(home.base), replica.base) for home, replica in together]
-            events = self._issue(
-                "prefetch" if ahead else "fetch",
-                [replica for _, replica in together],
-                functools.partial(device.copy_in_all, copies),
-            )
-            for pair, was_exposed, event in zip(together, were_exposed, events, strict=True):
-                if device.prefers_page_locked:
-                    self._mind_source(pair[0], device, event, was_exposed=was_exposed)
-                self._count(event, pair[1], ahead=ahead)
-            yield from events
+        device, base = replica.device, replica.base
+        source = as_bytes(home.base)
+        was_exposed = is_exposed(home)
+        if was_exposed:
+            host_readers.have_changed(home.base)  # or may have, by now: no mirror is trusted
+
+        event = self._issue(
+            "prefetch" if ahead else "fetch",
+            replica,
+            lambda: device.copy_in(source, base, after=device.available(base)),
+        )
+        if device.prefers_page_locked:
+            self._mind_source(home, device, event, was_exposed=was_exposed)
+        self._count(event, replica, ahead=ahead)
+        return event
 
     def _count(self, event: Event, replica: Replica, *, ahead: bool) -> None:
         if settings.sync:
@@ -104,7 +88,7 @@ class Transfer:
         device, giver = replica.device, source.device
         event = self._issue(
             "fetch across",
-            [replica],
+            replica,
             lambda: device.copy_across(
                 giver, source.base, replica.base, after=device.available(replica.base)
             ),
@@ -135,7 +119,7 @@ class Transfer:
         destination = as_bytes(home.base)
         event = self._issue(
             "write_back",
-            [replica],
+            replica,
             lambda: device.copy_out(replica.base, destination),
         )
         if settings.sync:
@@ -151,17 +135,17 @@ class Transfer:
         self._retry(lambda: device.copy_out(replica.base, copied)).synchronize()
         return copied
 
-    def _issue(self, kind: str, replicas: Sequence[Replica], issue: Callable[[], T]) -> T:
-        """Issue copies, a range of its own in the traces of `torch.profiler` if one is at work."""
+    def _issue(self, kind: str, replica: Replica, issue: Callable[[], Event]) -> Event:
+        """Issue a copy, a range of its own in the traces of `torch.profiler` if one is at work."""
         if not _is_profiled():
             return self._retry(issue)
-        name = " ".join(names.of_block(replica.block_id) for replica in replicas)
+        name = names.of_block(replica.block_id)
         # Torch's `record_function` imports a module where it is used first; with `with_stack` names
         # of what ran there are read after they are gone, and may be no text.
         with torch._C._profiler._RecordFunctionFast(f"ttr::{kind} {name}"):
             return self._retry(issue)
 
-    def _retry(self, issue: Callable[[], T]) -> T:
+    def _retry(self, issue: Callable[[], Event]) -> Event:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return issue()

@@ -7,8 +7,8 @@ import enum
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import TransferError
 from ..base import DONE, Event
@@ -17,7 +17,6 @@ from ..host.readers import host_readers
 from ..storages import as_bytes, bytes_of, move_bytes, storage_nbytes
 from .events import AcceleratorEvent, StagedEvent, UntilItEnds, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
-from .lane import Ends, StreamLane
 from .link_rate import LinkRate
 from .staging import HostCopier, StagedCopy, StagingRing
 from .streams import ComputeStreams
@@ -26,15 +25,37 @@ from .vendor import Vendor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LinkCopier"]
+__all__ = ["LinkCopier", "StreamLane"]
 
 #: Smaller sources are not worth a staging buffer, nor have they to wait behind those that are:
 #: they pass them, on a stream of their own.
 STAGED_FROM_NBYTES = 64 << 10
 
 
-#: Neighbours up to so many bytes together have one event: compute waits for all of them.
-TOGETHER_NBYTES = 4 << 20
+class StreamLane:
+    """One direction of the link: a stream, and copies on it.
+
+    Parameters
+    ----------
+    vendor : Vendor
+        Has the streams.
+    is_urgent : bool
+        Whether its copies are to be preferred, where the vendor has priorities.
+    """
+
+    def __init__(self, vendor: Vendor, *, is_urgent: bool = False) -> None:
+        self._vendor = vendor
+        self.stream: Any = vendor.new_stream(is_urgent=is_urgent)
+
+    def hold_back(self, event: Any) -> None:
+        """Let the stream wait for an event of the device."""
+        self.stream.wait_event(event)
+
+    def issue(self, source: Tensor, destination: Tensor) -> Any:
+        """Issue a copy; return its event."""
+        with self._vendor.on(self.stream):
+            move_bytes(source, destination, non_blocking=True)
+            return self._vendor.record(self.stream, blocking=True)
 
 
 class Queue(enum.Enum):
@@ -158,62 +179,45 @@ class LinkCopier:
         """Let operators that are issued from now on wait for an event of the device module."""
         self._compute.hold_back(event)
 
-    def copy_in_all(self, copies: Sequence[tuple[Tensor, Tensor, Event | None]]) -> list[Event]:
-        """Issue copies to the accelerator, each as `Device.copy_in` does: source, base, after.
-
-        Small neighbours wait for what all of them have to wait for, and have one event.
-        """
-        for source, base, _ in copies:  # before any of them is issued
-            _check_sizes(source, base, storage_nbytes(base))
+    def copy_in(self, source: Tensor, base: Tensor, after: Event | None) -> Event:
+        """Issue a copy to the accelerator, as `Device.copy_in` does."""
+        target = as_bytes(base)
+        _check_sizes(source, target)
         if not self._vendor.has_streams:
-            return [
-                self._copy_in_order(source, as_bytes(base), after) for source, base, after in copies
-            ]
-        events: list[Event] = []
-        for ways in _neighbours([self._way_in(*copy) for copy in copies]):
-            event = self._issue_in(ways)
-            for way in ways:
-                if way.is_read_late:
-                    host_readers.note_reader(way.memory, event)
-                events.append(self._keep(way.base, event, way.queue))
-        return events
-
-    def _way_in(self, source: Tensor, base: Tensor, after: Event | None) -> _WayIn:
-        """Say by which queue a copy goes, and from which memory it reads."""
-        waits, mirror = events_of(after), host_readers.mirrors.of(source)
+            return self._copy_in_order(source, target, after)
+        waits = events_of(after)
+        event: AcceleratorEvent | StagedEvent
+        mirror = host_readers.mirrors.of(source)
         if source.numel() < STAGED_FROM_NBYTES:
             # From a clone: the source may be written at once.
             memory = source.clone() if mirror is None else mirror.memory
-            return _WayIn(Queue.URGENT_IN, memory, base, waits, mirror is not None)
-        if mirror is not None:  # the block may be at home there soon
-            return _WayIn(Queue.IN, mirror.memory, base, waits)
-        queue = Queue.IN if self.is_page_locked(source) else Queue.STAGED_IN
-        return _WayIn(queue, source, base, waits)
-
-    def _issue_in(self, ways: Sequence[_WayIn]) -> AcceleratorEvent | StagedEvent:
-        """Issue neighbours of one queue; return their event."""
-        queue, nbytes = ways[0].queue, sum(way.memory.numel() for way in ways)
-        waits = tuple(dict.fromkeys(event for way in ways for event in way.waits))
-        if queue is Queue.STAGED_IN:
-            (way,) = ways
-            return self._stage_in(way.memory, as_bytes(way.base), waits)
-        copies = [(way.memory, as_bytes(way.base)) for way in ways]
-        if queue is Queue.URGENT_IN:
-            return self._issue(self.urgent_lane, copies, waits)
-        return self._issue_timed(self.in_lane, copies, waits, nbytes, self.rate_in)
+            event = self._issue(self.urgent_lane, memory, target, waits)
+            if mirror is not None:
+                host_readers.note_reader(memory, event)
+            return self._keep(base, event, Queue.URGENT_IN)
+        if mirror is not None:
+            event = self._issue_timed(self.in_lane, mirror.memory, target, waits, self.rate_in)
+            host_readers.note_reader(mirror.memory, event)  # the block may be at home there soon
+            return self._keep(base, event, Queue.IN)
+        if self.is_page_locked(source):
+            event = self._issue_timed(self.in_lane, source, target, waits, self.rate_in)
+            queue = Queue.IN
+        else:
+            event, queue = self._stage_in(source, target, waits), Queue.STAGED_IN
+        host_readers.note_reader(source, event)
+        return self._keep(base, event, queue)
 
     def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
         source = as_bytes(base)
-        _check_sizes(source, destination, destination.nbytes)
+        _check_sizes(source, destination)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
         # Without an order of the caller's, what compute was given so far may write these bytes.
         waits = (self._compute.record(),) if after is None else events_of(after)
         host_readers.about_to_be_filled(destination, self)
         if self.is_page_locked(destination):
-            ends, nbytes = [(source, destination)], source.numel()
-            event = self._issue_timed(self.out_lane, ends, waits, nbytes, self.rate_out)
+            event = self._issue_timed(self.out_lane, source, destination, waits, self.rate_out)
             return self._keep(base, event, Queue.OUT)
         # Into pageable memory the driver would make the host wait for compute.
         piece = self._pieces.take() if source.numel() <= PIECE_NBYTES else None
@@ -235,7 +239,7 @@ class LinkCopier:
         waits = (giver._compute.record(), *events_of(after))
         # Torch copies on the stream that the giver is on, and lets the one that we are on wait.
         with giver._vendor.on(giver.peer_lane.stream):
-            event = self._issue(self.peer_lane, [(bytes_of(source), bytes_of(base))], waits)
+            event = self._issue(self.peer_lane, bytes_of(source), bytes_of(base), waits)
         giver._keep(source, event, Queue.ACROSS)
         return self._keep(base, event, Queue.ACROSS)
 
@@ -254,27 +258,27 @@ class LinkCopier:
         return event
 
     def _issue(
-        self, lane: StreamLane, copies: Sequence[Ends], waits: tuple[Any, ...]
+        self, lane: StreamLane, source: Tensor, destination: Tensor, waits: tuple[Any, ...]
     ) -> AcceleratorEvent:
-        """Copy on a side stream; the event holds all ends until it is seen to have fired."""
+        """Copy on a side stream; the event holds both ends until it is seen to have fired."""
         for event in waits:
             lane.hold_back(event)
-        held = tuple(end for ends in copies for end in ends)
-        return AcceleratorEvent(lane.issue_all(copies), self, held)
+        return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
 
     def _issue_timed(
         self,
         lane: StreamLane,
-        copies: Sequence[Ends],
+        source: Tensor,
+        destination: Tensor,
         waits: tuple[Any, ...],
-        nbytes: int,
         rate: LinkRate,
     ) -> AcceleratorEvent:
-        """Copy so many bytes as `_issue` does, and learn from it how fast the link is."""
+        """Copy as `_issue` does, and learn from it how fast the link is."""
         for event in waits:
             lane.hold_back(event)
+        nbytes = source.numel()
         watch = rate.begin(nbytes, lane.stream)
-        issued = self._issue(lane, copies, ())
+        issued = self._issue(lane, source, destination, ())
         if watch is not None:
             rate.end(nbytes, watch)
         return issued
@@ -324,37 +328,12 @@ class LinkCopier:
         return DONE
 
 
-class _WayIn(NamedTuple):
-    """A copy to the accelerator: its queue, what it reads, where to, and after which events."""
-
-    queue: Queue
-    memory: Tensor
-    base: Tensor
-    waits: tuple[Any, ...]
-    is_read_late: bool = True
-
-
-def _neighbours(ways: Sequence[_WayIn]) -> Iterator[list[_WayIn]]:
-    """Yield the copies in their order, those together that may have one event."""
-    group: list[_WayIn] = []
-    left_nbytes = TOGETHER_NBYTES
-    for way in ways:
-        left_nbytes -= way.memory.numel()
-        is_apart = way.queue is Queue.STAGED_IN or left_nbytes < 0
-        if group and (is_apart or way.queue is not group[0].queue):
-            yield group
-            group, left_nbytes = [], TOGETHER_NBYTES - way.memory.numel()
-        group.append(way)
-    if group:
-        yield group
-
-
-def _check_sizes(source: Tensor, destination: Tensor, nbytes: int) -> None:
-    if source.nbytes != nbytes:
+def _check_sizes(source: Tensor, destination: Tensor) -> None:
+    if source.nbytes != destination.nbytes:
         here, there = source.device, destination.device
         raise TransferError(
             f"A copy from {here} to {there} has {source.nbytes:,} bytes to give and room for "
-            f"{nbytes:,}; nothing was copied.",
+            f"{destination.nbytes:,}; nothing was copied.",
             source=str(here),
             destination=str(there),
             nbytes=source.nbytes,

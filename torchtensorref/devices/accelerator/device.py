@@ -24,9 +24,8 @@ from ..storages import (
     storage_nbytes,
     storage_of,
 )
-from .copies import LinkCopier
+from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
-from .lane import StreamLane
 from .peers import AcceleratorPeers
 from .rooms import UNNOTED, Rooms
 from .streams import ComputeStreams
@@ -98,7 +97,6 @@ class AcceleratorDevice(AcceleratorPeers):
     kernels_allocate = True
     shares_memory = True
     prefers_page_locked = True
-    issues_together = True
     #: A copy into freed memory waits for its last reader, which the manager has to name.
     notes_uses = True
     #: Whatever gets memory that a copy home still reads waits for that copy.
@@ -298,17 +296,10 @@ class AcceleratorDevice(AcceleratorPeers):
     # copies -------------------------------------------------------------------------------
 
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        return self._copy_in_all([(source, base, after)])[0]
-
-    def copy_in_all(self, copies: Sequence[tuple[Tensor, Tensor]]) -> list[Event]:  # noqa: D102
-        return self._copy_in_all([(source, base, self.available(base)) for source, base in copies])
-
-    def _copy_in_all(self, copies: Sequence[tuple[Tensor, Tensor, Event | None]]) -> list[Event]:
-        events = self._copier.copy_in_all(copies)
+        event = self._copier.copy_in(source, base, after)
         with self._lock:
-            for _, base, _ in copies:
-                self._rooms.note_copy(base)
-        return events
+            self._rooms.note_copy(base)
+        return event
 
     def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
         return self._copier.copy_out(base, destination, after)
@@ -363,8 +354,13 @@ class AcceleratorDevice(AcceleratorPeers):
         return self.vendor.hardware()
 
     def stopwatch(self) -> EventStopwatch | None:  # noqa: D102
-        has_streams = self.vendor.has_streams
-        return self.vendor.stopwatch(self._compute.current()) if has_streams else None
+        vendor = self.vendor
+        if not vendor.has_streams:
+            return None
+        began, ended = vendor.timed_event(), vendor.timed_event()
+        if began is None or ended is None:
+            return None
+        return EventStopwatch(began, ended, self._compute.current())
 
     def random_state(self) -> Tensor | None:
         """The state of the device's generator, to be set again before a second try."""

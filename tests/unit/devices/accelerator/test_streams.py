@@ -178,7 +178,6 @@ class UnmappingDevice(OrderedDevice):
         self.streams, self.readers = {}, {}
 
     def refill(self, base, nbytes):
-        self.at_refill = self.double.default
         super().refill(base, nbytes)
         self.streams[id(base)] = self.at_refill
 
@@ -199,6 +198,7 @@ class UnmappingDevice(OrderedDevice):
 def test_nothing_is_unmapped_under_a_kernel(monkeypatch):
     device = UnmappingDevice()
     on = device.vendor.on
+    device.at_refill = device.double.default
 
     def noted_on(stream):
         device.at_refill = stream
