@@ -354,13 +354,8 @@ class AcceleratorDevice(AcceleratorPeers):
         return self.vendor.hardware()
 
     def stopwatch(self) -> EventStopwatch | None:  # noqa: D102
-        vendor = self.vendor
-        if not vendor.has_streams:
-            return None
-        began, ended = vendor.timed_event(), vendor.timed_event()
-        if began is None or ended is None:
-            return None
-        return EventStopwatch(began, ended, self._compute.current())
+        has_streams = self.vendor.has_streams
+        return self.vendor.stopwatch(self._compute.current()) if has_streams else None
 
     def random_state(self) -> Tensor | None:
         """The state of the device's generator, to be set again before a second try."""

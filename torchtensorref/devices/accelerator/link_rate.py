@@ -47,8 +47,7 @@ class LinkRate:
         self._copy_count += 1
         if self._waiting is not None or self._copy_count % ONE_IN != 1:
             return None
-        began, ended = self._vendor.timed_event(), self._vendor.timed_event()
-        return None if began is None or ended is None else EventStopwatch(began, ended, stream)
+        return self._vendor.stopwatch(stream)
 
     def end(self, nbytes: int, watch: EventStopwatch) -> None:
         """End a measurement with the copy that was issued; nobody waits for it."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ConfigError
 from ..host.numa import cpus_near
 from ..storages import empty_bytes
+from .events import EventStopwatch
 from .own_stream import OnSideStream, new_stream
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ class Vendor:
             return self._module.Event(enable_timing=True)
         except (TypeError, RuntimeError):
             return None
+
+    def stopwatch(self, stream: Any) -> EventStopwatch | None:
+        """Begin to measure what a stream is given next; None where events keep no time."""
+        began, ended = self.timed_event(), self.timed_event()
+        return None if began is None or ended is None else EventStopwatch(began, ended, stream)
 
     def hardware(self) -> str:
         """What its maker calls it, where the module says so."""
