@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,28 @@ def test_a_lease_ends_when_it_is_told(world):
     assert all(weight._ttr_block.ready is None for weight in world.weights)
     world.use(2)
     assert [index for index, _ in world.told()] == [2]
+
+
+def test_two_threads_begin_one_lease(world, monkeypatch):
+    feed, accelerator = world.manager.residency.feed, world.manager.residency.books.main
+    world.use(0)
+    feed.catch_up()
+    world.told()
+    expects, threads = world.strategy.expects, []
+
+    def meanwhile(device: Any) -> Any:
+        threads.append(threading.Thread(target=feed.begin_lease, args=(accelerator,)))
+        threads[-1].start()
+        threads[-1].join(0.2)
+        return expects(device)
+
+    monkeypatch.setattr(world.strategy, "expects", meanwhile)
+    world.expect(1, 2)
+    feed.begin_lease(accelerator)
+    for thread in threads:
+        thread.join()
+    assert len(threads) == 1
+    assert list(feed.lease.nbytes) == [world.number(1), world.number(2)]
 
 
 def test_an_operator_whose_operands_are_ready_does_not_end_it(world):

@@ -371,8 +371,7 @@ class Residency:
             if self.feed.looks_ahead:
                 for each in books.accelerators if self.feed.spreads else (device,):
                     self.prefetcher.issue_wishes(each)
-            if self.feed.lease is None:
-                self.feed.lease = self.readiness.lease(device, self.feed.expected(device))
+            self.feed.begin_lease(device)
             if books.tick - books.short_at > books.calm_count:
                 books.note_calm()
         if self.books.is_left(device):

@@ -348,13 +348,9 @@ class StrategyFeed:
         with self.lock:
             if self.lease is None:  # else what has gone may have been used before
                 self._tell_departures()
+            count = len(self._books.known)
             return self._checked.victims(
-                seen,
-                candidates,
-                need_nbytes,
-                len(self._books.known),
-                candidates.nbytes_of,
-                may_fail=may_fail,
+                seen, candidates, need_nbytes, count, candidates.nbytes_of, may_fail=may_fail
             )
 
     @property
@@ -387,12 +383,15 @@ class StrategyFeed:
             leaving = checked.write_back(seen, resident, count)
             return leaving, checked.prefetch(seen, resident, count)
 
-    def expected(self, device: Device) -> list[int]:
-        """Ask of which blocks the next uses need not be told one by one (no lock held)."""
-        if not (self._checked.expects_uses and device.decision_nbytes and self.wants_every_use):
-            return []
+    def begin_lease(self, device: Device) -> None:
+        """Open what the strategy expects to be used next, and need not hear of (no lock held)."""
+        checked = self._checked
+        if not (checked.expects_uses and device.decision_nbytes and self.wants_every_use):
+            return
         with self.lock:
-            return self._checked.expects(self.device_snapshot(device), len(self._books.known))
+            if self.lease is None:  # else it has not ended, or another thread has begun one
+                expected = checked.expects(self.device_snapshot(device), len(self._books.known))
+                self.lease = self._readiness.lease(device, expected)
 
     def device_snapshot(self, device: Device) -> DeviceSnapshot:
         """Describe a device, as it is when somebody looks at the description."""
