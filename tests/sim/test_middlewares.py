@@ -216,6 +216,34 @@ def test_a_veto_is_an_error_and_the_operator_has_not_run(manager):
     assert x.tolist() == [0.0] * 8
 
 
+def test_a_type_error_of_the_program_is_not_taken_for_torchs_own(manager):
+    """Torch's own make `a + b` say that operands of these classes cannot be added."""
+
+    class Wrong(middlewares.Middleware):
+        def before(self):
+            pass
+
+    def wrong(happening):
+        raise TypeError("mine")
+
+    x = manager.adopt(torch.rand(2, 2)).toGPU()
+    for run in (lambda: x + 1, lambda: x @ x, lambda: x.mul(2)):
+        refused = pytest.raises(RuntimeError, match=r"before\(\) takes 1 positional")
+        with manager.middlewares.scoped(Wrong()), refused as caught:
+            run()
+        assert isinstance(caught.value.__cause__, TypeError)
+        assert "in the middleware Wrong.before" in caught.value.__notes__[0]
+        manager.on("op", wrong)
+        try:
+            with pytest.raises(RuntimeError, match="mine") as caught:
+                run()
+        finally:
+            manager.off("op", wrong)
+        assert "in the callback" in caught.value.__notes__[0]
+    with pytest.raises(TypeError):
+        x + "text"
+
+
 def test_an_error_after_a_write_lets_no_gradient_come_from_what_was_overwritten(manager):
     class Failing(middlewares.Middleware):
         def after(self, op, result):

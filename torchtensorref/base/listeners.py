@@ -164,7 +164,8 @@ class Listeners:
         Raises
         ------
         Exception
-            What a callback has raised, with a note that names it; the others have been called.
+            What a callback has raised, with a note that names it (`not_torchs_own`); the others
+            have been called.
         """
         me = get_ident()
         mine = self.waiting.pop(me, None)
@@ -187,7 +188,7 @@ class Listeners:
         if failed:
             for other in failed[1:]:
                 failed[0].add_note(f"And {type(other).__name__}: {other}; {other.__notes__[-1]}")
-            raise failed[0]
+            raise not_torchs_own(failed[0])
 
     def deliver_beside(self, error: BaseException) -> None:
         """Call the callbacks before an error goes on; what they raise is noted on it."""
@@ -196,6 +197,21 @@ class Listeners:
                 self.deliver()
             except Exception as other:
                 error.add_note(f"And {type(other).__name__}: {other}; {other.__notes__[-1]}")
+
+
+def not_torchs_own(error: Exception) -> Exception:
+    """Return what to raise inside an operator for an error of the program's own functions.
+
+    Torch takes a TypeError there for its own refusal of the operands, of which `a + b` makes an
+    error that says no more than their classes.
+    """
+    if not isinstance(error, TypeError):
+        return error
+    other = RuntimeError(f"{type(error).__name__}: {error}")
+    other.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        other.add_note(note)
+    return other
 
 
 def _call(callback: Callback, happening: Happening, failed: list[Exception]) -> None:

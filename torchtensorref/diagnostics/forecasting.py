@@ -39,11 +39,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--host", help="a processor whose own time is counted, or a file of one")
     parser.add_argument("--budget", help="of each device: 8GB, 50%%; all but 10 percent without")
     parser.add_argument("--strategy", help="genoa, lru, flow, or your own")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens that are generated")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+    parser.add_argument("--prompt", type=count, default=512, help="tokens of the prompt")
+    parser.add_argument("--new-tokens", type=count, default=128, help="tokens that are generated")
+    parser.add_argument("--batch", type=count, default=1, help="sequences at once")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
     parser.add_argument("--plot", help="draw the time by budget into this PNG")
+
+
+def count(text: str) -> int:
+    """Read a whole number from 1 on; argparse says of which option it was."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a whole number from 1 on")
+    return int(text)
 
 
 def main(chosen: argparse.Namespace) -> int:

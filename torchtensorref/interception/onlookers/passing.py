@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ...base.interrupts import lets_program_run
-from ...base.listeners import Happening, listeners
+from ...base.listeners import Happening, listeners, not_torchs_own
 from ...devices.base import Device
 from ...memory.block import Block
 from ...memory.manager import tensorsManager
@@ -38,7 +38,8 @@ def pass_onlookers(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], 
     Raises
     ------
     Exception
-        What a middleware raises, with a note that names it: in `before`, the operator has not run.
+        What a middleware raises, with a note that names it (`not_torchs_own`): in `before`, the
+        operator has not run.
     """
     middlewares = tensorsManager.middlewares.here()
     if not middlewares or get_ident() in _within:
@@ -78,7 +79,7 @@ def _call(method: Callable[..., Any], name: str, op: SeenOperator, *rest: Any) -
         kind = type(getattr(method, "__self__", method)).__name__
         done = "has not run" if name == "before" else "has run"
         error.add_note(f"in the middleware {kind}.{name}, of {op.name}, which {done}")
-        raise
+        raise not_torchs_own(error)  # noqa: B904 - its cause is known
     finally:
         _within.discard(me)
 
