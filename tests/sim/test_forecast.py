@@ -321,6 +321,19 @@ def test_the_least_budget_needs_no_host_and_a_little_less_does():
     assert enough.time_ns == more.time_ns
 
 
+def test_a_budget_below_the_least_is_said_to_be():
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), torch.rand(4, 64)
+    enough = torchTensorRef.forecast(model, x, device="sim:rtx4060")
+    assert "below the least budget" not in enough.report()
+    less = enough.on(budget=enough.least_nbytes // 2)
+    assert "below the least budget: 3 of 3 operators run on the host" in less.report()
+
+
+def test_a_program_is_called_once_or_more_often():
+    with pytest.raises(torchTensorRef.ConfigError, match="steps=0"):
+        torchTensorRef.forecast(nn.Linear(2, 2), torch.rand(1, 2), steps=0)
+
+
 def test_kept_and_read_again(tmp_path):
     with torch.device("meta"):
         model = nn.Linear(64, 64)

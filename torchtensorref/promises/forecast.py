@@ -224,6 +224,9 @@ class Forecast:
             f"  floor      {step.name}: {step.time_ns / max(floor_ns, 1):.2f} times "
             f"{format_ns(floor_ns)}, which {bound} takes",
         ]
+        if self.budget_nbytes < self.least_nbytes and step.fallback_count:
+            count = f"{step.fallback_count} of {step.op_count} operators run on the host"
+            lines.append(f"  advice     below the least budget: {count}, beside the floor")
         if self.spec.host_costs.processor:
             lines.append(
                 f"  host       {format_ns(step.host_ns)} of its own time for management "
@@ -367,6 +370,8 @@ def forecast(
     >>> seen.steps[0].fetched_nbytes > 40e9
     True
     """
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: a program is called once or more often.")
     record = record_of(call, *args, steps=steps, values=values, **kwargs)
     return Forecast(record, spec_of(device, host), budget, strategy)
 
