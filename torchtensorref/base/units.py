@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from .errors import ConfigError, nearest
@@ -82,14 +83,16 @@ def parse_nbytes(size: int | str) -> int:
         return size
     match = _AMOUNT.fullmatch(size)
     if match is None:
-        raise _bad_size(size, "it is not a number with a unit")
+        is_negative = _AMOUNT.fullmatch(size.strip().removeprefix("-")) is not None
+        why = "it is negative" if is_negative else "it is not a number with a unit"
+        raise _bad_size(size, why)
     whole, fraction, unit = match[1].replace("_", ""), match[2] or "", match[3]
     # Integers throughout: a float would lose bytes above 2**53.
     nbytes = int(whole + fraction) * _unit_nbytes(size, unit or "B")
     return int(nbytes // 10 ** len(fraction))
 
 
-def parse_limit(size: int | str) -> int:
+def parse_limit(size: float | str) -> int:
     """Read a size that limits something: as `parse_nbytes`, but not what is hardly meant.
 
     Parameters
@@ -116,7 +119,9 @@ def parse_limit(size: int | str) -> int:
     6
     """
     if isinstance(size, float):
-        raise _unlikely(size, "is no number of bytes")
+        if 0 <= size < math.inf:
+            raise _unlikely(size, "is no number of bytes")
+        raise _bad_size(size, "it is no number of bytes")
     nbytes = parse_nbytes(size)
     if isinstance(size, str) and size.strip()[-1:].isdigit():
         is_fraction = "." in size

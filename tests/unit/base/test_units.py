@@ -38,7 +38,7 @@ def test_sizes_are_read(text, nbytes):
         ("6G", "'GiB' (1,073,741,824 bytes) or 'GB' (1,000,000,000 bytes)"),
         ("", "not a number"),
         ("GiB", "not a number"),
-        ("-1GiB", "not a number"),
+        ("-1GiB", "negative"),
         ("1e9", "not a number"),
         ("25%", "unit '%'"),
         (-1, "negative"),
