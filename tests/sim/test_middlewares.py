@@ -220,15 +220,15 @@ def test_a_type_error_of_the_program_is_not_taken_for_torchs_own(manager):
     """Torch's own make `a + b` say that operands of these classes cannot be added."""
 
     class Wrong(middlewares.Middleware):
-        def before(self):
-            pass
+        def before(self, op):
+            return 3 + op.name
 
     def wrong(happening):
         raise TypeError("mine")
 
     x = manager.adopt(torch.rand(2, 2)).toGPU()
     for run in (lambda: x + 1, lambda: x @ x, lambda: x.mul(2)):
-        refused = pytest.raises(RuntimeError, match=r"before\(\) takes 1 positional")
+        refused = pytest.raises(RuntimeError, match="unsupported operand type")
         with manager.middlewares.scoped(Wrong()), refused as caught:
             run()
         assert isinstance(caught.value.__cause__, TypeError)
@@ -301,6 +301,28 @@ def test_a_scope_is_of_its_thread_or_of_all(manager):
 def test_what_is_none_is_refused(manager, wrong):
     with pytest.raises(ConfigError, match="A middleware is an object with a method before"):
         manager.middlewares.append(wrong)
+
+
+def test_methods_that_take_other_arguments_are_refused(manager):
+    class Short(middlewares.Middleware):
+        def before(self):
+            pass
+
+    class Long(middlewares.Middleware):
+        def after(self, op, result, more):
+            pass
+
+    class Right:
+        def before(self, *operator, more=None):
+            pass
+
+    with pytest.raises(ConfigError, match=r"Short\.before is called with \(op\), and takes others"):
+        manager.middlewares.append(Short())
+    refused = pytest.raises(ConfigError, match=r"Long\.after is called with \(op, result\)")
+    with refused, manager.middlewares.scoped(Long()):
+        pass
+    with manager.middlewares.scoped(Right()):
+        assert len(manager.middlewares.here()) == 1
 
 
 # -- Pin ------------------------------------------------------------------------------------------

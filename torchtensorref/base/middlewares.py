@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -65,7 +66,7 @@ class Middlewares(MutableSequence[Any]):
         Raises
         ------
         ConfigError
-            One of them has neither `before` nor `after`.
+            One of them has neither `before` nor `after`, or takes other arguments.
         """
         for one in middlewares:
             _check(one)
@@ -151,3 +152,18 @@ def _check(middleware: object) -> None:
             f"A middleware is an object with a method before(op) or after(op, result), not {what}."
             + (" Make an object of it: write its name with ()." if is_kind else "")
         )
+    for method, arguments in zip(methods, (("op",), ("op", "result")), strict=True):
+        if callable(method) and not _takes(method, arguments):
+            name = getattr(method, "__qualname__", repr(method))
+            raise ConfigError(f"{name} is called with ({', '.join(arguments)}), and takes others.")
+
+
+def _takes(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    """Whether a method can be called so; True where it does not say."""
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
