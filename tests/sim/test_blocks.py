@@ -468,3 +468,19 @@ def test_a_head_three_times_the_budget_writes_the_same_tokens(manage):
     assert stats["blocked_operators"] == {"aten.mm.default": 4}
     assert stats["host_fallback_count"] == stats["host_op_count"] == 0
     assert stats["parts_op_count"] == 4  # the words that are looked up
+
+
+def test_layouts_that_can_be_read_in_two_ways_keep_their_strides_and_bits(manage):
+    """By the strides of dimensions of one element the next kernel chooses its way."""
+    x = torch.randn(8, 256, 32).as_strided((1, 32, 16, 16), (32, 1, 512, 32))
+    one_channel = torch.randn(4, 1, 32, 64).contiguous(memory_format=torch.channels_last)
+    permuted = torch.randn(32, 8, 32).permute(1, 2, 0)
+    for plain, run in (
+        (x, lambda t: F.group_norm(t * 2.0, 8)),
+        (one_channel, torch.sigmoid),
+        (permuted, lambda t: F.log_softmax(t, 1)),
+    ):
+        manager = manage("lru", nbytes=20_000)
+        expected, found = run(plain), run(manager.adopt(plain))
+        assert found.stride() == expected.stride()
+        assert torch.equal(manager.release(found), expected)

@@ -8,7 +8,7 @@ import torch
 
 from ..devices.base import Device
 from ..memory.block import Block
-from ..operators.blocked.cut import Along, Call, Cut, Place, is_dense
+from ..operators.blocked.cut import Along, Call, Cut, Place, has_one_layout, is_dense
 from ..operators.blocked.sizes import Part, Tiling, choose
 from ..operators.blocked.sums import HALF
 from ..operators.costs import touched_nbytes
@@ -77,6 +77,8 @@ class Plan:
             elif ref._ttr_block not in whole:
                 whole.add(ref._ttr_block)
                 self.parts.append(Part(ref._ttr_block.nbytes, frozenset()))
+        if not all(has_one_layout(ref) for ref, _ in self.cut_refs.values()):
+            return False
         self.parts += [Part(n, axes & is_cut, is_scratch=True) for n, axes in cut.scratch]
         if cut.gather is not None:
             self.parts.append(Part(cut.gathered_nbytes, frozenset()))
@@ -142,9 +144,8 @@ class Plan:
     def _is_like_operands(self, like: torch.Tensor) -> bool:
         if not self.cut_refs:
             return False
-        ref = next(ref for ref, _ in self.cut_refs.values())
-        triples = zip(like.size(), like.stride(), ref.stride(), strict=True)
-        return is_dense(like) and all(size == 1 or a == b for size, a, b in triples)
+        refs = [ref for ref, _ in self.cut_refs.values()]
+        return is_dense(like) and all(ref.stride() == like.stride() for ref in refs)
 
 
 def _in_single(tensor: torch.Tensor) -> float:

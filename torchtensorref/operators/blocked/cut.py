@@ -189,3 +189,34 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+#: In the order in which kernels ask for them.
+_FORMATS = ((None, torch.contiguous_format), (4, torch.channels_last), (5, torch.channels_last_3d))
+
+
+def has_one_layout(tensor: torch.Tensor) -> bool:
+    """Whether kernels and tensors without bytes agree on what a result beside it is like.
+
+    The strides of dimensions of one element lead nowhere, and say something all the same: whether
+    a tensor counts as contiguous or with its channels last, and where in the order of memory they
+    come. Where they are others than torch gives a fresh tensor of that layout, kernels make results
+    of other strides than they are foretold to, and by those the next kernels choose their way.
+    """
+    if 1 not in tensor.size():
+        return True
+    for dims, layout in _FORMATS:
+        if dims in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
+            with torch._C.DisableTorchFunction():
+                fresh = torch._C._VariableFunctions.empty(
+                    tensor.size(), device="meta", memory_format=layout
+                )
+            return bool(fresh.stride() == tensor.stride())
+    if not is_dense(tensor):
+        return True
+    expected = 1  # one that was made so and permuted
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

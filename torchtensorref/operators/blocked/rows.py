@@ -83,7 +83,10 @@ def along_one(
     result_count: int = 1,
     is_choice: bool = False,
 ) -> Rule:
-    """Make the rule of an operator that goes along `dim` of operands of one size."""
+    """Make the rule of an operator that goes along `dim` of operands of one size.
+
+    One that adds makes what is not contiguous so first: what lies behind is not what lay there.
+    """
 
     def rule(call: Call) -> Cut | None:
         tensors = [call[name] for name in names]
@@ -92,6 +95,8 @@ def along_one(
         if dims is None or any(
             tensor.size() != first.size() or tensor.stride() != first.stride() for tensor in tensors
         ):
+            return None
+        if not (is_choice or first.is_contiguous()):
             return None
         axes, number = _numbered(_axes(first, dims, is_choice=is_choice))
         if not axes:
