@@ -161,9 +161,11 @@ def _check(middleware: object) -> None:
 def _takes(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
     """Whether a method can be called so; True where it does not say."""
     try:
-        inspect.signature(method).bind(*arguments)
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # written in C
+        return True
+    try:
+        signature.bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # written in C
-        return True
     return True

@@ -45,13 +45,13 @@ class OutOfBudgetError(TensorRefError, torch.OutOfMemoryError):
     """
 
     def __init__(self, device: str, need_nbytes: int, limit_nbytes: int, held_nbytes: int) -> None:
-        raises = "Raise the budget (tensorsManager.budget, or TTR_BUDGET)"
+        cure = "Raise the budget (tensorsManager.budget, or TTR_BUDGET)"
         if need_nbytes > limit_nbytes:
-            why = f"the budget is {limit_nbytes:,}, so they can never fit. {raises}."
+            why = f"the budget is {limit_nbytes:,}, so they can never fit. {cure}."
         else:
             why = (
                 f"{held_nbytes:,} of the {limit_nbytes:,} budgeted are held and cannot be evicted. "
-                f"{raises}, or print tensorsManager.report() to see what holds them."
+                f"{cure}, or print tensorsManager.report() to see what holds them."
             )
         super().__init__(
             f"{device} out of memory. {need_nbytes:,} bytes are needed; {why}",

@@ -386,10 +386,11 @@ class StrategyFeed:
     def begin_lease(self, device: Device) -> None:
         """Open what the strategy expects to be used next, and need not hear of (no lock held)."""
         checked = self._checked
-        if not (checked.expects_uses and device.decision_nbytes and self.wants_every_use):
+        is_wanted = checked.expects_uses and device.decision_nbytes and self.wants_every_use
+        if self.lease is not None or not is_wanted:
             return
         with self.lock:
-            if self.lease is None:  # else it has not ended, or another thread has begun one
+            if self.lease is None:  # else another thread has begun one
                 expected = checked.expects(self.device_snapshot(device), len(self._books.known))
                 self.lease = self._readiness.lease(device, expected)
 

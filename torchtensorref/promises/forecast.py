@@ -225,8 +225,8 @@ class Forecast:
             f"{format_ns(floor_ns)}, which {bound} takes",
         ]
         if self.budget_nbytes < self.least_nbytes and step.fallback_count:
-            count = f"{step.fallback_count} of {step.op_count} operators run on the host"
-            lines.append(f"  advice     below the least budget: {count}, beside the floor")
+            said = f"{step.fallback_count} of {step.op_count} operators run on the host"
+            lines.append(f"  advice     below the least budget: {said}, which the floor leaves out")
         if self.spec.host_costs.processor:
             lines.append(
                 f"  host       {format_ns(step.host_ns)} of its own time for management "

@@ -8,7 +8,7 @@ pieces of the operands that lie in it gives the piece of the results that lies i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -182,9 +182,14 @@ def are_rows_at(tensor: torch.Tensor, nbytes: int) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their range of memory without gaps or repetition, in some order."""
-    expected = 1
     pairs = zip(tensor.stride(), tensor.size(), strict=True)
-    for stride, size in sorted((stride, size) for stride, size in pairs if size != 1):
+    return _follow_one_another((stride, size) for stride, size in pairs if size != 1)
+
+
+def _follow_one_another(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether dimensions, as (stride, size), each begin where the one inside of it ends."""
+    expected = 1
+    for stride, size in sorted(dimensions):
         if stride != expected:
             return False
         expected *= size
@@ -212,11 +217,5 @@ def has_one_layout(tensor: torch.Tensor) -> bool:
                     tensor.size(), device="meta", memory_format=layout
                 )
             return bool(fresh.stride() == tensor.stride())
-    if not is_dense(tensor):
-        return True
-    expected = 1  # one that was made so and permuted
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    pairs = zip(tensor.stride(), tensor.size(), strict=True)
+    return not is_dense(tensor) or _follow_one_another(pairs)  # else it was not made and permuted
