@@ -276,3 +276,15 @@ def test_real_accelerators_copy_to_each_other_by_torch(manager):
     assert torch.equal(bits(expected), bits(found))
     assert manager.stats()["peer_nbytes"] > 0
     manager.check()
+
+
+def test_what_came_across_may_be_in_use_when_the_next_copy_comes(manager, monkeypatch):
+    module = LateModule()
+    a, b = LateDevice(module, 0), LateDevice(module, 1)
+    given, taken = a.allocate(4096), b.allocate(4096)
+    monkeypatch.setattr(b._rooms.freed, "take", lambda start, nbytes: ([], True))
+    b.empty(taken)
+    b.refill(taken, 4096)  # into room whose users are known, and are through with it
+    assert b.available(taken) is None
+    b.copy_across(a, given, taken)
+    assert b.available(taken) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from ..base import Device
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..base import Event
     from .copies import LinkCopier
+    from .rooms import Rooms
     from .vendor import Vendor
 
 __all__ = ["AcceleratorPeers"]
@@ -27,6 +29,8 @@ class AcceleratorPeers(Device):
 
     vendor: Vendor
     _copier: LinkCopier
+    _lock: threading.RLock
+    _rooms: Rooms
 
     def peer_bytes_per_s(self, giver: Device) -> float:  # noqa: D102
         if giver is self or giver.kind != self.kind or not isinstance(giver, AcceleratorPeers):
@@ -37,7 +41,10 @@ class AcceleratorPeers(Device):
         self, giver: Device, source: Tensor, base: Tensor, *, after: Event | None = None
     ) -> Event:
         assert isinstance(giver, AcceleratorPeers)
-        return self._copier.copy_across(giver._copier, source, base, after)
+        event = self._copier.copy_across(giver._copier, source, base, after)
+        with self._lock:
+            self._rooms.note_copy(base)
+        return event
 
     def end_peer_copies(self, base: Tensor) -> None:  # noqa: D102
         self._copier.end_copies_across(base)
