@@ -60,6 +60,7 @@ class Venice(Strategy):
     name = "venice"
     watches_accesses = True
     spreads = True
+    mixes_devices = True
     #: What is compiled runs on one accelerator, whatever lives elsewhere.
     allows_compiled = False
 
@@ -84,7 +85,13 @@ class Venice(Strategy):
     # -- where operators run ---------------------------------------------------------------------
 
     def place(self, op: OpSnapshot) -> str:
-        """Return the accelerator where the operator's weights live, or most of its operands are."""
+        """Return the accelerator where the operator's weights live, or most of its operands are.
+
+        Asked again about one that lacks an operand there, return the host where the flow of that
+        accelerator finds that it ends sooner.
+        """
+        if not op.accelerators:
+            return self._flow(op.default_device).place(op)
         self._look_at(op.accelerators)
         device = self._labelled(op.label) or self._of_weights(op) or _of_most(op, self._last)
         self._last = device or op.default_device

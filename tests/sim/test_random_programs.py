@@ -273,6 +273,10 @@ class Programs(RuleBasedStateMachine):
     def change_the_strategy(self, name: str) -> None:
         self.manager.strategy = STRATEGIES[name]()
 
+    @rule(placement=st.sampled_from(["hybrid", "accelerator"]))
+    def change_the_placement(self, placement: str) -> None:
+        self.manager.placement = placement
+
     # -- bytes that are outside -------------------------------------------------------------------
 
     @rule(data=st.data())
@@ -338,6 +342,7 @@ class Programs(RuleBasedStateMachine):
         self.arrays.clear()
         self.aliases.clear()
         handlers.SHARE_FROM_NBYTES = self.shared_from
+        self.manager.placement = "auto"
         self.manager.check()
         accelerators = self.manager.residency.books.accelerators
         in_spite_of_faults(self.manager.bring_all_home)

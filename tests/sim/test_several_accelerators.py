@@ -22,9 +22,9 @@ from torchTensorRef.strategies import venice
 from ..support.differential import bits
 
 
-def on_two(*budgets: int, strategy: Any = "venice") -> Any:
+def on_two(*budgets: int, strategy: Any = "venice", **spec: Any) -> Any:
     """The manager on accelerators that hold so many bytes, and poison what is freed."""
-    specs = [DeviceSpec(name="test", capacity_nbytes=n) for n in budgets]
+    specs = [DeviceSpec(name="test", capacity_nbytes=n, **spec) for n in budgets]
     machine = Machine.of(specs[0])
     tensorsManager.device = [
         SimDevice(spec, k, machine=machine, poison=True, name=f"sim:test{k}")
@@ -66,6 +66,32 @@ def test_inference_and_training_are_plain_torchs(manager, budgets):
         0 < device.peak_nbytes <= budget for device, budget in zip(used, budgets, strict=True)
     )
     manager.check()
+
+
+def test_the_host_computes_too_where_that_ends_sooner(manager):
+    host = {
+        "h2d_bytes_per_s": 20e6,
+        "d2h_bytes_per_s": 20e6,
+        "host_memory_bytes_per_s": 150e6,
+        "host_kernel_bytes_per_s": 100e6,
+        "host_flops_per_s": 1e12,
+        "urgent_nbytes": 1024,
+    }
+    x = torch.rand(1, 64, generator=torch.Generator().manual_seed(1))
+    expected, times = tower(12)(x).detach(), []
+    for placement in ("accelerator", "auto"):
+        manager = on_two(50 << 10, 50 << 10, **host)
+        manager.placement = placement
+        ours = manager.adopt(tower(12))
+        with torch.no_grad():
+            for _ in range(8):
+                found = ours(manager.adopt(x.clone()))
+        assert torch.equal(bits(expected), bits(found))
+        stats = manager.stats()
+        times.append(stats["time_ns"])
+        assert (stats["at_home_count"] > 8) == (placement == "auto")
+        manager.check()
+    assert times[1] < 0.8 * times[0]
 
 
 def test_weights_stay_where_they_live_and_activations_cross_once_per_boundary(manager):

@@ -227,7 +227,7 @@ def test_what_is_computed_at_home_is_a_want_of_room(listener):
     books.calm_count = 50
     for _ in range(60):
         F.linear(x, weight)
-        manager.residency.note_operator(books.host, (), (), 1, is_at_home=True)
+        manager.residency.note_operator(books.host, (), (), 1, instead_of=books.main)
     assert books.is_pressed
 
 

@@ -156,13 +156,16 @@ class RandomEviction(Strategy):
 
 
 class Scatter(RandomEviction):
-    """Run each operator that lacks an operand on any accelerator."""
+    """Run each operator that lacks an operand on any accelerator, or in its stead at home."""
 
     name = "scatter"
     spreads = True
+    mixes_devices = True
 
     def place(self, op: OpSnapshot) -> str:
-        return self._random.choice(op.accelerators).name
+        if op.accelerators:
+            return self._random.choice(op.accelerators).name
+        return self._random.choice(op.offers).device if op.is_movable else op.default_device
 
 
 class InTurn(Venice):

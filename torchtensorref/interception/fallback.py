@@ -99,12 +99,13 @@ class Fallback:
                 if result is not NotImplemented:
                     return result
             self._residency.books.counts.host_op_count += 1
-            if not self._operands.is_at_home:
+            instead_of = self._operands.instead_of
+            if instead_of is None:
                 return self._run_on(host)
             done = self._run_at_home()
             if done is not _NO_ROOM:
                 return done
-            device = self._operands.accelerator
+            device = instead_of
         needs_blocks = self._blocks.is_needed(device)
         arguments = (*self._operands.args, *self._operands.kwargs.values())
         generators = Generators(plan.is_random, device, arguments)

@@ -30,7 +30,7 @@ class Operands:
         "blocks",
         "has_written",
         "in_blocks_nbytes",
-        "is_at_home",
+        "instead_of",
         "kwargs",
         "label",
         "on_accelerator",
@@ -62,8 +62,8 @@ class Operands:
         self.unmanaged: list[torch.Tensor] = []
         #: The device that the results say they are on: that of the first operand.
         self.label: torch.device | None = None
-        #: It runs on the host because the strategy wants that.
-        self.is_at_home = False
+        #: The accelerator in whose stead the host runs it, because the strategy wants that.
+        self.instead_of: Device | None = None
         #: It reads a few rows of a table that is at home, and stays there.
         self.reads_part_alone = False
         #: The blocks that were made for this call, of operands of which it reads a part.

@@ -65,7 +65,8 @@ def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bo
 def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
     residency, accelerator = manager.residency, operands.accelerator
     if residency.feed.spreads:
-        return choose_among(residency, operands.plan.name, operands.blocks, operands.label)
+        name, blocks, label = operands.plan.name, operands.blocks, operands.label
+        accelerator = choose_among(residency, name, blocks, label)
     if not residency.feed.places:
         return accelerator
     plan = operands.plan
@@ -82,5 +83,6 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
         result_nbytes=expected_results(operands, manager),
     )
     answer = choose(residency, call, operands.blocks, accelerator)
-    operands.is_at_home = answer.is_at_home
+    if answer.is_at_home:
+        operands.instead_of = accelerator
     return answer.device

@@ -256,7 +256,7 @@ def note_operator(operands: Operands, device: Device, residency: Residency) -> N
         [block for block in operands.blocks if block not in operands.pieces],
         operands.written,
         operands.plan.kind,
-        is_at_home=operands.is_at_home,
+        instead_of=operands.instead_of,
     )
     if residency.recorder is not None:
         residency.recorder.note(operands, device)
@@ -273,7 +273,7 @@ def after_operator(
     manager.residency.feed.tell_deaths()
     if not operands.accelerator.is_host:
         is_there = manager.residency.feed.spreads and not device.is_host
-        where = device if is_there else operands.accelerator
+        where = operands.instead_of or (device if is_there else operands.accelerator)
         manager.residency.after_operator(where, [*operands.blocks, *born])
     if settings.check >= 2:
         manager.check()

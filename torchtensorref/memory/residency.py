@@ -267,7 +267,7 @@ class Residency:
         written: Sequence[Block],
         kind: int,
         *,
-        is_at_home: bool = False,
+        instead_of: Device | None = None,
     ) -> None:
         """Count an operator that is about to run, and tell the strategy what it uses.
 
@@ -275,14 +275,14 @@ class Residency:
         ----------
         kind : int
             Number of the operator's kind: uses by the same one look alike to a strategy.
-        is_at_home : bool, optional
-            It runs on the host because the strategy wants that.
+        instead_of : Device, optional
+            The accelerator that would run it, did the strategy not want the host to.
         """
         self.books.tick += 1
         self.books.counts.slow_op_count += 1
-        if is_at_home:
+        if instead_of is not None:
             self.books.short_at = self.books.tick
-        self.feed.tell_uses(device, blocks, written, kind, is_at_home=is_at_home)
+        self.feed.tell_uses(device, blocks, written, kind, instead_of=instead_of)
 
     # -- results --------------------------------------------------------------------------------
 

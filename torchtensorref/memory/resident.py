@@ -200,10 +200,11 @@ def facts_of(books: Books, in_flight: InFlight, device: Device) -> dict[str, Any
     ledger = books.ledgers[device]
     clocks = device.clocks()
     now_ns = device.now_ns()
-    compute_free_ns = clocks.compute_free_ns
+    compute_ns, compute_free_ns = clocks.compute_ns, clocks.compute_free_ns
     if books.spreads:  # the program comes to this one when it is through with the others
-        others = (other.clocks() for other in books.accelerators if other is not device)
-        compute_free_ns = max(compute_free_ns, *(clocks.compute_free_ns for clocks in others))
+        all_clocks = [accelerator.clocks() for accelerator in books.accelerators]
+        compute_ns = sum([clocks.compute_ns for clocks in all_clocks])
+        compute_free_ns = max([clocks.compute_free_ns for clocks in all_clocks])
     # What compute gets to before it is through with what it has been given is no longer ahead.
     filling = in_flight.later_than(device, max(now_ns, compute_free_ns))
     return {
@@ -216,7 +217,7 @@ def facts_of(books: Books, in_flight: InFlight, device: Device) -> dict[str, Any
         "link_free_ns": clocks.link_free_ns,
         "h2d_bytes_per_s": clocks.h2d_bytes_per_s,
         "d2h_bytes_per_s": clocks.d2h_bytes_per_s,
-        "compute_ns": clocks.compute_ns or clocks.host_ns,
+        "compute_ns": compute_ns or clocks.host_ns,
         "compute_free_ns": compute_free_ns,
         "d2h_free_ns": clocks.d2h_free_ns,
         "stall_ns": device.stall_ns,

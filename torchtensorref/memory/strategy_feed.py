@@ -227,7 +227,7 @@ class StrategyFeed:
         written: Iterable[Block],
         kind: int,
         ahead: int = 0,
-        is_at_home: bool = False,
+        instead_of: Device | None = None,
     ) -> None:
         """Tell that an operator on a device is about to use blocks (no lock held).
 
@@ -237,15 +237,17 @@ class StrategyFeed:
             Number of the operator's kind: with a block's size, what the strategy knows its uses by.
         ahead : int, optional
             How many operators from now it is: 1 for one that has not been counted yet.
-        is_at_home : bool, optional
-            The host runs it because the strategy wanted that, where the accelerator might have.
+        instead_of : Device, optional
+            The accelerator that would run it, had the strategy not wanted the host to.
         """
         books, tick = self._books, self._books.tick + ahead
+        is_at_home = instead_of is not None
+        by = instead_of or (device if books.is_spread else None)
         told, this = self._told, (get_ident(), kind, tick)
         self._told = this if ahead else None
         if told == this:
             return  # this very operator, which has taken the slow path after all
-        asked = books.main if device.is_host else device
+        asked = instead_of or (books.main if device.is_host else device)
         if asked.has_virtual_clock:
             asked.note_decision()
         self.catch_up()
@@ -259,11 +261,8 @@ class StrategyFeed:
                     block.is_persistent = True
                 # The accelerator has no need of what the host uses for reasons of its own.
                 if self._checked.hears_uses and (is_at_home or not device.is_host):
-                    struct, writes = struct_of(kind, block.nbytes), block in written
-                    by = device if self._books.is_spread and not is_at_home else None
-                    self.tell_access(
-                        block, struct, tick, writes=writes, is_at_home=is_at_home, by=by
-                    )
+                    use = block, struct_of(kind, block.nbytes), tick
+                    self.tell_access(*use, writes=block in written, is_at_home=is_at_home, by=by)
 
     def has_not_run(self, kind: int) -> None:
         """Note that the operator told of last is tried again, perhaps under another number."""
@@ -311,12 +310,13 @@ class StrategyFeed:
 
     @property
     def places(self) -> bool:
-        """Whether the strategy says where operators run that lack an operand."""
+        """Whether the strategy says which operators run at home that lack an operand."""
         checked = self._checked
-        if not checked.places or checked.spreads or settings.placement == "accelerator":
+        if not checked.places or settings.placement == "accelerator":
             return False
-        is_wanted = settings.placement == "hybrid" or self._books.main.knows_host
-        return is_wanted or not checked.mixes_devices
+        if checked.mixes_devices:
+            return settings.placement == "hybrid" or self._books.main.knows_host
+        return not checked.spreads
 
     @property
     def spreads(self) -> bool:

@@ -307,8 +307,9 @@ class Replayer:
         residency, host = self.residency, self.host
         written = [self.blocks[number] for number in op.writes]
         device, is_at_home = self._place(op, alone.blocks)
+        instead_of = self.device if is_at_home else None
         told = [block for block in alone.blocks if block not in alone.pieces]
-        residency.note_operator(device, told, written, op.kind, is_at_home=is_at_home)
+        residency.note_operator(device, told, written, op.kind, instead_of=instead_of)
         blocks = alone.brought_to(device)
         if device is host:
             if run_on_parts(self, op, blocks):

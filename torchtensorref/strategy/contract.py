@@ -165,7 +165,7 @@ class OpSnapshot:
     #: Whether anything had to be evicted so far.
     is_pressed: bool = False
     missing: tuple[MissingBlock, ...] = ()
-    #: Of the default device, and of the host; none where there are `accelerators`.
+    #: Of the default device, and of the host; none where it is asked which of `accelerators`.
     offers: tuple[Offer, ...] = ()
     #: For a strategy that spreads: its operands, all accelerators in use, and the one of them that
     #: the program says its tensors are on; "" where it has not said.
@@ -206,7 +206,8 @@ class Strategy:
     #: True if it uses every accelerator there is. Then `place` is asked of each operator that lacks
     #: an operand on the first one, with its operands and all accelerators, unless nothing is to be
     #: decided: all of them are ready on another one. It is told what leaves any of them, and asked
-    #: for each what to fetch ahead and to write back.
+    #: for each what to fetch ahead and to write back. With `mixes_devices` too, it is asked again
+    #: of what lacks an operand there, with the offers of that accelerator and of the host.
     spreads: bool = False
 
     #: False if it is there to hold as little as one operator needs: a compiled call holds more.

@@ -14,7 +14,14 @@ from torchTensorRef.strategies.venice import (
     rounds_of,
     shares_of,
 )
-from torchTensorRef.strategy import Access, DeviceSnapshot, OperandSnapshot, OpSnapshot
+from torchTensorRef.strategy import (
+    Access,
+    DeviceSnapshot,
+    MissingBlock,
+    Offer,
+    OperandSnapshot,
+    OpSnapshot,
+)
 
 GB = 10**9
 
@@ -218,3 +225,24 @@ def test_what_is_made_anew_each_time_is_not_dealt_out():
     assert not any(answers[-4:])
     assert [where for _, where in home.values()][-4:] == ["b"] * 4
     assert strategy.dealt_nbytes == {"a": 80_000, "b": 0}
+
+
+def test_the_flow_of_the_accelerator_says_what_is_computed_at_home():
+    def asked(home_ns):
+        offers = (Offer("b", 1_000_000, 1000, 0, True), Offer("cpu", 0, home_ns, 1000, True))
+        missing = (MissingBlock(1, 100, 7, True, 500_000),)
+        return OpSnapshot(
+            name="mm",
+            operand_nbytes=100,
+            missing_nbytes=100,
+            flops=0,
+            default_device="b",
+            is_movable=True,
+            is_pressed=True,
+            missing=missing,
+            offers=offers,
+        )
+
+    strategy = Venice()
+    assert strategy.place(asked(200_000)) == "cpu"
+    assert strategy.place(asked(2_000_000)) == "b"
