@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchTensorRef import disabled
 from torchTensorRef.base.options import options
 from torchTensorRef.interception.blocks import Blocks
 from torchTensorRef.operators.blocked import probe, products
 
-from ..support.differential import differences
+from ..support.differential import bits, differences
 
 aten = torch.ops.aten
 
@@ -484,3 +485,61 @@ def test_layouts_that_can_be_read_in_two_ways_keep_their_strides_and_bits(manage
         expected, found = run(plain), run(manager.adopt(plain))
         assert found.stride() == expected.stride()
         assert torch.equal(manager.release(found), expected)
+
+
+def _halves():
+    x = torch.rand(3, 10, 11, 30).bfloat16().permute(0, 3, 1, 2)
+    return x, torch.ones((), dtype=torch.bfloat16).expand(3, 30, 10, 11)
+
+
+LAID_OUT = {
+    "mul": (lambda x, g: g * x, _halves, (8_000, 16_000, 30_000)),
+    "copysign": (torch.copysign, lambda: (_halves()[0], torch.ones(())), (8_000, 16_000)),
+    "bmm of columns with gaps": (
+        lambda x, y: torch.bmm(x, y.mT),
+        lambda: (rand(3, 130, 30), rand(3, 384, 60)[..., ::2]),
+        (90_000, 120_000, 200_000, 300_000),
+    ),
+    "add with alpha": (
+        lambda x, y: torch.add(x, y, alpha=0.3),
+        lambda: (rand(3, 7093), rand(3, 1)),
+        (20_000, 40_000, 60_000, 100_000),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAID_OUT)
+def test_results_lie_and_are_rounded_as_kernels_do_it(manage, case):
+    function, make, budgets = LAID_OUT[case]
+    with disabled():
+        torch.manual_seed(0)
+        plain = make()
+        expected = function(*plain)
+    for budget in budgets:
+        manager = manage("lru", budget)
+        torch.manual_seed(0)
+        found = manager.release(function(*map(manager.adopt, make())))
+        with disabled():
+            assert torch.equal(bits(expected), bits(found))
+        assert expected.stride() == found.stride()
+        manager.check()
+
+
+def test_a_sparse_gradient_that_shares_an_operands_indices_survives_an_eviction(manage):
+    def trained(adopt):
+        torch.manual_seed(0)
+        bag = adopt(nn.EmbeddingBag(200, 64, mode="mean", sparse=True))
+        ids = adopt(torch.randint(0, 200, (40,)))
+        offsets = adopt(torch.tensor([0, 5, 5, 20, 39]))
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        for _ in range(2):
+            bag(ids, offsets).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return bag.weight.detach()
+
+    with disabled():
+        expected = trained(lambda x: x)
+    manager = manage("genoa", 25_600)
+    assert torch.equal(expected, manager.release(trained(manager.adopt)))
+    manager.check()

@@ -9,10 +9,13 @@ import torch
 from ..devices.base import Device
 from ..memory.block import Block
 from ..operators.blocked.cut import Along, Call, Cut, Place, has_one_layout, is_dense
+from ..operators.blocked.elementwise import elementwise
 from ..operators.blocked.sizes import Part, Tiling, choose
 from ..operators.blocked.sums import HALF
+from ..operators.blocked.table import rule_of
 from ..operators.costs import touched_nbytes
 from ..operators.plan import OpPlan
+from .layouts import as_kernels_lay_out
 from .operands import Operands
 
 #: An operand of which a call takes less than this share of its block is packed, and not fetched.
@@ -120,12 +123,15 @@ class Plan:
         args = [_without_bytes(arg) for arg in operands.args]
         kwargs = {name: _without_bytes(arg) for name, arg in operands.kwargs.items()}
         op = operands.plan.op
+        run = getattr(op, "op", op)
         try:
-            out = getattr(op, "op", op)(*args, **kwargs)
+            out = run(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return False  # the program's own mistake is raised where it really runs
         found = list(out) if isinstance(out, (list, tuple)) else [out]
         self.fresh = [one for one in found if isinstance(one, torch.Tensor)]
+        if rule_of(op) is elementwise:
+            self.fresh = as_kernels_lay_out(run, args, kwargs, self.fresh)
         self.results = cut.results or tuple((None,) * like.dim() for like in self.fresh)
         if len(self.fresh) != len(self.results):
             return False

@@ -291,6 +291,8 @@ VIEWS = (
     *(
         Row(op, reason="makes a sparse tensor of the very tensors it is given", aliases=True)
         for op in (
+            aten._embedding_bag_backward.default,
+            aten._embedding_bag_sparse_backward.default,
             aten._sparse_coo_tensor_unsafe.default,
             aten._sparse_coo_tensor_with_dims_and_tensors.default,
             aten._sparse_compressed_tensor_unsafe.default,

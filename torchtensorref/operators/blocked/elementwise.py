@@ -10,7 +10,7 @@ that leaves the same elements over.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from .cut import Axis, Call, Cut, Place, broadcast_along
 #: Elements of a vector, of several vectors that a loop does at once: cuts at multiples of it leave
 #: nothing over.
 LINE = 256
-#: Elements that are tried, and how many at a time: fewer than a vector has.
-TRIED, AT_ONCE = 1155, 3
+#: Elements that are tried, and how many at a time: fewer than a vector has. Three of an expanded
+#: operand are computed as by vectors, five are not.
+TRIED, AT_ONCE = 1155, (3, 5)
 #: Kernels give less than this to a thread of its own only where there are no more.
 GRAIN = 32768
 
@@ -52,7 +53,7 @@ def elementwise(call: Call) -> Cut | None:
     results = _results_of(call.op)
     if results is None or (_writes_first(call.op) and tensors[0][1].size() != sizes):
         return None
-    is_even = has_even_bits(call.op, call.arguments)
+    is_even = has_even_bits(call.op, call.arguments, sizes)
     numel = torch.Size(sizes).numel()
     if _are_alike(tensors):
         # However many threads share a tile, or the whole, each is to get whole vectors.
@@ -103,8 +104,14 @@ def _are_alike(tensors: Sequence[tuple[Place, torch.Tensor]]) -> bool:
     return all(tensor.size() == first.size() and tensor.is_contiguous() for tensor in large)
 
 
-def has_even_bits(op: Any, arguments: dict[str, Any]) -> bool:
-    """Whether an elementwise operator gives an element the same bits wherever it stands."""
+def has_even_bits(op: Any, arguments: dict[str, Any], sizes: Sequence[int]) -> bool:
+    """Whether an elementwise operator gives an element the same bits wherever it stands.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Of the result. What is expanded to them, kernels read by loops of their own.
+    """
     is_float = any(
         isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         for value in arguments.values()
@@ -120,25 +127,43 @@ def has_even_bits(op: Any, arguments: dict[str, Any]) -> bool:
         for name, value in arguments.items()
         if not isinstance(value, (list, tuple, torch.Generator))
     )
-    key = (op, kinds)
+    expanded = frozenset(
+        name
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and _is_expanded(value, sizes)
+    )
+    key = (op, kinds, expanded)
     if key not in _even:
-        _even[key] = _try(op, arguments)
+        _even[key] = _try(op, arguments, expanded)
     return _even[key]
 
 
-def _try(op: Any, arguments: dict[str, Any]) -> bool:
+def _is_expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> bool:
+    strides = (0,) * (len(sizes) - tensor.dim()) + tensor.stride()
+    own = (1,) * (len(sizes) - tensor.dim()) + tensor.size()
+    triples = zip(sizes, own, strides, strict=True)
+    return any(size > 1 and (n == 1 or not stride) for size, n, stride in triples)
+
+
+def _try(op: Any, arguments: dict[str, Any], expanded: Container[str]) -> bool:
     with torch._C.DisableTorchFunction(), torch.no_grad():
         samples = {
-            name: _sample(value.dtype, i) if isinstance(value, torch.Tensor) else value
+            name: _sample(value.dtype, i, is_expanded=name in expanded)
+            if isinstance(value, torch.Tensor)
+            else value
             for i, (name, value) in enumerate(arguments.items())
         }
         try:
             whole = _run(op, samples, 0, TRIED)
-            parts = [_run(op, samples, i, i + AT_ONCE) for i in range(0, TRIED, AT_ONCE)]
+            in_parts = [
+                [_run(op, samples, i, i + count) for i in range(0, TRIED, count)]
+                for count in AT_ONCE
+            ]
         except (RuntimeError, ValueError, IndexError, TypeError):
             return False
     return all(
         bytes_equal(result, torch._C._VariableFunctions.cat([part[i] for part in parts]))
+        for parts in in_parts
         for i, result in enumerate(whole)
     )
 
@@ -148,14 +173,15 @@ def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
-def _sample(dtype: torch.dtype, number: int) -> torch.Tensor:
+def _sample(dtype: torch.dtype, number: int, *, is_expanded: bool) -> torch.Tensor:
     """Values of all sizes, the same every time, without a look at anybody's generator."""
     position = torch._C._VariableFunctions.arange(TRIED, dtype=torch.float64)
     value = ((position + 1.0) * (12.9898 + number)).sin_().mul_(43758.5453)
     value = value.sub_(value.floor()).sub_(0.5).mul_(20.0)
     if dtype.is_complex:
         return torch._C._VariableFunctions.complex(value, value.flip(0)).to(dtype)
-    return value.gt(0) if dtype is torch.bool else value.to(dtype)
+    value = value.gt(0) if dtype is torch.bool else value.to(dtype)
+    return value[:1].expand(TRIED) if is_expanded else value
 
 
 def _run(op: Any, samples: dict[str, Any], start: int, end: int) -> list[torch.Tensor]:
@@ -164,7 +190,8 @@ def _run(op: Any, samples: dict[str, Any], start: int, end: int) -> list[torch.T
     for argument in schema.arguments:
         value = samples[argument.name]
         if isinstance(value, torch.Tensor):
-            value = value[start:end].clone()
+            value = value[start:end]
+            value = value.clone() if value.stride(0) else value
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:

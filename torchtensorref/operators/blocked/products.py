@@ -123,6 +123,8 @@ def linear(call: Call) -> Cut | None:
         operands["bias", None] = (lead,)
     last = lead - 1
     is_safe = x.dtype in HALF and tiles_are_alike(x.dtype, step)
+    if _is_copied_in_rows(x) or _is_copied_in_rows(weight):
+        is_safe = False
     rows = [Axis(size, step if i == last else 1, is_safe) for i, size in enumerate(x.size()[:-1])]
     return Cut(
         axes=(*rows, Axis(weight.size(0), step, is_safe)),
@@ -145,7 +147,17 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> Axis:
 
 
 def _lies_as_in_a_tile(x: torch.Tensor) -> bool:
+    if _is_copied_in_rows(x):
+        return False
     return are_rows_at(x, ALIGNED_NBYTES) or (is_dense(x) and begins_at(x, ALIGNED_NBYTES))
+
+
+def _is_copied_in_rows(x: torch.Tensor) -> bool:
+    """Whether a product copies a matrix in rows: one in columns, with gaps within them.
+
+    In a tile it has none, and is taken as it is, in columns: by another kernel.
+    """
+    return x.dim() > 1 and 1 not in x.stride()[-2:] and x.stride(-2) < x.stride(-1)
 
 
 def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
@@ -153,6 +165,8 @@ def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
     are_rows_safe = not (dtype.is_floating_point or dtype.is_complex)
     if dtype in HALF or dtype is torch.float32:
         are_rows_safe = tiles_are_alike(dtype, step)
+    if _is_copied_in_rows(a) or _is_copied_in_rows(b):
+        are_rows_safe = False
     are_columns_safe = dtype not in SAFE_ROWS or b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[dtype]
     return (
         Axis(a.size(-2), step, keeps_bits=are_rows_safe),
