@@ -251,6 +251,29 @@ def test_what_bounds_a_run_is_said(manage):
     assert "bound by   compute" in manager.report()
 
 
+@pytest.mark.parametrize("strategy", ["venice", "lru"])
+def test_the_waits_of_several_accelerators_are_not_added_up(manage, strategy):
+    manager = manage(strategy, nbytes=3 << 20, count=2)
+    sweep(linears(manager, count=16, width=512), manager.adopt(torch.rand(4, 512)), 8)
+    stats = manager.stats()
+    by_device = stats["by_device"]
+    assert list(by_device) == ["sim:test", "sim:test1"]
+    for name in "compute_ns", "stall_ns":
+        assert stats[name] == by_device[stats["busiest"]][name]
+    worked = [row["compute_ns"] + row["stall_ns"] for row in by_device.values()]
+    assert max(worked) <= stats["time_ns"]
+    moved = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    assert sum(row["fetched_nbytes"] for row in by_device.values()) == moved
+    assert stats["times_floor"] >= 1, "nothing is done sooner than its copies alone"
+    text = manager.report()
+    shares = [int(n) for n in re.findall(r"(\d+)% on sim:test", text)]
+    assert len(shares) == 2
+    assert 40 < max(shares) <= 100
+    assert re.search(rf"bound by   the link of {stats['busiest']}: operators", text)
+    manager.reset_stats()
+    assert [manager.stats()[name] for name in ("stall_ns", "compute_ns", "time_ns")] == [0, 0, 0]
+
+
 def test_fallbacks_are_told_by_operator_and_once_in_words(manage, monkeypatch):
     from torchTensorRef.memory import once
 

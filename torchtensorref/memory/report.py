@@ -10,9 +10,10 @@ import torch
 
 from ..base.text import Text
 from ..base.units import format_nbytes, format_ns
-from .advice import GIB, advice_of, bound_of, more_room_for, waits_for_management
+from .advice import GIB, advice_of, more_room_for, waits_for_management
 from .block import Block
 from .costs import BlockCost
+from .device_times import bound_of_run
 from .ref import TensorRef
 from .states import CLEAN, DIRTY
 
@@ -187,25 +188,33 @@ def _devices(books: Any, stats: dict[str, Any]) -> list[str]:
 
 
 def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
-    share = stats["stall_ns"] / max(stats["time_ns"], 1)
-    lines = [
-        f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}, {share:.0%}"
-    ]
+    lines = [f"  stalls     {_stalls(stats)}"]
     if stats["host_ns"]:
         lines.append(
             f"  host       {format_ns(stats['host_ns'])} of its own time for management; "
             f"the accelerator stood idle {format_ns(stats['host_stall_ns'])} for it"
         )
-    clocks = manager.residency.books.main.clocks()
-    bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    bound = bound_of_run(manager.residency.books, stats)
     if bound.by:
         is_late = bound.by == "host" and waits_for_management(stats)
         by = "the host's time" if is_late else WORDS_OF_BOUNDS[bound.by]
+        by += f" of {stats['busiest']}" * (len(stats["by_device"]) > 1 and bound.by != "host")
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
             f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"
         )
     return lines
+
+
+def _stalls(stats: dict[str, Any]) -> str:
+    """How long was waited for copies; of several accelerators, by each of those that waited."""
+    time_ns = stats["time_ns"]
+    if len(stats["by_device"]) <= 1:
+        share = stats["stall_ns"] / max(time_ns, 1)
+        return f"{format_ns(stats['stall_ns'])} of {format_ns(time_ns)}, {share:.0%}"
+    rows = [(name, row["stall_ns"] / max(time_ns, 1)) for name, row in stats["by_device"].items()]
+    told = [f"{share:.0%} on {name}" for name, share in sorted(rows, key=lambda row: -row[1])]
+    return f"{', '.join(told[:CAUSES])}, of {format_ns(time_ns)}"
 
 
 def weights_nbytes(blocks: Iterable[Block]) -> int:
