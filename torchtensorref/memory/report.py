@@ -10,9 +10,9 @@ import torch
 
 from ..base.text import Text
 from ..base.units import format_nbytes, format_ns
-from .advice import GIB, advice_of, more_room_for, waits_for_management
+from .advice import WORTH_A_STEP, advice_of, more_room_for, waits_for_management
 from .block import Block
-from .costs import BlockCost
+from .costs import BlockCost, Kept
 from .device_times import bound_of_run
 from .ref import TensorRef
 from .states import CLEAN, DIRTY
@@ -217,9 +217,10 @@ def _stalls(stats: dict[str, Any]) -> str:
     return f"{', '.join(told[:CAUSES])}, of {format_ns(time_ns)}"
 
 
-def weights_nbytes(blocks: Iterable[Block]) -> int:
-    """Bytes of what the program keeps: parameters, buffers, what has outlived many operators."""
-    return sum(block.nbytes for block in blocks if block.is_persistent)
+def kept_of(blocks: Iterable[Block]) -> Kept:
+    """Find out what the program keeps: parameters, buffers, what has outlived many operators."""
+    kept = [block for block in blocks if block.is_persistent]
+    return Kept(sum(b.nbytes for b in kept), frozenset(b.block_id for b in kept))
 
 
 def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
@@ -237,23 +238,19 @@ def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
 def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str]:
     """How much budget the program would need, and for what; and one sentence of advice."""
     stats = together(manager, stats)
-    weights, budget = weights_nbytes(blocks), stats["budget_nbytes"]
+    kept, budget = kept_of(blocks), stats["budget_nbytes"]
+    weights = kept.nbytes
     largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
     fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"
     lines = [f"  needs      {format_nbytes(weights)} of weights, {fits}"]
     if largest:
         lines[0] += f"; at least {format_nbytes(largest)}, for {stats['largest_op']}"
-    fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
-    if stats["evict_count"] and fetched:
-        more = min(GIB, weights - budget)
-        share = costs.saved_by(more, budget) / fetched
-        if more <= 0 or not share:  # it is what is computed beside them that has no room
-            more, share = more_room_for(stats, costs, weights)
-        if more:
-            told = f"budget +{format_nbytes(more)} would save {share:.0%} of what is fetched"
-            lines.append(f"{'':13}{told}")
-    advice = f"  advice     {advice_of(stats, costs, weights)}"
-    return [*lines, *wrap(advice, LINE, subsequent_indent=" " * 13)]
+    advice = advice_of(stats, costs, kept)
+    more, share = more_room_for(stats, costs, kept)
+    if share > WORTH_A_STEP and "budget +" not in advice:
+        told = f"budget +{format_nbytes(more)} would save up to {share:.0%} of the copies"
+        lines.append(f"{'':13}{told}")
+    return [*lines, *wrap(f"  advice     {advice}", LINE, subsequent_indent=" " * 13)]
 
 
 def _fallbacks(stats: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .advice import advice_of
 from .device_times import as_numbers, bound_of_run, busiest, times_by_device
-from .report import BLOCK_ROWS, living_blocks, together, weights_nbytes
+from .report import BLOCK_ROWS, kept_of, living_blocks, together
 
 
 def stats_of(manager: Any) -> dict[str, Any]:
@@ -83,15 +83,14 @@ def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
     """What a report says beside the counts: what is needed, what bounds, what would help."""
     books = manager.residency.books
     costs = books.counts.costs
-    blocks = living_blocks(manager)
-    weights = weights_nbytes(blocks)
+    kept = kept_of(living_blocks(manager))
     bound = bound_of_run(books, stats)
     stats = {**together(manager, stats), "bound_by": bound.by}
     return {
-        "weights_nbytes": weights,
+        "weights_nbytes": kept.nbytes,
         "bound_by": bound.by,
         "times_floor": bound.times_floor,
-        "advice": advice_of(stats, costs, weights),
+        "advice": advice_of(stats, costs, kept),
         "dearest_blocks": [
             {
                 "name": manager.names.of_block(cost.block_id),
