@@ -431,3 +431,13 @@ def test_what_the_host_writes_comes_again_for_no_want_of_room(manage):
     advice = manager.stats()["advice"]
     assert advice.startswith("everything fits; stalls take ")
     assert advice.endswith(" of the time, for what is new, or was written on the host.")
+
+
+def test_a_story_tells_who_asked_for_a_fetch(manager):
+    asked, read = manager.adopt(torch.rand(2)), manager.adopt(torch.rand(2))
+    asked.toGPU()
+    read + 1
+    assert str(manager.story(asked)).endswith("fetch sim:test (toGPU)")
+    assert str(manager.story(read)).endswith("fetch sim:test (an operator reads)")
+    asked.toCPU()
+    assert len(str(manager.story(asked)).splitlines()) == len(manager.story(asked)) == 2

@@ -1,8 +1,8 @@
-"""Text of several lines that a console or a notebook shows as it is."""
+"""Text of several lines, and lists of lines, that a console or a notebook shows as they are."""
 
 from __future__ import annotations
 
-__all__ = ["Text"]
+__all__ = ["Lines", "Text"]
 
 
 class Text(str):
@@ -12,3 +12,12 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str.__str__(self)
+
+
+class Lines(list[str]):
+    """A list of lines that is shown one below the other."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(self) or "(nothing has happened)"

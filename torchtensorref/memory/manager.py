@@ -339,7 +339,7 @@ class TensorsManager:
                 device.reset_peak()
 
     def story(self, ref: Any) -> list[str]:
-        """Return what happened to the block of a TensorRef, oldest first."""
+        """Return what happened to the block of a TensorRef, oldest first; prints line by line."""
         return self.log.story(block_of(ref, "story").name)
 
     def name_of(self, ref: Any) -> str:
