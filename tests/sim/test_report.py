@@ -302,12 +302,39 @@ def test_thrash_is_counted_and_told_once(manage, monkeypatch):
     manager = manage("lru", nbytes=4 * 64 * 64 * 4)
     model, x = linears(manager), manager.adopt(torch.rand(2, 64))
     monkeypatch.setattr(once, "said", set())
-    with pytest.warns(RuntimeWarning, match="were fetched again within a few operators"):
+    with pytest.warns(RuntimeWarning, match="were fetched again soon after") as caught:
         sweep(model, x, 8)
+    said = str(caught[0].message)
+    assert "Set strategy = 'flow', or a larger budget" in said
+    assert len(said) <= 164, "two lines"
     assert manager.stats()["thrash_nbytes"] > 4 * manager.stats()["budget_nbytes"]
     manager = manage("genoa")
     sweep(linears(manager), manager.adopt(torch.rand(2, 64)), 8)
     assert manager.stats()["thrash_count"] == 0  # it gives back on purpose
+
+
+def test_what_is_fetched_ahead_is_no_thrash(manage, monkeypatch):
+    from torchTensorRef.memory import once
+
+    manager = manage("flow", nbytes=4 * 64 * 64 * 4)
+    model, x = linears(manager), manager.adopt(torch.rand(2, 64))
+    monkeypatch.setattr(once, "said", set())
+    sweep(model, x, 30)  # warnings are errors here
+    stats = manager.stats()
+    assert stats["prefetched_nbytes"] > 8 * stats["budget_nbytes"]
+    assert stats["thrash_nbytes"] < stats["prefetched_nbytes"] / 4
+
+
+def test_who_looks_ahead_is_not_advised_to(manage, monkeypatch):
+    from torchTensorRef.memory import once
+
+    manager = manage("flow", nbytes=4 * 64 * 64 * 4)
+    manager.strategy.prefetch = lambda *_: []  # it foresees nothing
+    model, x = linears(manager), manager.adopt(torch.rand(2, 64))
+    monkeypatch.setattr(once, "said", set())
+    with pytest.warns(RuntimeWarning, match="Set a larger budget; ") as caught:
+        sweep(model, x, 30)
+    assert "flow" not in str(caught[0].message)
 
 
 def test_the_statistics_have_the_judgement_of_the_report(manage):

@@ -143,6 +143,8 @@ class Books:
         self.notes_departures = self.is_spread = False
         #: The strategy wants to be told each use of what stays, once memory is short.
         self.watches_accesses = False
+        #: The strategy fetches ahead of need.
+        self.looks_ahead = False
         #: Called with a block whose bytes are only promised, and asked for; the first promise
         #: brings who can answer (`promises/`).
         self.asked: Callable[[Block], None]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Fetching again what was given up so few operators ago is thrash.
+#: Fetching again, on demand, what was given up so few operators ago is thrash.
 THRASH_WITHIN = 64
 #: How the cause ends where a strategy keeps nothing on purpose: that is no thrash.
 GIVEN_BACK = "given back"
@@ -67,6 +67,7 @@ class Costs:
     by_block: dict[int, BlockCost] = field(default_factory=dict)
     #: Bytes given up, by cause.
     evicted_nbytes: dict[str, int] = field(default_factory=dict)
+    fetched_nbytes: int = 0
     thrash_count: int = 0
     thrash_nbytes: int = 0
     #: The most that one operator has needed at once, operands and results, and its name.
@@ -85,8 +86,9 @@ class Costs:
         for part_id in part_ids:
             self._whole_of.pop(part_id, None)
 
-    def note_fetch(self, block_id: int, nbytes: int, tick: int) -> None:
+    def note_fetch(self, block_id: int, nbytes: int, tick: int, *, ahead: bool) -> None:
         """Count a copy to an accelerator."""
+        self.fetched_nbytes += nbytes
         whole = self._whole_of.get(block_id)
         if whole is not None:
             whole.parts_nbytes += nbytes
@@ -96,7 +98,7 @@ class Costs:
         if cost.evicted_at < 0:
             return
         cost.again_count += 1
-        if tick - cost.evicted_at < THRASH_WITHIN:
+        if not ahead and tick - cost.evicted_at < THRASH_WITHIN:
             self.thrash_count += 1
             self.thrash_nbytes += nbytes
         cost.evicted_at = -1

@@ -16,7 +16,7 @@ READS = "an operator reads"
 def fetched(books: Books, name: str, replica: Replica, *, ahead: bool, why: str) -> None:
     """A copy to an accelerator has been issued, ahead of need or for a reason."""
     why = "ahead" if ahead else why
-    books.counts.costs.note_fetch(replica.block_id, replica.nbytes, books.tick)
+    books.counts.costs.note_fetch(replica.block_id, replica.nbytes, books.tick, ahead=ahead)
     note_thrash(books)
     books.log.note(name, f"fetch {replica.device.name}", why)
     if listeners.any:
