@@ -92,7 +92,7 @@ def test_it_fits_a_screen(manager):
     fallbacks.update({f"reason {number}": number for number in range(20)})
     lines = manager.report().splitlines()
     assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     assert "  ... and 55 more" in lines
     assert len(arrays) == 60
 
@@ -138,7 +138,7 @@ def test_a_run_that_the_hosts_own_time_bounds_says_so(manage):
     text = manager.report()
     assert "bound by   the host's time" in text
     assert "of its own time for management" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
     manager.reset_stats()
     assert (manager.stats()["host_ns"], manager.stats()["host_stall_ns"]) == (0, 0)
 
@@ -198,10 +198,10 @@ def test_what_cost_most_is_named_with_why_it_went(manage, strategy):
     sweep(model, manager.adopt(torch.rand(2, 64)), 5)
     text = manager.report()
     lines = text.splitlines()
-    first = next(place for place, line in enumerate(lines) if "those that cost most" in line) + 1
+    first = next(place for place, line in enumerate(lines) if "those fetched most" in line) + 1
     assert "layers." in lines[first]
-    assert "x, evicted for " in lines[first]
-    assert max(map(len, lines)) <= 100
+    assert re.search(r"\dx, \w", lines[first])
+    assert max(map(len, lines)) <= 80
     stats = manager.stats()
     assert sum(stats["evicted_nbytes_by_cause"].values()) == stats["dropped_nbytes"]
     by_block = manager.residency.books.counts.costs.by_block.values()
@@ -220,7 +220,7 @@ def test_it_says_how_much_is_needed_and_what_more_would_buy(manage):
     assert re.search(r"128\.\d\d KiB of weights, 50% of them fit", text)
     need = manager.stats()["largest_op_nbytes"]
     assert layer_nbytes < need < 2 * layer_nbytes
-    assert f"at least {need / 1024:.2f} KiB, for aten." in text
+    assert f"largest operator seen: {need / 1024:.2f} KiB, aten." in text
     told = re.search(
         r"budget \+(\d+\.\d\d) KiB would save up to [89]\d% of the copies", oneline(text)
     )
@@ -346,14 +346,14 @@ def test_the_statistics_have_the_judgement_of_the_report(manage):
     stats, report = manager.stats(), manager.report()
     others_nbytes = stats["weights_nbytes"] - sum(p.nbytes for p in model.parameters())
     assert 0 <= others_nbytes <= before_nbytes
-    assert stats["advice"][:40] in report
+    assert stats["advice"] in oneline(report)
     assert stats["bound_by"] == "link"
     assert "bound by   the link" in report
-    assert f"{stats['times_floor']:.2f} times the longer" in report
+    assert f"{stats['times_floor']:.2f} times the longer" in oneline(report)
     first = stats["dearest_blocks"][0]
     assert first["name"].startswith("layers.")
     assert first["name"] in report
-    assert f" {first['fetch_count']}x, evicted for " in report
+    assert f" {first['fetch_count']}x, operands" in report
     assert first["fetch_count"] > 1 <= first["evict_count"]
     assert first["evicted_for"].startswith("lru: ")
     assert len(stats["dearest_blocks"]) <= 10

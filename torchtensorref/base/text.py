@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-__all__ = ["Lines", "Text"]
+from collections.abc import Iterable
+from textwrap import wrap
+
+__all__ = ["LINE", "Lines", "Text", "fitted"]
+
+#: Characters in a line, and where the words begin behind the head of one.
+LINE = 80
+_WORDS_AT = 13
+
+
+def fitted(lines: Iterable[str]) -> list[str]:
+    """Break lines that are too long for a screen; what follows stands below their words."""
+    return [
+        part
+        for line in lines
+        for part in wrap(line, LINE, subsequent_indent=" " * _WORDS_AT, break_on_hyphens=False)
+    ]
 
 
 class Text(str):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from textwrap import wrap
 from typing import Any
 
 import torch
 
-from ..base.text import Text
+from ..base.text import LINE, Text, fitted
 from ..base.units import format_nbytes, format_ns
 from .advice import WORTH_A_STEP, advice_of, more_room_for, waits_for_management
 from .block import Block
@@ -22,8 +21,8 @@ BLOCK_ROWS = 10
 HELD_ROWS = 5
 REASON_ROWS = 4
 CAUSES = 3
-#: Characters in a line.
-LINE = 100
+#: Characters of a name among the blocks.
+NAME = 34
 WORDS_OF_BOUNDS = {
     "link": "the link",
     "compute": "compute",
@@ -42,7 +41,7 @@ def report_text(manager: Any) -> str:
     Returns
     -------
     str
-        At most about 40 lines of at most 100 characters.
+        At most about 40 lines of at most 80 characters.
 
     Notes
     -----
@@ -54,7 +53,7 @@ def report_text(manager: Any) -> str:
         blocks = living_blocks(manager)
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
         lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
-        lines += _dearest(manager, blocks)
+        lines = [*fitted(lines), *_dearest(manager, blocks)]
     return Text("\n".join(lines))
 
 
@@ -151,7 +150,7 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"  on host    {on_host_count} of the slow ones",
         *_at_home(stats),
         f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "
-        "path (on the ready path each is one)",
+        "path (on the ready one all are)",
         f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
         f"in {stats['fetch_count']} copies{thrash if stats['thrash_count'] else ''}",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
@@ -174,7 +173,7 @@ def _at_home(stats: dict[str, Any]) -> list[str]:
 def _causes(by_cause: dict[str, int]) -> list[str]:
     rows = sorted(by_cause.items(), key=lambda row: -row[1])[:CAUSES]
     told = "; ".join(f"{format_nbytes(n)} for {why.partition(': ')[2] or why}" for why, n in rows)
-    return [f"             {told}"[:LINE]] if rows else []
+    return [f"             {told}"] if rows else []
 
 
 def _devices(books: Any, stats: dict[str, Any]) -> list[str]:
@@ -201,7 +200,7 @@ def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
         by += f" of {stats['busiest']}" * (len(stats["by_device"]) > 1 and bound.by != "host")
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
-            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"
+            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer"
         )
     return lines
 
@@ -244,13 +243,14 @@ def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str
     fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"
     lines = [f"  needs      {format_nbytes(weights)} of weights, {fits}"]
     if largest:
-        lines[0] += f"; at least {format_nbytes(largest)}, for {stats['largest_op']}"
+        told = f"{format_nbytes(largest)}, {stats['largest_op']}"
+        lines.append(f"{'':13}largest operator seen: {told}")
     advice = advice_of(stats, costs, kept)
     more, share = more_room_for(stats, costs, kept)
     if share > WORTH_A_STEP and "budget +" not in advice:
         told = f"budget +{format_nbytes(more)} would save up to {share:.0%} of the copies"
         lines.append(f"{'':13}{told}")
-    return [*lines, *wrap(f"  advice     {advice}", LINE, subsequent_indent=" " * 13)]
+    return [*lines, f"  advice     {advice}"]
 
 
 def _fallbacks(stats: dict[str, Any]) -> list[str]:
@@ -270,7 +270,7 @@ def _in_blocks(stats: dict[str, Any]) -> list[str]:
     order = f"; {reordered} added in another order" if reordered else ""
     return [
         f"in blocks: {stats['blocked_op_count']} operators in {stats['blocked_tile_count']} "
-        f"blocks{order}: {told}"[:LINE]
+        f"blocks{order}: {told}"
     ]
 
 
@@ -312,7 +312,7 @@ def _dearest(manager: Any, blocks: list[Block]) -> list[str]:
     ordered = sorted(blocks, key=order)
     total = format_nbytes(sum(block.nbytes for block in ordered))
     head = (
-        f"blocks: {len(ordered)}, {total}; those that cost most, and how often they were fetched:"
+        f"blocks: {len(ordered)}, {total}; those fetched most, how often, and what evicted them:"
         if ordered
         else "blocks: none"
     )
@@ -324,15 +324,15 @@ def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[Block
     where = ", ".join(
         f"{replica.device.name} {replica.state.value}" for replica in block.readable_replicas()
     )
-    row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {shortened(named(block), 42):42} "
+    name = shortened(named(block), NAME)
+    row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {name:{NAME}} "
     cost = costs.get(block.block_id)
     if cost is None or not cost.fetched_nbytes:
         return f"{row}{where}"[:LINE]
     why = cost.why.partition(": ")[2] or cost.why
     parts = f"{cost.parts_nbytes / max(cost.nbytes, 1):.1f}x in parts" if cost.parts_nbytes else ""
     times = f"{cost.fetch_count}x" if cost.fetch_count or not parts else ""
-    evicted = f"evicted for {why}" if why else ""
-    return row + ", ".join(filter(None, (times, parts, evicted)))[: LINE - len(row)]
+    return (row + ", ".join(filter(None, (times, parts, why))))[:LINE]
 
 
 def shortened(name: str, most: int) -> str:
