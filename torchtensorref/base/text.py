@@ -12,12 +12,12 @@ LINE = 80
 _WORDS_AT = 13
 
 
-def fitted(lines: Iterable[str]) -> list[str]:
-    """Break lines that are too long for a screen; what follows stands below their words."""
+def fitted(lines: Iterable[str], indent: int = _WORDS_AT) -> list[str]:
+    """Break lines that are too long for a screen; what follows is indented, as a report's words."""
     return [
         part
         for line in lines
-        for part in wrap(line, LINE, subsequent_indent=" " * _WORDS_AT, break_on_hyphens=False)
+        for part in wrap(line, LINE, subsequent_indent=" " * indent, break_on_hyphens=False)
     ]
 
 
