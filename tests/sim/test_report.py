@@ -468,3 +468,28 @@ def test_a_story_tells_who_asked_for_a_fetch(manager):
     assert str(manager.story(read)).endswith("fetch sim:test (an operator reads)")
     asked.toCPU()
     assert len(str(manager.story(asked)).splitlines()) == len(manager.story(asked)) == 2
+
+
+def test_what_an_optimizer_keeps_is_named_and_no_weight(manage):
+    gc.collect()  # what earlier tests have left counts as weights
+    manager = manage("flow", nbytes=100_000)
+    before_nbytes = manager.stats()["weights_nbytes"]
+    model = linears(manager, count=4, width=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = manager.adopt(torch.rand(4, 64))
+    for _ in range(4):
+        y = x
+        for layer in model.layers:
+            y = layer(y)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    text = manager.report()
+    stats, weights_nbytes = manager.stats(), sum(p.nbytes for p in model.parameters())
+    assert stats["optimizer_nbytes"] == 2 * weights_nbytes
+    assert stats["weights_nbytes"] <= weights_nbytes + before_nbytes
+    assert "of weights and 128.00 KiB of optimizer state" in oneline(text)
+    assert "layers.0.weight: exp_avg_sq" in text
+    state = optimizer.state[model.layers[1].weight]["exp_avg"]
+    assert manager.name_of(state) == "layers.1.weight: exp_avg"
+    assert not manager.names.of_operand(state._ttr_block), "a pattern of modules is not for it"

@@ -23,6 +23,8 @@ class Kept(NamedTuple):
 
     nbytes: int
     block_ids: frozenset[int]
+    #: Of them, what optimizers keep beside the parameters.
+    state_nbytes: int = 0
 
 
 @dataclass(slots=True)

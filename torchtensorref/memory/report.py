@@ -47,6 +47,7 @@ def report_text(manager: Any) -> str:
     -----
     Looking moves nothing and counts as no use.
     """
+    manager.names.look()  # what optimizers keep is made late
     stats = manager.stats()
     residency = manager.residency
     with residency.books.lock:
@@ -216,10 +217,11 @@ def _stalls(stats: dict[str, Any]) -> str:
     return f"{', '.join(told[:CAUSES])}, of {format_ns(time_ns)}"
 
 
-def kept_of(blocks: Iterable[Block]) -> Kept:
+def kept_of(manager: Any, blocks: Iterable[Block]) -> Kept:
     """Find out what the program keeps: parameters, buffers, what has outlived many operators."""
     kept = [block for block in blocks if block.is_persistent]
-    return Kept(sum(b.nbytes for b in kept), frozenset(b.block_id for b in kept))
+    state_nbytes = sum(block.nbytes for block in kept if manager.names.is_state(block))
+    return Kept(sum(b.nbytes for b in kept), frozenset(b.block_id for b in kept), state_nbytes)
 
 
 def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
@@ -237,11 +239,12 @@ def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
 def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str]:
     """How much budget the program would need, and for what; and one sentence of advice."""
     stats = together(manager, stats)
-    kept, budget = kept_of(blocks), stats["budget_nbytes"]
-    weights = kept.nbytes
+    kept, budget = kept_of(manager, blocks), stats["budget_nbytes"]
     largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
-    fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"
-    lines = [f"  needs      {format_nbytes(weights)} of weights, {fits}"]
+    fits = "all of them fit" if kept.nbytes <= budget else f"{budget / kept.nbytes:.0%} of them fit"
+    state = f" and {format_nbytes(kept.state_nbytes)} of optimizer state" * bool(kept.state_nbytes)
+    weights = format_nbytes(kept.nbytes - kept.state_nbytes)
+    lines = [f"  needs      {weights} of weights{state}, {fits}"]
     if largest:
         told = f"{format_nbytes(largest)}, {stats['largest_op']}"
         lines.append(f"{'':13}largest operator seen: {told}")
@@ -312,19 +315,19 @@ def _dearest(manager: Any, blocks: list[Block]) -> list[str]:
     ordered = sorted(blocks, key=order)
     total = format_nbytes(sum(block.nbytes for block in ordered))
     head = (
-        f"blocks: {len(ordered)}, {total}; those fetched most, how often, and what evicted them:"
+        f"blocks: {len(ordered)}, {total}; those fetched most, how often, what evicted them:"
         if ordered
         else "blocks: none"
     )
-    named = manager.names.of_operand
+    named = manager.names.last_of_block
     return [head, *_rows(ordered, BLOCK_ROWS, lambda block: _block_row(block, costs, named))]
 
 
-def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[Block], str]) -> str:
+def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[int], str]) -> str:
     where = ", ".join(
         f"{replica.device.name} {replica.state.value}" for replica in block.readable_replicas()
     )
-    name = shortened(named(block), NAME)
+    name = shortened(named(block.block_id), NAME)
     row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {name:{NAME}} "
     cost = costs.get(block.block_id)
     if cost is None or not cost.fetched_nbytes:

@@ -83,11 +83,12 @@ def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
     """What a report says beside the counts: what is needed, what bounds, what would help."""
     books = manager.residency.books
     costs = books.counts.costs
-    kept = kept_of(living_blocks(manager))
+    kept = kept_of(manager, living_blocks(manager))
     bound = bound_of_run(books, stats)
     stats = {**together(manager, stats), "bound_by": bound.by}
     return {
-        "weights_nbytes": kept.nbytes,
+        "weights_nbytes": kept.nbytes - kept.state_nbytes,
+        "optimizer_nbytes": kept.state_nbytes,
         "bound_by": bound.by,
         "times_floor": bound.times_floor,
         "advice": advice_of(stats, costs, kept),
