@@ -53,6 +53,24 @@ def test_text_of_tensors_with_gradients(right):
     right(program)
 
 
+class Mine(torch.Tensor):
+    """A program's own tensor, whose name torch prints."""
+
+
+class MyParameter(nn.Parameter):
+    """A program's own parameter."""
+
+
+def test_text_of_a_programs_own_classes(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, 30)).as_subclass(Mine)
+        own = MyParameter(bring(torch.rand(2, 2)))
+        shown = [x, x[0], x + 1, [*x], nn.Parameter(x), nn.Parameter(x)[0], own, own[0], x > 0]
+        return [repr(one) for one in shown]
+
+    right(program, on_host_because="without C++ what has such a class is plain")
+
+
 def test_print_options(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(30, 30))

@@ -32,7 +32,8 @@ def test_a_model_over_several_cards(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows[1:3]] == ["rtx4060", "h200"]
-    assert "20 tokens in" in rows[1]
+    assert rows[3].startswith("20 tokens in: rtx4060 ")
+    assert max(map(len, rows[:4])) <= 80
     assert (tmp_path / "curve.png").exists()
 
 

@@ -176,6 +176,45 @@ def test_what_cannot_be_written_or_read_is_said(manager, tmp_path, capsys):
     assert main(["trace", "summary", str(tmp_path / "none.json")]) == 2
 
 
+def test_what_is_missing_of_a_timeline_is_said(manager, tmp_path, capsys):
+    whole, part = tmp_path / "run.json", str(tmp_path / "part.json")
+    x = manager.adopt(torch.rand(50))
+    with manager.trace(str(whole)):
+        for _ in range(5):
+            x + 1
+    (tmp_path / "part.json").write_text(whole.read_text()[:900])
+    for kind in "summary", "replay", "plot":
+        assert main(["trace", kind, part]) == 2
+        assert "is not whole: it breaks off at character" in capsys.readouterr().err
+
+    value = json.loads(whole.read_text())
+    events = value["traceEvents"]
+    last = next(event for event in reversed(events) if event["ph"] == "E")
+    lacking = {**value, "traceEvents": [event for event in events if event is not last]}
+    (tmp_path / "part.json").write_text(json.dumps(lacking))
+    assert main(["trace", "summary", part]) == 2
+    assert "1 operators or copies have lost their begin or end" in capsys.readouterr().err
+
+    value["torchTensorRef"]["version"] = 99
+    (tmp_path / "part.json").write_text(json.dumps(value))
+    assert main(["trace", "summary", part]) == 2
+    assert "is a timeline of format 99" in capsys.readouterr().err
+
+
+def test_a_timeline_that_was_cut_says_so_and_is_not_replayed(manager, tmp_path, capsys):
+    path = str(tmp_path / "run.json")
+    x = manager.adopt(torch.rand(50))
+    with manager.trace(path, limit=3):
+        for _ in range(5):
+            x + 1
+    said = "The timeline was cut: it has 1 of 5 operators. trace(path, limit=...) keeps more"
+    for kind in "summary", "plot":
+        assert main(["trace", kind, path]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["trace", "replay", path]) == 2
+    assert f"A replay needs the whole run. {said}" in capsys.readouterr().err
+
+
 def test_a_timeline_changes_no_decision(manage, tmp_path):
     outcomes = []
     for is_traced in (False, False, True):  # at first nobody knows what results take

@@ -6,6 +6,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
+from .text import Lines
+
 __all__ = ["EventLog", "EventRecord"]
 
 #: (step, block name, event, cause). A plain tuple: a named one takes twice as long to make.
@@ -66,7 +68,7 @@ class EventLog:
                 # Another thread noted something while the ring was read: read it again.
                 continue
 
-    def story(self, block_name: str) -> list[str]:
+    def story(self, block_name: str) -> Lines:
         """Tell what happened to one block, oldest first.
 
         Parameters
@@ -77,7 +79,7 @@ class EventLog:
         Returns
         -------
         list of str
-            A line for each event: step, event, cause.
+            A line for each event: step, event, cause. It is shown one below the other.
 
         Examples
         --------
@@ -85,15 +87,15 @@ class EventLog:
         >>> log.note("b7", "fetch cuda:0", "aten.mm reads it")
         >>> log.note("b8", "drop cuda:0", "lru: 40 bytes needed")
         >>> log.story("b7")
-        ['     1 fetch cuda:0 (aten.mm reads it)']
+             1 fetch cuda:0 (aten.mm reads it)
         """
-        return [
+        return Lines(
             f"{step:>6} {event} ({cause})"
             for step, name, event, cause in self.records()
             if name == block_name
-        ]
+        )
 
-    def tail(self, count: int = 20) -> list[str]:
+    def tail(self, count: int = 20) -> Lines:
         """Tell the last events of all blocks, oldest first.
 
         Parameters
@@ -107,7 +109,7 @@ class EventLog:
             A line for each event: step, block, event, cause.
         """
         last = self.records()[-count:] if count > 0 else []
-        return [f"{step:>6} {name} {event} ({cause})" for step, name, event, cause in last]
+        return Lines(f"{step:>6} {name} {event} ({cause})" for step, name, event, cause in last)
 
     def clear(self) -> None:
         """Forget every event; steps go on counting."""

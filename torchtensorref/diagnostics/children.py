@@ -25,6 +25,7 @@ from ..base.activation import when_open
 from ..base.errors import TransferError
 from ..base.option_parsers import parse_budget
 from ..base.options import settings
+from ..base.text import LINE, fitted
 from ..base.units import format_nbytes, parse_nbytes, parse_share
 
 #: In front of the children's PYTHONPATH.
@@ -217,19 +218,19 @@ def children_of_this_run() -> list[dict[str, Any]]:
 
 
 def lines_of(children: list[dict[str, Any]]) -> list[str]:
-    """Describe the managed children, two lines for each."""
+    """Describe the managed children, about two lines for each."""
     return [line for child in children for line in _lines(child)]
 
 
 def _lines(child: dict[str, Any]) -> list[str]:
-    first = f"torchTensorRef: child {child['pid']}: {child['command'][:70]}"
+    first = f"torchTensorRef: child {child['pid']}: {child['command']}"[:LINE]
     stats = child.get("stats")
     if stats is None:
         is_alive = _is_alive(child["pid"])
         return [first, "  still runs" if is_alive else "  was killed before it could report"]
     size = {name: format_nbytes(n) for name, n in stats.items() if name.endswith("_nbytes")}
-    return [
-        first,
+    said = (
         f"  {stats['strategy']} on {stats['device']}, peak {size['peak_resident_nbytes']} of "
-        f"{size['budget_nbytes']}, fetched {size['fetched_nbytes']}, operators {stats['op_count']}",
-    ]
+        f"{size['budget_nbytes']}, fetched {size['fetched_nbytes']}, operators {stats['op_count']}"
+    )
+    return fitted([first, said])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, TensorRefError
+from ..base.text import fitted
 from ..base.units import format_nbytes, format_ns
 from ..inject import hooks
 
@@ -22,6 +23,13 @@ __all__ = ["add_parser", "main"]
 
 #: Steps of decoding that are foretold one by one; those after them are taken for like the last.
 DECODED = 4
+#: What bounds a step, in a word.
+BOUNDS = {
+    "the link": "link",
+    "compute": "compute",
+    "the host's calls": "calls",
+    "the host's own time": "host",
+}
 #: What transformers calls what a model keeps from one token to the next; some keep nothing.
 CACHES = ("past_key_values", "cache_params", "state")
 
@@ -78,21 +86,22 @@ def main(chosen: argparse.Namespace) -> int:
 
 
 def table(seen: list[Forecast], new_tokens: int) -> str:
-    """Return a row for each device."""
-    head = f"{'device':16} {'budget':>11} {'peak':>11} {'first':>10} {'then':>10} {'/s':>8}"
-    lines = [f"{head} {'of floor':>9}  bound by"]
+    """Return a row for each device; below them how long so many tokens take, if there are any."""
+    head = f"{'device':14} {'budget':>10} {'peak':>10} {'first':>9} {'then':>9} {'/s':>7}"
+    lines, longer = [f"{head} {'floor':>6} bound"], []
     for one in seen:
         step, first = one.steady, one.steps[0]
         floor_ns, _ = one.floor_ns(step)
         lines.append(
-            f"{one.spec.name:16} {format_nbytes(one.budget_nbytes):>11} "
-            f"{format_nbytes(one.peak_nbytes):>11} {format_ns(first.time_ns):>10} "
-            f"{format_ns(step.time_ns):>10} {1e9 / max(step.time_ns, 1):8.2f} "
-            f"{step.time_ns / max(floor_ns, 1):8.2f}x  {one.bound_by(step)}"
+            f"{one.spec.name:14} {format_nbytes(one.budget_nbytes):>10} "
+            f"{format_nbytes(one.peak_nbytes):>10} {format_ns(first.time_ns):>9} "
+            f"{format_ns(step.time_ns):>9} {1e9 / max(step.time_ns, 1):7.2f} "
+            f"{step.time_ns / max(floor_ns, 1):5.2f}x {BOUNDS[one.bound_by(step)]}"
         )
-        if new_tokens:
-            later = max(new_tokens - len(one.steps), 0) * step.time_ns
-            lines[-1] += f"; {new_tokens} tokens in {format_ns(one.time_ns + later)}"
+        later = max(new_tokens - len(one.steps), 0) * step.time_ns
+        longer.append(f"{one.spec.name} {format_ns(one.time_ns + later)}")
+    if new_tokens:
+        lines += fitted([f"{new_tokens} tokens in: {', '.join(longer)}"])
     return "\n".join(lines)
 
 

@@ -1,11 +1,11 @@
-"""What our patch does around optimizers that go by lists (`foreach=True`, `fused=True`).
+"""What our patches do around optimizers: their state is named, their lists are divided.
 
-Each of their operators takes all parameters, gradients or moments at once: where these do not fit,
-they pass the link once for each operator, or it runs on the host. Torch groups the lists by device
-and dtype, and goes through one group after the other; so it does to clip gradients and to average
-weights. While memory is short, or where a group is more than there is at all, we make of it several
-that fit. A kernel of lists computes tensor by tensor, so it does not matter to the bits in which
-lists they come.
+With `foreach=True` and `fused=True` each operator takes all parameters, gradients or moments at
+once: where these do not fit, they pass the link once for each operator, or it runs on the host.
+Torch groups the lists by device and dtype, and goes through one group after the other; so it does
+to clip gradients and to average weights. While memory is short, or where a group is more than there
+is at all, we make of it several that fit. A kernel of lists computes tensor by tensor, so it does
+not matter to the bits in which lists they come.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..memory.names import names
 from .hooks import is_ref, load
 
 #: Most that a group takes of the budget, all of its lists together.
@@ -27,6 +28,15 @@ class _Key(tuple[Any, ...]):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def state_wrapper(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `Optimizer._patch_step_function()`, which each does as it is made or unpickled."""
+    result = wrapped(*args, **kwargs)
+    names.note_optimizer(instance)
+    return result
 
 
 def groups_wrapper(

@@ -35,7 +35,7 @@ from .factories import (
     shared_memory_factory,
 )
 from .inject_to import injectTo
-from .optimizers import groups_wrapper
+from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import export_plain, legacy_instance, on_plain, written_plain
 from .registration import on_registration
@@ -249,6 +249,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
             "lists that do not fit would pass the link once for each operator",
         )
         for module in BY_LISTS
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer._patch_step_function",
+        state_wrapper,
+        "reports call an optimizer's state by the parameter that it is for, and not a weight",
     ),
     Patch(
         "torch.nn.parameter",

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..base.units import format_nbytes
-from .costs import Costs
+from .costs import Costs, Kept
 
 GIB = 1 << 30
 #: Of the time, what has to be waiting before advice is given.
 WORTH_TELLING = 0.05
+#: Of the copies, what a larger budget has to save before it is named.
+WORTH_A_STEP = 0.01
+#: Strategies that know what comes next, and fetch it ahead.
+FORESEE = ("flow", "venice")
 
 
 class Bound(NamedTuple):
@@ -68,26 +72,26 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     return Bound(by, time_ns / max(compute_ns, link_ns, 1), compute_ns, link_ns)
 
 
-def more_room_for(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> tuple[int, float]:
-    """Say how much more budget would be worth most, and the share of the copies it saves.
+def more_room_for(stats: dict[str, Any], costs: Costs, kept: Kept) -> tuple[int, float]:
+    """Say how much more budget would be worth most, and what share of the copies it may save.
 
     Looked at are a GiB, what the largest operator in blocks would need to run as one, and quarters
-    of what is missing for the weights, or of the budget where it holds them but not what is
-    computed beside them; the step that pays best.
+    of what is missing for what is kept and one operator, or of the budget where it has room for
+    them but not for all that is computed; the step that pays best.
     """
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
     if not fetched:
         return 0, 0.0
     budget = stats["budget_nbytes"]
-    missing = max(weights_nbytes - budget, 0)
+    missing = costs.missing_nbytes(kept, budget)
     whole = max((cost.whole_op_nbytes for cost in list(costs.by_block.values())), default=0)
     tried = {GIB, whole, *((missing or budget) * part // 4 for part in range(1, 5))}
     steps = sorted(step for step in tried if 0 < step <= max(2 * missing, budget, whole))
-    rows = [(step, costs.saved_by(step, budget) / fetched) for step in steps]
+    rows = [(step, costs.saved_by(step, budget, kept) / fetched) for step in steps]
     return max(rows, key=lambda row: row[1] / (row[0] + budget / 4), default=(0, 0.0))
 
 
-def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
+def advice_of(stats: dict[str, Any], costs: Costs, kept: Kept) -> str:
     """Return one sentence of what would help most."""
     short = stats["out_of_budget_count"]
     need = stats["largest_op_nbytes"]
@@ -104,20 +108,21 @@ def advice_of(stats: dict[str, Any], costs: Costs, weights_nbytes: int) -> str:
             f"would help: {HELPS_THE_HOST}{room}."
         )
     stall_share = stats["stall_ns"] / max(stats["time_ns"], 1)
-    if stall_share > WORTH_TELLING:
-        more, share = more_room_for(stats, costs, weights_nbytes)
-        if share > 0.01:
-            return (
-                f"budget +{format_nbytes(more)} would save about {share:.0%} of the copies, and of "
-                f"the stalls, which take {stall_share:.0%} of the time."
-            )
-        if stats["strategy"] not in ("flow", "venice"):
-            return (
-                f"stalls take {stall_share:.0%} of the time: strategy = 'flow' fetches ahead of "
-                "need."
-            )
-        return f"stalls take {stall_share:.0%} of the time, most of them for what is used once."
+    is_stalled = stall_share > WORTH_TELLING
+    stalls = f"stalls take {stall_share:.0%} of the time"
     if stats["evict_count"] == 0:
         spare = stats["budget_nbytes"] - stats["peak_resident_nbytes"]
+        if is_stalled:
+            return f"everything fits; {stalls}, for what is new, or was written on the host."
         return f"everything fits, and {format_nbytes(max(spare, 0))} of the budget was never used."
+    if is_stalled:
+        more, share = more_room_for(stats, costs, kept)
+        is_worth_it = share > WORTH_A_STEP
+        room = f"budget +{format_nbytes(more)} would save up to {share:.0%} of the copies"
+        if stats["strategy"] not in FORESEE:
+            with_it = f" With it, {room}." * is_worth_it
+            return f"{stalls}: strategy = 'flow' fetches ahead of need.{with_it}"
+        if is_worth_it:
+            return f"{room}; {stalls}."
+        return f"{stalls}, most of them for what came for the first time."
     return "the budget is enough: the accelerator hardly ever waits for a copy."

@@ -143,6 +143,8 @@ class Books:
         self.notes_departures = self.is_spread = False
         #: The strategy wants to be told each use of what stays, once memory is short.
         self.watches_accesses = False
+        #: The strategy fetches ahead of need.
+        self.looks_ahead = False
         #: Called with a block whose bytes are only promised, and asked for; the first promise
         #: brings who can answer (`promises/`).
         self.asked: Callable[[Block], None]
@@ -208,19 +210,6 @@ class Books:
         self.accelerators = list(accelerators)
         #: The one that operators run on unless a strategy says otherwise.
         self.main: Device = self.accelerators[0] if self.accelerators else self.host
-
-    def compute_ns(self) -> int:
-        """Return how long the operators of all accelerators in use took, waiting not counted."""
-        return sum(device.clocks().compute_ns for device in self.accelerators)
-
-    def stall_ns(self) -> int:
-        """Return how long they stood idle only because they waited for a copy."""
-        return sum(device.stall_ns for device in self.accelerators)
-
-    def host_ns(self) -> tuple[int, int]:
-        """Return what management took of the host's time, and how long they stood idle for it."""
-        devices = self.accelerators
-        return sum(d.host_ns for d in devices), sum(d.host_stall_ns for d in devices)
 
     def use(self, accelerators: Sequence[Device]) -> list[Device]:
         """Use these accelerators, whose ledgers are open, and no others; return those left.

@@ -224,7 +224,9 @@ class Copier:
             replica = block.replicas[device] = Replica(block, device, base, INVALID)
         return replica
 
-    def fetch(self, block: Block, device: Device, *, ahead: bool = False) -> None:
+    def fetch(
+        self, block: Block, device: Device, *, ahead: bool = False, why: str = telling.READS
+    ) -> None:
         """Issue the copy that makes a block readable on an accelerator; room must be there.
 
         Raises
@@ -239,7 +241,7 @@ class Copier:
         books, holds = self._books, self._holds
         if self.rehousing.waiting:
             self.rehousing.move_some()
-        if books.is_spread and self.peers.bring(block, device, ahead=ahead):
+        if books.is_spread and self.peers.bring(block, device, ahead=ahead, why=why):
             return
         if block.exposure is not None or block.promise is not None:
             self.refresh(block)
@@ -267,7 +269,7 @@ class Copier:
             raise
         finally:
             holds.issuing.pop(replica, None)
-        telling.fetched(books, block.name, replica, ahead=ahead)
+        telling.fetched(books, block.name, replica, ahead=ahead, why=why)
 
     # -- what is current ------------------------------------------------------------------------
 

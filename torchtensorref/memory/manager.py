@@ -31,6 +31,7 @@ from .budget import (
     refuse_unused_names,
     warn_of_doubts,
 )
+from .device_times import DeviceTimes, times_by_device
 from .external_pressure import OthersWatch, cap_allocator
 from .guard import guards
 from .invariants import violations
@@ -76,8 +77,8 @@ class TensorsManager:
         self.open_timeline: Any = None
         self.open_panel: Any = None
         #: The operators before the counts were started anew, and the clocks then.
-        self._first_tick = self._first_ns = self._first_stall_ns = self._first_compute_ns = 0
-        self._first_host_ns = (0, 0)
+        self._first_tick = 0
+        self._first_times: dict[Device, DeviceTimes] = {}
         self._is_made = True
 
     # -- settings -------------------------------------------------------------------------------
@@ -173,13 +174,11 @@ class TensorsManager:
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
         books = self.residency.books
-        self._first_ns, self._first_stall_ns = self._reached_ns(), books.stall_ns()
-        self._first_compute_ns, self._first_host_ns = books.compute_ns(), books.host_ns()
+        self._first_times = times_by_device(books)
         self._first_release_count = books.main.release_count()
 
     def _reached_ns(self) -> int:
-        main = self.residency.books.main
-        return max(main.now_ns(), main.record().end_ns)
+        return DeviceTimes.of(self.residency.books.main).reached_ns
 
     @property
     def budget(self) -> Any:
@@ -322,6 +321,9 @@ class TensorsManager:
         `miss_count` operands had to be fetched before an operator could run. On the ready path
         every operand is there, so only hits of the slow path, where one might have been missing,
         are counted: `slow_hit_count`.
+
+        Of several accelerators `compute_ns`, `stall_ns` and `host_stall_ns` are those of the
+        `busiest`; `by_device` has those of each, and the bytes that it copied.
         """
         return stats_of(self)
 
@@ -337,7 +339,7 @@ class TensorsManager:
                 device.reset_peak()
 
     def story(self, ref: Any) -> list[str]:
-        """Return what happened to the block of a TensorRef, oldest first."""
+        """Return what happened to the block of a TensorRef, oldest first; prints line by line."""
         return self.log.story(block_of(ref, "story").name)
 
     def name_of(self, ref: Any) -> str:

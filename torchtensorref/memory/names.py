@@ -25,6 +25,8 @@ class Names:
 
     Notes
     -----
+    What an optimizer keeps goes by its parameter: ``layers.0.weight: exp_avg``.
+
     A block that several modules have goes by the first name. Where two models would give one name
     to different tensors, the classes of the models stand before it: ``UNet:conv.weight``.
     """
@@ -39,6 +41,9 @@ class Names:
             weakref.WeakValueDictionary()
         )
         self._paths: dict[int, str] = {}
+        #: What has been made, and the names of what they keep for each parameter.
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._of_states: dict[int, str] = {}
         #: When one may look for a name that was not there: looking takes its time.
         self._again_s = 0.0
 
@@ -54,17 +59,26 @@ class Names:
         if child is not None:
             self.note_module(child)
 
+    def note_optimizer(self, optimizer: Any) -> None:
+        """Note an optimizer, whose state is made later."""
+        self._optimizers.add(optimizer)
+
     def of_block(self, block_id: int) -> str:
         """Return the name of a block: that of its tensor in a module, else ``b7``."""
         if self._is_stale:
             self.look()
-        return self._of_blocks.get(block_id) or f"b{block_id}"
+        return self.last_of_block(block_id) or f"b{block_id}"
+
+    def is_state(self, block: Any) -> bool:
+        """Whether an optimizer keeps a block; look once more for one that stays."""
+        return not self.of_operand(block) and block.block_id in self._of_states
 
     def of_operand(self, block: Any) -> str:
-        """Return the name of a block, "" if it has none; look once more for one that stays."""
+        """Return the name of a module's block, "" of others; look once more for one that stays."""
         name = self._of_blocks.get(block.block_id)
+        is_unknown = name is None and block.block_id not in self._of_states
         if self._is_stale or (
-            name is None and block.is_persistent and time.monotonic() > self._again_s
+            is_unknown and block.is_persistent and time.monotonic() > self._again_s
         ):
             self.look()
             name = self._of_blocks.get(block.block_id)
@@ -72,7 +86,7 @@ class Names:
 
     def last_of_block(self, block_id: int) -> str:
         """Return the name that a block had at the last look; "" if it had none."""
-        return self._of_blocks.get(block_id, "")
+        return self._of_blocks.get(block_id) or self._of_states.get(block_id, "")
 
     def of_module(self, module: nn.Module, within: nn.Module | None = None) -> str:
         """Return the path of a module in the model that it is part of; "" for a whole model.
@@ -105,6 +119,11 @@ class Names:
                         found.setdefault(full, []).append((model, block_id))
             self._paths = paths
             self._of_blocks = _unique(found)
+            self._of_states = {
+                block_id: f"{self._of_blocks.get(of, f'b{of}')}: {name}"
+                for optimizer in list(self._optimizers)
+                for of, name, block_id in _states_of(optimizer)
+            }
         now_s = time.monotonic()
         self._again_s = now_s + LOOKING_SHARE * (now_s - began_s)
 
@@ -127,6 +146,16 @@ def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
         for name, tensor in list(registry.items()):
             if isinstance(tensor, TensorRef):
                 yield name, tensor._ttr_block.block_id
+
+
+def _states_of(optimizer: Any) -> Iterator[tuple[int, str, int]]:
+    """Yield the parameter's block, the name, and the block of what an optimizer keeps."""
+    for parameter, state in list(optimizer.state.items()):
+        if not (isinstance(parameter, TensorRef) and isinstance(state, dict)):
+            continue
+        for name, value in list(state.items()):
+            if isinstance(value, TensorRef):
+                yield parameter._ttr_block.block_id, str(name), value._ttr_block.block_id
 
 
 def _unique(found: dict[str, list[tuple[str, int]]]) -> dict[int, str]:

@@ -23,8 +23,9 @@ _OURS = str(Path(__file__).parents[1])
 #: What has been said.
 said: set[str] = set()
 
-#: Thrash is told when it has copied so many budgets.
+#: Thrash is told when it has copied so many budgets, and is so much of all that was fetched.
 THRASH_BUDGETS = 4
+THRASH_SHARE = 1 / 4
 
 
 def note_lack_of_room(operator: str, books: Books) -> None:
@@ -33,9 +34,8 @@ def note_lack_of_room(operator: str, books: Books) -> None:
         limit = format_nbytes(books.ledgers[books.main].limit_nbytes)
         _say_later(
             "room",
-            f"{operator} does not fit the budget of {limit} on {books.main.name}, so it runs on "
-            "the host, as others may: the results are the same, it takes longer. Raise "
-            "tensorsManager.budget; tensorsManager.report() says how much is needed.",
+            f"{operator} does not fit the budget of {limit} on {books.main.name} and runs on the "
+            "host: same results, slower. tensorsManager.report() says how much it needs.",
         )
 
 
@@ -45,13 +45,14 @@ def note_thrash(books: Books) -> None:
     if "thrash" in said or not costs.thrash_nbytes:
         return
     limit_nbytes = books.ledgers[books.main].limit_nbytes
-    if costs.thrash_nbytes > THRASH_BUDGETS * limit_nbytes:
+    is_much = costs.thrash_nbytes > THRASH_BUDGETS * limit_nbytes
+    if is_much and costs.thrash_nbytes > THRASH_SHARE * costs.fetched_nbytes:
+        way_out = "" if books.looks_ahead else "strategy = 'flow', or "
         _say_later(
             "thrash",
-            f"{format_nbytes(costs.thrash_nbytes)} were fetched again within a few operators of "
-            f"being evicted from {books.main.name}: the budget of {format_nbytes(limit_nbytes)} is "
-            "too small for what single layers use, or the strategy keeps too little. Raise "
-            "tensorsManager.budget, or set tensorsManager.strategy = 'flow' if it is another.",
+            f"{format_nbytes(costs.thrash_nbytes)} were fetched again soon after eviction "
+            f"(budget {format_nbytes(limit_nbytes)}). Set {way_out}a larger budget; "
+            "see tensorsManager.report().",
         )
 
 
@@ -60,8 +61,7 @@ def note_plain(element_count: int) -> None:
     _say_later(
         "plain",
         f"a parameter of {element_count:,} elements is plain, so every operator fetches it anew. "
-        "It was made before torchTensorRef was imported, or where it is left out. Write "
-        "tensorsManager.adopt(model) once, or import torchTensorRef before the model is built.",
+        "Call tensorsManager.adopt(model), or import torchTensorRef before the model is built.",
     )
 
 
@@ -72,9 +72,8 @@ def _say_later(key: str, text: str) -> None:
     def say() -> None:
         if _log.hasHandlers():
             _log.warning("torchTensorRef: %s", text)
-        silence = "warnings.filterwarnings('ignore', 'torchTensorRef: ')"
         warnings.warn(
-            f"torchTensorRef: {text} To hear no more of this kind: {silence}.",
+            f"torchTensorRef: {text}",
             RuntimeWarning,
             stacklevel=_frames_of_ours(),
         )

@@ -233,7 +233,7 @@ class Ownership:
         residency = self._residency
         device = residency.books.main if name is None else self._accelerator_named(name)
         try:
-            residency.release(residency.acquire(device, [ref._ttr_block], [], 0))
+            residency.release(residency.acquire(device, [ref._ttr_block], [], 0, "toGPU"))
         except OutOfBudgetError as error:
             if listeners.any:
                 tell_no_room(ref._ttr_block, device, error)

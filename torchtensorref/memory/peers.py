@@ -49,7 +49,7 @@ class Peers:
         self._moving: weakref.WeakSet[Replica] = weakref.WeakSet()
         self._has_moved: weakref.WeakSet[Block] = weakref.WeakSet()
 
-    def bring(self, block: Block, device: Device, *, ahead: bool) -> bool:
+    def bring(self, block: Block, device: Device, *, ahead: bool, why: str) -> bool:
         """Issue the copy of a block from another accelerator; room must be there.
 
         Returns
@@ -94,7 +94,7 @@ class Peers:
                 self._books.remove(source)
             if ahead:
                 self._in_flight.add(replica)
-        telling.fetched(self._books, block.name, replica, ahead=ahead)
+        telling.fetched(self._books, block.name, replica, ahead=ahead, why=why)
         return True
 
     def has_arrived(self, replica: Replica) -> None:

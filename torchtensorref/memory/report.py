@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from textwrap import wrap
 from typing import Any
 
 import torch
 
-from ..base.text import Text
+from ..base.text import LINE, Text, fitted
 from ..base.units import format_nbytes, format_ns
-from .advice import GIB, advice_of, bound_of, more_room_for, waits_for_management
+from .advice import WORTH_A_STEP, advice_of, more_room_for, waits_for_management
 from .block import Block
-from .costs import BlockCost
+from .costs import BlockCost, Kept
+from .device_times import bound_of_run
 from .ref import TensorRef
 from .states import CLEAN, DIRTY
 
@@ -21,8 +21,8 @@ BLOCK_ROWS = 10
 HELD_ROWS = 5
 REASON_ROWS = 4
 CAUSES = 3
-#: Characters in a line.
-LINE = 100
+#: Characters of a name among the blocks.
+NAME = 34
 WORDS_OF_BOUNDS = {
     "link": "the link",
     "compute": "compute",
@@ -41,19 +41,20 @@ def report_text(manager: Any) -> str:
     Returns
     -------
     str
-        At most about 40 lines of at most 100 characters.
+        At most about 40 lines of at most 80 characters.
 
     Notes
     -----
     Looking moves nothing and counts as no use.
     """
+    manager.names.look()  # what optimizers keep is made late
     stats = manager.stats()
     residency = manager.residency
     with residency.books.lock:
         blocks = living_blocks(manager)
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
         lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
-        lines += _dearest(manager, blocks)
+        lines = [*fitted(lines), *_dearest(manager, blocks)]
     return Text("\n".join(lines))
 
 
@@ -150,7 +151,7 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"  on host    {on_host_count} of the slow ones",
         *_at_home(stats),
         f"  operands   {stats['miss_count']} misses; {stats['slow_hit_count']} hits on the slow "
-        "path (on the ready path each is one)",
+        "path (on the ready one all are)",
         f"  fetched    {size['fetched_nbytes']} on demand, {size['prefetched_nbytes']} ahead, "
         f"in {stats['fetch_count']} copies{thrash if stats['thrash_count'] else ''}",
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
@@ -173,7 +174,7 @@ def _at_home(stats: dict[str, Any]) -> list[str]:
 def _causes(by_cause: dict[str, int]) -> list[str]:
     rows = sorted(by_cause.items(), key=lambda row: -row[1])[:CAUSES]
     told = "; ".join(f"{format_nbytes(n)} for {why.partition(': ')[2] or why}" for why, n in rows)
-    return [f"             {told}"[:LINE]] if rows else []
+    return [f"             {told}"] if rows else []
 
 
 def _devices(books: Any, stats: dict[str, Any]) -> list[str]:
@@ -187,30 +188,40 @@ def _devices(books: Any, stats: dict[str, Any]) -> list[str]:
 
 
 def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
-    share = stats["stall_ns"] / max(stats["time_ns"], 1)
-    lines = [
-        f"  stalls     {format_ns(stats['stall_ns'])} of {format_ns(stats['time_ns'])}, {share:.0%}"
-    ]
+    lines = [f"  stalls     {_stalls(stats)}"]
     if stats["host_ns"]:
         lines.append(
             f"  host       {format_ns(stats['host_ns'])} of its own time for management; "
             f"the accelerator stood idle {format_ns(stats['host_stall_ns'])} for it"
         )
-    clocks = manager.residency.books.main.clocks()
-    bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    bound = bound_of_run(manager.residency.books, stats)
     if bound.by:
         is_late = bound.by == "host" and waits_for_management(stats)
         by = "the host's time" if is_late else WORDS_OF_BOUNDS[bound.by]
+        by += f" of {stats['busiest']}" * (len(stats["by_device"]) > 1 and bound.by != "host")
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
-            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer of them"
+            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer"
         )
     return lines
 
 
-def weights_nbytes(blocks: Iterable[Block]) -> int:
-    """Bytes of what the program keeps: parameters, buffers, what has outlived many operators."""
-    return sum(block.nbytes for block in blocks if block.is_persistent)
+def _stalls(stats: dict[str, Any]) -> str:
+    """How long was waited for copies; of several accelerators, by each of those that waited."""
+    time_ns = stats["time_ns"]
+    if len(stats["by_device"]) <= 1:
+        share = stats["stall_ns"] / max(time_ns, 1)
+        return f"{format_ns(stats['stall_ns'])} of {format_ns(time_ns)}, {share:.0%}"
+    rows = [(name, row["stall_ns"] / max(time_ns, 1)) for name, row in stats["by_device"].items()]
+    told = [f"{share:.0%} on {name}" for name, share in sorted(rows, key=lambda row: -row[1])]
+    return f"{', '.join(told[:CAUSES])}, of {format_ns(time_ns)}"
+
+
+def kept_of(manager: Any, blocks: Iterable[Block]) -> Kept:
+    """Find out what the program keeps: parameters, buffers, what has outlived many operators."""
+    kept = [block for block in blocks if block.is_persistent]
+    state_nbytes = sum(block.nbytes for block in kept if manager.names.is_state(block))
+    return Kept(sum(b.nbytes for b in kept), frozenset(b.block_id for b in kept), state_nbytes)
 
 
 def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
@@ -228,23 +239,21 @@ def together(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
 def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str]:
     """How much budget the program would need, and for what; and one sentence of advice."""
     stats = together(manager, stats)
-    weights, budget = weights_nbytes(blocks), stats["budget_nbytes"]
+    kept, budget = kept_of(manager, blocks), stats["budget_nbytes"]
     largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
-    fits = "all of them fit" if weights <= budget else f"{budget / weights:.0%} of them fit"
-    lines = [f"  needs      {format_nbytes(weights)} of weights, {fits}"]
+    fits = "all of them fit" if kept.nbytes <= budget else f"{budget / kept.nbytes:.0%} of them fit"
+    state = f" and {format_nbytes(kept.state_nbytes)} of optimizer state" * bool(kept.state_nbytes)
+    weights = format_nbytes(kept.nbytes - kept.state_nbytes)
+    lines = [f"  needs      {weights} of weights{state}, {fits}"]
     if largest:
-        lines[0] += f"; at least {format_nbytes(largest)}, for {stats['largest_op']}"
-    fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
-    if stats["evict_count"] and fetched:
-        more = min(GIB, weights - budget)
-        share = costs.saved_by(more, budget) / fetched
-        if more <= 0 or not share:  # it is what is computed beside them that has no room
-            more, share = more_room_for(stats, costs, weights)
-        if more:
-            told = f"budget +{format_nbytes(more)} would save {share:.0%} of what is fetched"
-            lines.append(f"{'':13}{told}")
-    advice = f"  advice     {advice_of(stats, costs, weights)}"
-    return [*lines, *wrap(advice, LINE, subsequent_indent=" " * 13)]
+        told = f"{format_nbytes(largest)}, {stats['largest_op']}"
+        lines.append(f"{'':13}largest operator seen: {told}")
+    advice = advice_of(stats, costs, kept)
+    more, share = more_room_for(stats, costs, kept)
+    if share > WORTH_A_STEP and "budget +" not in advice:
+        told = f"budget +{format_nbytes(more)} would save up to {share:.0%} of the copies"
+        lines.append(f"{'':13}{told}")
+    return [*lines, f"  advice     {advice}"]
 
 
 def _fallbacks(stats: dict[str, Any]) -> list[str]:
@@ -264,7 +273,7 @@ def _in_blocks(stats: dict[str, Any]) -> list[str]:
     order = f"; {reordered} added in another order" if reordered else ""
     return [
         f"in blocks: {stats['blocked_op_count']} operators in {stats['blocked_tile_count']} "
-        f"blocks{order}: {told}"[:LINE]
+        f"blocks{order}: {told}"
     ]
 
 
@@ -306,27 +315,27 @@ def _dearest(manager: Any, blocks: list[Block]) -> list[str]:
     ordered = sorted(blocks, key=order)
     total = format_nbytes(sum(block.nbytes for block in ordered))
     head = (
-        f"blocks: {len(ordered)}, {total}; those that cost most, and how often they were fetched:"
+        f"blocks: {len(ordered)}, {total}; those fetched most, how often, what evicted them:"
         if ordered
         else "blocks: none"
     )
-    named = manager.names.of_operand
+    named = manager.names.last_of_block
     return [head, *_rows(ordered, BLOCK_ROWS, lambda block: _block_row(block, costs, named))]
 
 
-def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[Block], str]) -> str:
+def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[int], str]) -> str:
     where = ", ".join(
         f"{replica.device.name} {replica.state.value}" for replica in block.readable_replicas()
     )
-    row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {shortened(named(block), 42):42} "
+    name = shortened(named(block.block_id), NAME)
+    row = f"  {block.name:>6} {format_nbytes(block.nbytes):>11}  {name:{NAME}} "
     cost = costs.get(block.block_id)
     if cost is None or not cost.fetched_nbytes:
         return f"{row}{where}"[:LINE]
     why = cost.why.partition(": ")[2] or cost.why
     parts = f"{cost.parts_nbytes / max(cost.nbytes, 1):.1f}x in parts" if cost.parts_nbytes else ""
     times = f"{cost.fetch_count}x" if cost.fetch_count or not parts else ""
-    evicted = f"evicted for {why}" if why else ""
-    return row + ", ".join(filter(None, (times, parts, evicted)))[: LINE - len(row)]
+    return (row + ", ".join(filter(None, (times, parts, why))))[:LINE]
 
 
 def shortened(name: str, most: int) -> str:

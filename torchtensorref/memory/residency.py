@@ -29,6 +29,7 @@ from .repair import Repair
 from .sharing import Sharing
 from .states import CLEAN, FILLING, INVALID
 from .strategy_feed import StrategyFeed
+from .telling import READS
 
 
 class Residency:
@@ -87,7 +88,12 @@ class Residency:
     # -- operands -------------------------------------------------------------------------------
 
     def acquire(
-        self, device: Device, blocks: Sequence[Block], written: Sequence[Block], expected: int
+        self,
+        device: Device,
+        blocks: Sequence[Block],
+        written: Sequence[Block],
+        expected: int,
+        why: str = READS,
     ) -> list[Replica]:
         """Make blocks readable on a device and hold them there: all of them, or none.
 
@@ -99,6 +105,8 @@ class Residency:
             Distinct operands, and those of them that the operator writes.
         expected : int
             Bytes its results are expected to take; room is made for them if there is any.
+        why : str, optional
+            What a story says of those that have to be fetched.
 
         Returns
         -------
@@ -117,7 +125,7 @@ class Residency:
         for _ in range(PATIENCE_ROUNDS):
             held = self._pin(device, blocks)
             try:
-                self._fetch_missing(device, blocks, expected)
+                self._fetch_missing(device, blocks, expected, why)
                 for block in written:
                     self.copier.end_write_back(block)
                     if self.books.is_spread:
@@ -215,7 +223,9 @@ class Residency:
             if self.books.is_left(replica.device):
                 self.evictor.clear(replica.device)
 
-    def _fetch_missing(self, device: Device, blocks: Sequence[Block], expected: int) -> None:
+    def _fetch_missing(
+        self, device: Device, blocks: Sequence[Block], expected: int, why: str
+    ) -> None:
         books = self.books
         missing, need_nbytes = [], 0
         with books.lock:
@@ -236,13 +246,13 @@ class Residency:
                 # What results take is only expected: operands must fit, results are seen to later.
                 self.evictor.make_room(device, need_nbytes, "operands", may_fail=True)
         for block in missing:
-            self._fetch_with_room(block, device)
+            self._fetch_with_room(block, device, why)
         with books.lock:
             for block in blocks:
                 if block.replicas[device].state is FILLING:
                     self.copier.arrive(block.replicas[device])
 
-    def _fetch_with_room(self, block: Block, device: Device) -> None:
+    def _fetch_with_room(self, block: Block, device: Device, why: str) -> None:
         """Fetch into the room that was made; make it again where another thread has taken it.
 
         If the device refuses the allocation all the same, as much again is evicted, once.
@@ -250,7 +260,7 @@ class Residency:
         has_been_refused = False
         for _ in range(PATIENCE_ROUNDS):
             try:
-                return self.copier.fetch(block, device)
+                return self.copier.fetch(block, device, why=why)
             except RoomTakenError:
                 self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
             except torch.OutOfMemoryError:

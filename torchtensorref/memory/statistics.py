@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .advice import advice_of, bound_of
-from .report import BLOCK_ROWS, living_blocks, together, weights_nbytes
+from .advice import advice_of
+from .device_times import as_numbers, bound_of_run, busiest, times_by_device
+from .report import BLOCK_ROWS, kept_of, living_blocks, together
 
 
 def stats_of(manager: Any) -> dict[str, Any]:
@@ -18,7 +19,8 @@ def stats_of(manager: Any) -> dict[str, Any]:
         ledger = books.ledgers.get(main)
         counts, copies = books.counts, residency.copier.transfer.counts
         op_count = max(books.tick - manager._first_tick, 0)
-        host_ns, host_stall_ns = books.host_ns()
+        first = manager._first_times
+        times = {d: now.since(first.get(d)) for d, now in times_by_device(books).items()}
         stats = {
             "strategy": residency.feed.strategy.name,
             "device": ",".join(device.name for device in books.accelerators) or main.name,
@@ -61,11 +63,18 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "evicted_nbytes_by_cause": dict(counts.costs.evicted_nbytes),
             "largest_op": counts.costs.largest_op,
             "largest_op_nbytes": counts.costs.largest_op_nbytes,
-            "compute_ns": books.compute_ns() - manager._first_compute_ns,
-            "stall_ns": books.stall_ns() - manager._first_stall_ns,
-            "host_ns": host_ns - manager._first_host_ns[0],
-            "host_stall_ns": host_stall_ns - manager._first_host_ns[1],
-            "time_ns": manager._reached_ns() - manager._first_ns,
+            **as_numbers(times),
+            "busiest": busiest(times).name,
+            "by_device": {
+                device.name: {
+                    "compute_ns": one.compute_ns,
+                    "stall_ns": one.stall_ns,
+                    "host_stall_ns": one.host_stall_ns,
+                    "fetched_nbytes": copies.nbytes_to.get(device.name, 0),
+                    "written_back_nbytes": copies.nbytes_from.get(device.name, 0),
+                }
+                for device, one in times.items()
+            },
         }
         return {**stats, **_judged(manager, stats)}
 
@@ -73,16 +82,16 @@ def stats_of(manager: Any) -> dict[str, Any]:
 def _judged(manager: Any, stats: dict[str, Any]) -> dict[str, Any]:
     """What a report says beside the counts: what is needed, what bounds, what would help."""
     books = manager.residency.books
-    costs, clocks = books.counts.costs, books.main.clocks()
-    blocks = living_blocks(manager)
-    weights = weights_nbytes(blocks)
-    bound = bound_of(stats, clocks.h2d_bytes_per_s, clocks.d2h_bytes_per_s)
+    costs = books.counts.costs
+    kept = kept_of(manager, living_blocks(manager))
+    bound = bound_of_run(books, stats)
     stats = {**together(manager, stats), "bound_by": bound.by}
     return {
-        "weights_nbytes": weights,
+        "weights_nbytes": kept.nbytes - kept.state_nbytes,
+        "optimizer_nbytes": kept.state_nbytes,
         "bound_by": bound.by,
         "times_floor": bound.times_floor,
-        "advice": advice_of(stats, costs, weights),
+        "advice": advice_of(stats, costs, kept),
         "dearest_blocks": [
             {
                 "name": manager.names.of_block(cost.block_id),

@@ -99,9 +99,9 @@ class StrategyFeed:
                 self.change(strategy)
 
     def _follow(self, checked: CheckedStrategy) -> None:
-        self._books.notes_departures = checked.hears_evictions
-        self._books.is_spread = checked.spreads
-        self._books.watches_accesses = checked.watches_accesses
+        books = self._books
+        books.notes_departures, books.is_spread = checked.hears_evictions, checked.spreads
+        books.watches_accesses, books.looks_ahead = checked.watches_accesses, checked.looks_ahead
 
     def repair(self, doubts: Iterable[Doubt]) -> None:
         """Let a strategy that was interrupted while it thought begin anew: it costs time only."""

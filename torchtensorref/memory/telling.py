@@ -9,11 +9,14 @@ from .bookkeeping import Books
 from .budget import OutOfBudgetError
 from .once import note_thrash
 
+#: Why a block is fetched, unless the program has asked for it.
+READS = "an operator reads"
 
-def fetched(books: Books, name: str, replica: Replica, *, ahead: bool) -> None:
-    """A copy to an accelerator has been issued."""
-    why = "ahead" if ahead else "an operator reads"
-    books.counts.costs.note_fetch(replica.block_id, replica.nbytes, books.tick)
+
+def fetched(books: Books, name: str, replica: Replica, *, ahead: bool, why: str) -> None:
+    """A copy to an accelerator has been issued, ahead of need or for a reason."""
+    why = "ahead" if ahead else why
+    books.counts.costs.note_fetch(replica.block_id, replica.nbytes, books.tick, ahead=ahead)
     note_thrash(books)
     books.log.note(name, f"fetch {replica.device.name}", why)
     if listeners.any:

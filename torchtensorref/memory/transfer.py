@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,6 +35,9 @@ class TransferCounts:
     #: Of those fetched: from another accelerator, past the host.
     peer_nbytes: int = 0
     peer_count: int = 0
+    #: To each accelerator, and from it home, by its name.
+    nbytes_to: dict[str, int] = field(default_factory=dict)
+    nbytes_from: dict[str, int] = field(default_factory=dict)
 
 
 class Transfer:
@@ -70,6 +73,8 @@ class Transfer:
     def _count(self, event: Event, replica: Replica, *, ahead: bool) -> None:
         if settings.sync:
             event.synchronize()
+        to, name = self.counts.nbytes_to, replica.device.name
+        to[name] = to.get(name, 0) + replica.nbytes
         if ahead:
             self.counts.prefetched_nbytes += replica.nbytes
             self.counts.prefetch_count += 1
@@ -125,6 +130,8 @@ class Transfer:
         if settings.sync:
             event.synchronize()
         self.counts.written_back_nbytes += replica.nbytes
+        come_from = self.counts.nbytes_from
+        come_from[device.name] = come_from.get(device.name, 0) + replica.nbytes
         self.counts.write_back_count += 1
         return event
 

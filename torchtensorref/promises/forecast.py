@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.text import Text
+from ..base.text import Text, fitted
 from ..base.units import format_nbytes, format_ns
 from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
@@ -236,7 +235,7 @@ class Forecast:
         if self.bound_by(step) == HOSTS_TIME:
             larger = "; a larger budget" * bool(step.fetched_nbytes)
             said = f"  advice     {HOSTS_TIME} bounds this run. What would help: "
-            lines += wrap(said + HELPS_THE_HOST + larger, 100, subsequent_indent=" " * 13)
+            lines.append(said + HELPS_THE_HOST + larger)
         rows = self.steps if len(self.steps) <= 8 else [*self.steps[:3], *self.steps[-3:]]
         lines.append(f"  {'part':24} {'time':>10} {'stalls':>10} {'fetched':>12} {'on host':>8}")
         lines += [
@@ -244,7 +243,7 @@ class Forecast:
             f"{format_nbytes(s.fetched_nbytes):>12} {s.host_op_count + s.fallback_count:>8}"
             for s in rows
         ]
-        return Text("\n".join(lines))
+        return Text("\n".join(fitted(lines)))
 
     def to_json(self) -> dict[str, Any]:
         """Return what is to be expected as plain data."""

@@ -21,9 +21,7 @@ from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
 from .device_names import take_out
-
-_str_intern = torch._tensor_str._str_intern
-_add_suffixes = torch._tensor_str._add_suffixes
+from .printing import text_of
 
 #: Torch's own, where ours do a part only.
 _register_hook = Tensor.register_hook
@@ -50,26 +48,7 @@ class Protocols:
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Print as a torch.Tensor prints."""
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
-            if self._ttr_block.promise is not None:
-                text = f"tensor(promised, size={tuple(self.size())}, dtype={self.dtype})"
-            else:
-                text = str(
-                    _str_intern(self._to_print(tensor_contents), tensor_contents=tensor_contents)
-                )
-        node = self.grad_fn
-        if node is not None:
-            name = node.name().rsplit("::", 1)[-1] if type(node).__name__ == "CppFunction" else ""
-            suffix = f"grad_fn=<{name or type(node).__name__}>"
-        elif self.requires_grad:
-            suffix = "requires_grad=True"
-        else:
-            suffix = ""
-        if suffix:
-            text = _add_suffixes(text[:-1], [suffix], len("tensor("), force_newline=False)
-        if getattr(self, "_is_param", False):
-            return "Parameter containing:\n" + text
-        return str(text)
+        return text_of(self, tensor_contents)
 
     def _repr_html_(self: Any) -> str:
         """Show the values in a notebook, and below them where they are."""
@@ -77,13 +56,6 @@ class Protocols:
         name, place = tensorsManager.names.of_operand(block), tensorsManager.ownership.where(block)
         where = f"{block.name} {name}".rstrip() + f", {format_nbytes(block.nbytes)} on {place.name}"
         return f"<pre>{html.escape(repr(self))}</pre><small>{html.escape(where)}</small>"
-
-    def _to_print(self: Any, tensor_contents: Any) -> Tensor:
-        """A plain tensor that prints as this one."""
-        if tensor_contents is None and self.device.type == "meta":
-            return torch.empty_strided(self.size(), self.stride(), device="meta")
-        plain: Tensor = self._peek()
-        return plain
 
     def __format__(self: Any, spec: str) -> str:
         """Format as a tensor: a number where it has no dimension."""

@@ -1,5 +1,6 @@
 """The event log."""
 
+import json
 import threading
 
 import pytest
@@ -22,6 +23,15 @@ def test_a_story_is_about_one_block(log):
         "     3 drop sim:0 (lru: 40 bytes needed)",
     ]
     assert log.story("b9") == []
+
+
+def test_it_is_a_list_and_shows_line_by_line(log):
+    assert str(log.story("b7")) == (
+        "     1 fetch sim:0 (aten.mm reads it)\n     3 drop sim:0 (lru: 40 bytes needed)"
+    )
+    assert repr(log.tail(1)) == "     3 b7 drop sim:0 (lru: 40 bytes needed)"
+    assert repr(log.story("b9")) == "(nothing has happened)"
+    assert json.loads(json.dumps(log.story("b7"))) == log.story("b7")
 
 
 def test_the_oldest_is_forgotten_first(log):

@@ -38,6 +38,8 @@ def main(chosen: argparse.Namespace) -> int:
         draw(recordings, output)
         for recording in recordings:
             print(headline(recording))
+            if recording.missing:
+                print(recording.missing)
         print(f"drawn into {output}")
     else:
         _replay(chosen)

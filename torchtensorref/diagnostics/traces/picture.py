@@ -187,7 +187,7 @@ def _draw_blocks(
             facecolors=[(0.16, 0.27, 0.46, 0.12 + 0.88 * share) for *_, share in shares],
             linewidth=0,
         )
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)))
     axes.set_yticklabels(
         [f"{row}  {format_nbytes(totals[row])}" for row in rows] if labelled else [], fontsize=7

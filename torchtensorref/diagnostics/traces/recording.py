@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
-from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS
+from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, VERSION
+
+#: How the file of a timeline begins.
+BEGINNING = '{"traceEvents"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,17 @@ class Recording:
         """When the last thing ended."""
         return max((s.end_us for track in self.slices.values() for s in track), default=0.0)
 
+    @property
+    def missing(self) -> str:
+        """What a timeline lacks that was cut, in words; "" if it has all."""
+        if not self.about["is_cut"]:
+            return ""
+        count = len(self.slices[COMPUTE]) + len(self.slices[HOST])
+        return (
+            f"The timeline was cut: it has {count:,} of {self.stats['op_count']:,} operators. "
+            "trace(path, limit=...) keeps more events."
+        )
+
     def busy_us(self, track: int) -> float:
         """How long an engine worked."""
         return sum(s.took_us for s in self.slices.get(track, ()))
@@ -81,29 +95,59 @@ def read(path: str | Path) -> Recording:
     Raises
     ------
     ConfigError
-        There is no such file, or it is none of ours.
+        There is no such file, it is none of ours, or a part of it is missing.
     """
+    text = ""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        value = json.loads(text)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
-    except ValueError:
+    except ValueError as error:
+        if text.startswith(BEGINNING):
+            at = f"at character {error.pos:,}" if isinstance(error, json.JSONDecodeError) else ""
+            raise _damaged(path, f"it breaks off {at} of {len(text):,}") from None
         value = None
     if not isinstance(value, dict) or "torchTensorRef" not in value:
         raise ConfigError(
             f"{str(path)!r} is no timeline of ours. Make one with "
             "`with tensorsManager.trace('run.json'):` or `torchtensorref run --timeline run.json`."
         )
-    return recording_of(value)
+    version = value["torchTensorRef"].get("version")
+    if version != VERSION:
+        raise ConfigError(
+            f"{str(path)!r} is a timeline of format {version}; this torchTensorRef reads format "
+            f"{VERSION}. Read it with the one that has written it, or record it again."
+        )
+    found, loose_count = _taken_apart(value)
+    if loose_count:
+        raise _damaged(path, f"{loose_count:,} operators or copies have lost their begin or end")
+    return found
+
+
+def _damaged(path: str | Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} is not whole: {what}. Copy it again from where it was written, or record "
+        "it again."
+    )
 
 
 def recording_of(value: dict[str, Any]) -> Recording:
     """Take a trace apart."""
+    return _taken_apart(value)[0]
+
+
+def _taken_apart(value: dict[str, Any]) -> tuple[Recording, int]:
+    """Take a trace apart; say how many slices have no begin, or no end."""
     found = Recording(value["torchTensorRef"], {t: [] for t in (COMPUTE, STALLS, H2D, D2H, HOST)})
     begun: dict[int, dict[str, Any]] = {}
+    loose_count = 0
     for event in value["traceEvents"]:
         if event["ph"] == "B":
+            loose_count += event["tid"] in begun
             begun[event["tid"]] = event
+        elif event["ph"] == "E" and event["tid"] not in begun:
+            loose_count += 1
         elif event["ph"] == "E":
             head = begun.pop(event["tid"])
             found.slices[event["tid"]].append(
@@ -113,4 +157,4 @@ def recording_of(value: dict[str, Any]) -> Recording:
             found.residency.append((event["ts"], event["args"]["bytes"]))
         elif event["ph"] == "i":
             found.evictions.append({"at_us": event["ts"], "kind": event["cat"], **event["args"]})
-    return found
+    return found, loose_count + len(begun)

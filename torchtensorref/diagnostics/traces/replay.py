@@ -6,6 +6,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.units import format_nbytes, format_ns
+from ...devices.registry import spec_of
 from ...devices.sim.cards import SPECS
 from ...devices.sim.host_costs import HostCosts
 from ...devices.sim.spec import DeviceSpec
@@ -72,8 +73,11 @@ def replay(
     Raises
     ------
     ConfigError
-        The recorded device is a real one and no other is named, or a setting is not understood.
+        The recorded device is a real one and no other is named, a setting is not understood, or
+        the timeline was cut.
     """
+    if recording.missing:
+        raise ConfigError(f"A replay needs the whole run. {recording.missing}")
     about = recording.about
     replayer = Replayer(
         record_of(recording),
@@ -90,14 +94,7 @@ def replay(
 
 def _spec(about: dict[str, Any], device: str | None) -> DeviceSpec:
     if device is not None:
-        name = device.removeprefix("sim:")
-        if name not in SPECS:
-            raise ConfigError(
-                f"There is no simulated device {name!r}: {', '.join(SPECS)} are known.",
-                name=name,
-                known=tuple(SPECS),
-            )
-        return SPECS[name]
+        return spec_of(device)
     if about["spec"] is None:
         raise ConfigError(
             f"{about['device']} is a real device, whose speeds are not in the timeline. Name a "

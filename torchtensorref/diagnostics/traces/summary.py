@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ...base.text import fitted
 from ...base.units import format_nbytes, format_ns
 from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from .recording import Recording
@@ -15,17 +16,18 @@ ROWS = 8
 
 
 def headline(recording: Recording) -> str:
-    """Say in one line what was run, and what it came to."""
+    """Say what was run, and what it came to."""
     stats, about = recording.stats, recording.about
     total_us = recording.end_us
     stalled = 100 * recording.busy_us(STALLS) / total_us if total_us else 0.0
-    return (
+    said = (
         f"{about['strategy']} on {about['device']}, {format_nbytes(about['budget_nbytes'])}: "
         f"{format_ns(int(total_us * 1000))}, {stalled:.0f} % stalled, "
         f"{format_nbytes(recording.nbytes(H2D))} fetched, "
         f"{format_nbytes(recording.nbytes(D2H))} written back, "
         f"{stats['evict_count']} evictions"
     )
+    return "\n".join(fitted([said], indent=2))
 
 
 def print_summary(recording: Recording, console: Any) -> None:
@@ -33,8 +35,8 @@ def print_summary(recording: Recording, console: Any) -> None:
     console.print(headline(recording), highlight=False, soft_wrap=True)
     clock = recording.about["clock"]
     console.print(f"times by the device's {clock} clock", style="dim")
-    if recording.about["is_cut"]:
-        console.print("The timeline was cut: trace(path, limit=...) keeps more.", style="red")
+    if recording.missing:
+        console.print(recording.missing, style="red", highlight=False, soft_wrap=True)
     total_us = recording.end_us or 1.0
     engines = [
         (name, len(recording.slices[track]), _time(recording.busy_us(track)),

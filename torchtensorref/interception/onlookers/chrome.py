@@ -86,6 +86,7 @@ _LEVELS = frozenset(
     {
         "budget_nbytes",
         "largest_op_nbytes",
+        "optimizer_nbytes",
         "page_locked_nbytes",
         "peak_resident_nbytes",
         "resident_nbytes",

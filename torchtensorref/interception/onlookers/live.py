@@ -48,7 +48,8 @@ def rates_between(before: dict[str, Any], now: dict[str, Any], seconds: float) -
     return Rates(
         more("op_count") / seconds,
         more("fetched_nbytes", "prefetched_nbytes", "written_back_nbytes") / seconds,
-        more("stall_ns") / max(more("time_ns"), 1),
+        # Of the busiest of several accelerators: it may be another one than before.
+        min(max(more("stall_ns"), 0) / max(more("time_ns"), 1), 1.0),
         hits / max(hits + misses, 1),
         now["resident_nbytes"],
         now["budget_nbytes"],
