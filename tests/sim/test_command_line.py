@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,6 +238,17 @@ def test_bad_arguments_are_refused_in_a_sentence(given, words, tmp_path):
     assert ours.returncode == 2
     assert words in ours.stderr
     assert "Traceback" not in ours.stderr
+
+
+@pytest.mark.parametrize("given", ["cuda:99", "xpu:99", "sim,mps:99"])
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_device_that_is_not_there_is_said_in_a_line(script, given, how):
+    path = script("import torch\nprint('before')\ntorch.zeros(1)\nprint('after')\n")
+    option, told = (("--device", given), {}) if how == "option" else ((), {"TTR_DEVICE": given})
+    ours = python("-m", "torchTensorRef", "run", *option, path, **told)
+    assert (ours.returncode, ours.stdout) == (2, "before\n")
+    assert ours.stderr.count("\n") == 1
+    assert re.match(r"torchtensorref: .*'(cuda|xpu|mps)", ours.stderr)
 
 
 def test_disabled_by_the_environment_it_is_plain_python(script):
