@@ -9,6 +9,8 @@ from .device_names import kind_of
 from .errors import ConfigError, did_you_mean, nearest
 from .units import parse_limit, parse_share
 
+#: As a budget: what is free there, less a margin for others.
+AUTO = "auto"
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
 
@@ -106,6 +108,16 @@ def size_or_share(text: str) -> str:
     return text
 
 
+def amount(text: str) -> str:
+    """Give what a device may hold back if it is a size, a share, or `AUTO`."""
+    text = text.strip()
+    if text.lower() == AUTO:
+        return AUTO
+    if nearest(text, (AUTO,)) is not None:
+        raise ConfigError(f"{text!r} is no budget. Did you mean {AUTO!r}?", name=text, nearest=AUTO)
+    return size_or_share(text)
+
+
 def device(text: str) -> str:
     """Read the name of a device of a kind that there is, or several, separated by commas."""
     for name in text.split(","):
@@ -119,8 +131,8 @@ def parse_budget(text: str) -> str | dict[str, str]:
     Parameters
     ----------
     text : str
-        A size (``6GiB``), a share (``25%``), or one of them per device, separated by
-        commas (``cuda:0=6GiB,cuda:1=50%``).
+        A size (``6GiB``), a share (``25%``), ``auto`` (what is free), or one of them per
+        device, separated by commas (``cuda:0=6GiB,cuda:1=50%``).
 
     Returns
     -------
@@ -139,10 +151,10 @@ def parse_budget(text: str) -> str | dict[str, str]:
                 "'cuda:0=6GiB,cuda:1=25%'.",
                 name=text,
             )
-        return size_or_share(text.strip())
+        return amount(text)
     budgets = {}
     for part in text.split(","):
-        device, equals, amount = (piece.strip() for piece in part.partition("="))
+        device, equals, most = (piece.strip() for piece in part.partition("="))
         if not device or not equals:
             raise ConfigError(
                 f"{part.strip()!r} in the budget {text!r} names no device and amount. "
@@ -150,7 +162,7 @@ def parse_budget(text: str) -> str | dict[str, str]:
                 name=text,
             )
         kind_of(device, where=f", which the budget {text!r} names")
-        budgets[device] = size_or_share(amount)
+        budgets[device] = amount(most)
     return budgets
 
 
@@ -161,8 +173,10 @@ def budget_by_device(budget: str, devices: str) -> str:
         return budget
     if len(amounts) != len(names):
         raise ConfigError(
-            f"--budget {budget} is {len(amounts)} amounts, and --device names {len(names)}. "
-            "Give one to each, or write 'cuda:0=6GiB,cuda:1=25%'."
+            f"The budget {budget!r} has {len(amounts)} amounts; devices: {len(names)} "
+            f"({devices or 'the default'}). Give one to each, in their order. Or say which device "
+            "has which: 'cuda:0=6GiB,cuda:1=25%'.",
+            name=budget,
         )
     return ",".join(f"{n.strip()}={a.strip()}" for n, a in zip(names, amounts, strict=True))
 

@@ -149,7 +149,7 @@ class Settings:
     budget: str | dict[str, str] | None = row(  # noqa: RUF009 (it makes a field)
         None,
         parse_budget,
-        "`6GiB`, `25%`, `cuda:0=6GiB,cuda:1=25%`",
+        "`6GiB`, `25%`, `auto`, `cuda:0=6GiB,cuda:1=25%`",
         "the most bytes that may be used on an accelerator",
         "none",
         instead="tensorsManager.budget = ...",

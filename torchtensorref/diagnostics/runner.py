@@ -36,8 +36,6 @@ from .ending import Ending, report_place
 BAD_USAGE = 2
 #: Options that take no value.
 FLAGS = ("-h", "--help", "--no-children", "--live", "--progress")
-#: As a budget: what is free there; the report says how much would have been needed.
-AUTO = "auto"
 #: From our options to the settings that they are.
 _OF_SAME_NAME = ("device", "budget", "strategy", "placement", "inject_to", "exclude")
 SETTING_OF = {name: name for name in _OF_SAME_NAME} | {"trace": "trace_file"}
@@ -128,10 +126,8 @@ def apply(chosen: argparse.Namespace) -> None:
         if chosen.budget is not None:
             raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
         chosen.budget = chosen.budget_per_process
-    if chosen.budget == AUTO:
-        chosen.budget = None
-    elif chosen.budget is not None:
-        chosen.budget = budget_by_device(chosen.budget, chosen.device or "")
+    if chosen.budget is not None:
+        chosen.budget = budget_by_device(chosen.budget, chosen.device or settings.device or "")
     values = {
         name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
         for flag, name in SETTING_OF.items()

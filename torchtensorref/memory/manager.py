@@ -170,6 +170,12 @@ class TensorsManager:
         for device in left:
             residency.evictor.leave(device)
 
+    def _accelerators(self) -> list[Device]:
+        """Return the accelerators in use, or that will be."""
+        if self._residency is None:
+            return registry.accelerators(self._device_setting)
+        return list(self._residency.books.accelerators)
+
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
         books = self.residency.books
@@ -192,7 +198,8 @@ class TensorsManager:
 
     @budget.setter
     def budget(self, setting: BudgetSetting) -> None:
-        setting = read_budget(setting)  # what is wrong is refused now, not at the first tensor
+        # What is wrong is refused now, not at the first tensor.
+        setting = read_budget(setting, self._accelerators)
         if self._residency is None:
             self._budget_setting = setting
             return
