@@ -33,7 +33,7 @@ def level(highest: int) -> Callable[[str], int]:
 def switch(text: str) -> bool:
     """Read 0 or 1."""
     if text.strip() not in ("0", "1"):
-        raise BadValueError("use 0 or 1")
+        raise BadValueError("use 0 (off) or 1 (on)")
     return text.strip() == "1"
 
 
@@ -59,26 +59,24 @@ def file_to_write(text: str) -> str:
 
 
 def file_or(*words: str) -> Callable[[str], str]:
-    """Read one of these words, or else the path of a file that can be written."""
+    """Read one of these words, or else the path of a file that can be written.
+
+    A name that is nearly such a word is hardly that of a file.
+    """
 
     def parse(text: str) -> str:
-        return text.strip() if text.strip() in words else file_to_write(text)
+        text = text.strip()
+        meant = None if text in words else nearest(text, words, likeness=0.8)
+        if meant is not None:
+            raise BadValueError(
+                f"did you mean {meant!r}? For a file of that name, write './{text}'"
+            )
+        return text if text in words else file_to_write(text)
 
     return parse
 
 
 def one_of(*known: str) -> Callable[[str], str]:
-    """Read one of these words."""
-
-    def parse(text: str) -> str:
-        if text.strip() not in known:
-            raise BadValueError(f"use one of {', '.join(known)}")
-        return text.strip()
-
-    return parse
-
-
-def word(*known: str) -> Callable[[str], str]:
     """Read one of these words; of another, say which one was probably meant."""
 
     def parse(text: str) -> str:

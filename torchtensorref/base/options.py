@@ -122,7 +122,7 @@ class Settings:
     )
     placement: str = row(
         "auto",
-        texts.word("auto", "hybrid", "accelerator"),
+        texts.one_of("auto", "hybrid", "accelerator"),
         "auto, hybrid, accelerator",
         "compute operators whose weights are at home there when that ends sooner: where the "
         "machine says how fast its host is; wherever it pays; never",

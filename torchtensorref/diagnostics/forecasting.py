@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, TensorRefError
 from ..base.units import format_nbytes, format_ns
+from ..devices.sim.cards import SPECS, read_specs
 from ..inject import hooks
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ CACHES = ("past_key_values", "cache_params", "state")
 def add_parser(commands: Any) -> None:
     """Add the command to those of the program."""
     parser = commands.add_parser(
-        "forecast", help="say how a model or a script would run on devices that are not there"
+        "forecast",
+        help="say how a model or a script would run on devices that are not there",
+        epilog=f"Cards that are known by name: {', '.join(SPECS)}.",
     )
     parser.add_argument("script", nargs="?", help="a Python program, with its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -56,7 +59,6 @@ def count(text: str) -> int:
 def main(chosen: argparse.Namespace) -> int:
     """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
     from ..devices.registry import spec_of
-    from ..devices.sim.cards import read_specs
     from ..promises.forecast import Forecast
     from ..promises.recording import record_of
 
