@@ -102,11 +102,13 @@ def validate(strategy: Any) -> None:
     if not isinstance(strategy, Strategy):
         _refuse(
             kind,
-            "must be derived from torchTensorRef.strategy.Strategy; only `victims` is required.",
+            "must be derived from torchTensorRef.strategy.Strategy, with a `name` and `victims`.",
         )
     name = strategy.name
     if not isinstance(name, str) or not name:
         _refuse(kind, "has no name: give its class an attribute `name`.")
+    if _takes_name_of_built_in(kind, name):
+        _refuse(kind, f"has the name of a built-in one: call it other than {', '.join(BUILT_IN)}.")
     for method, arguments in CONTRACT.items():
         function = getattr(strategy, method)
         if not callable(function):
@@ -132,6 +134,12 @@ def validate(strategy: Any) -> None:
             file_of(strategy),
             1,
         )
+
+
+def _takes_name_of_built_in(kind: type, name: str) -> bool:
+    """Whether a strategy would be taken for one of ours; what is derived from that one may be."""
+    key = name.strip().lower()
+    return key in BUILT_IN and not issubclass(kind, _class_named(key))
 
 
 def _slips(kind: type) -> Iterator[tuple[str, str]]:

@@ -279,11 +279,19 @@ def needs_arguments(self, seed):
         ({"on_prefetch": lambda self: None}, r"`on_prefetch\('self',\)`; it is called with"),
         ({"__init__": needs_arguments}, r"cannot be made: Own\(\) raised TypeError"),
         ({"name": 7}, "has no name"),
+        ({"name": ""}, "has no name: give its class an attribute `name`"),
+        ({"name": "lru"}, "has the name of a built-in one: call it other than genoa, lru, flow"),
+        ({"name": "Flow"}, "has the name of a built-in one"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(own, says):
     with pytest.raises(StrategyError, match=says):
         make_strategy(kind_with(**own))
+
+
+def test_what_is_derived_from_a_built_in_one_may_keep_its_name():
+    kind = type("Own", (type(make_strategy("lru")),), {})
+    assert make_strategy(kind).name == "lru"
 
 
 def test_a_slip_in_the_one_that_is_needed_is_named_where_it_is_refused():
