@@ -1,9 +1,11 @@
 """Middlewares: they see each operator, place, replace, answer and veto; without them nothing is."""
 
+import re
 import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torchTensorRef import middlewares
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
 
+from ..support import programs
 from ..support.differential import same_values as same_bits
 from ..support.programs import Scatter, linears, sweep
 
@@ -378,6 +381,60 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
 
     with pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"):
         lower_it()
+
+
+# -- patterns that match nothing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "meant"),
+    [
+        (middlewares.Pin("layer.0-3"), "'layers.0'"),
+        (middlewares.Place("lyers.1", "cpu"), "'layers.0'"),
+        (middlewares.Place("aten.adm", "cpu"), "'aten.addm"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_says_so_once(manager, one, meant):
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    text = re.escape(f"{one!r} matches nothing that is there by now") + f".* Did you mean {meant}"
+
+    def use_it_twice():
+        for _ in range(2):
+            with manager.middlewares.scoped(one):
+                sweep(model, x, 2)
+
+    with pytest.warns(RuntimeWarning, match=text) as caught:
+        use_it_twice()
+    assert len(caught) == 1
+    assert len(str(caught[0].message)) < 300
+    assert caught[0].filename == programs.__file__
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        middlewares.Pin("layers.5"),
+        middlewares.Place("**.weight", "cpu"),
+        middlewares.Place("aten.embedding", "cpu"),  # which this model does not use
+        middlewares.Place("aten.add*.Tensor", "cpu"),
+    ],
+)
+def test_a_pattern_of_what_is_there_says_nothing(manager, one):
+    model = linears(manager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with manager.middlewares.scoped(one):
+            model.layers[0](manager.adopt(torch.rand(2, 64)))
+
+
+def test_without_a_module_at_work_it_is_said_at_the_end(manager):
+    x = manager.adopt(torch.rand(2))
+    pin = middlewares.Pin("nowhere.at.all")
+    manager.middlewares.append(pin)
+    x + 1
+    with pytest.warns(RuntimeWarning, match=r"Pin\('nowhere.at.all'\) matches nothing"):
+        manager.middlewares.remove(pin)
 
 
 # -- NanGuard -------------------------------------------------------------------------------------
