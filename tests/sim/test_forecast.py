@@ -295,6 +295,26 @@ def test_a_model_without_bytes_of_any_size():
     assert (bound, floor_ns > 0.9 * seen.steady.compute_ns) == ("compute", True)
 
 
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_the_last_part_keeps_counts_as_a_cache(count):
+    width, layers, batch = 32, 4, 64
+    with torch.device("meta"):
+        model = Decoder(width, layers)
+
+    def program():
+        caches = [[torch.zeros(batch, 0, width)] * 2 for _ in range(layers)]
+        with torch.no_grad():
+            for number in range(count):
+                for block, cache in zip(model.blocks, caches, strict=True):
+                    k = block.qkv(torch.ones(batch, 1, width))[:, :, :width]
+                    cache[:] = [torch.cat([kept, k], 1) for kept in cache]
+                yield f"token {number}"
+
+    seen = torchTensorRef.forecast(program, device=SPEC)
+    assert seen.at_most_alive["cache"] >= 2 * layers * batch * width * 4 * (count - 1)
+    assert seen.at_most_alive["activations"] < batch * width * 4 * 8
+
+
 def test_a_program_that_a_made_up_value_misleads_is_told_so():
     with torch.device("meta"):
         layer = nn.Linear(8, 8)

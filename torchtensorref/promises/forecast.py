@@ -15,6 +15,7 @@ from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
 from ..memory.advice import HELPS_THE_HOST, bound_of, waits_for_management
 from .files import read, write
+from .kinds import kinds_of
 from .record import BlockRecord, OpRecord, Record
 from .recording import record_of
 from .replayer import Replayer, StepCost
@@ -157,22 +158,7 @@ class Forecast:
 
     @functools.cached_property
     def _kinds(self) -> dict[int, str]:
-        """Say of each block what it is: a weight, a cache (made, and kept between parts), ..."""
-        kinds, made_in = {}, {}
-        for part, (_, indices) in enumerate(self.record.step_ranges()):
-            for index in indices:
-                op = self.record.ops[index]
-                for number in op.births:
-                    made_in[number] = part
-                for number in op.reads:
-                    if number in made_in and made_in[number] != part:
-                        kinds[number] = "cache"
-        for number, block in self.record.blocks.items():
-            if block.is_persistent:
-                kinds[number] = "weights"
-            elif number not in kinds:
-                kinds[number] = "activations" if number in made_in else "inputs"
-        return kinds
+        return kinds_of(self.record)
 
     def budgets(self, count: int) -> list[int]:
         """Return so many budgets, from the least to what is more than enough."""
