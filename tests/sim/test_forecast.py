@@ -362,7 +362,7 @@ def test_kept_and_read_again(tmp_path):
     again = torchTensorRef.Forecast.load(tmp_path / "seen.json", device=SPEC, budget=20_000)
     assert again.to_json() == seen.to_json()
     (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json is no forecast"):
+    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
         torchTensorRef.Forecast.load(tmp_path / "wrong.json")
 
 

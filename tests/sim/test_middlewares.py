@@ -328,6 +328,19 @@ def test_methods_that_take_other_arguments_are_refused(manager):
         assert len(manager.middlewares.here()) == 1
 
 
+def test_what_is_not_on_the_list_is_not_removed(manager):
+    manager.middlewares.append(there := middlewares.NanGuard())
+    with pytest.raises(ConfigError, match=r"Pin\('x'\) is not among the middlewares: \[<.*Nan"):
+        manager.middlewares.remove(middlewares.Pin("x"))
+    manager.middlewares.remove(there)
+
+
+@pytest.mark.parametrize("device", ["gpu", None, 3])
+def test_a_device_that_nobody_knows_is_refused_at_once(device):
+    with pytest.raises(ConfigError, match=f"no device '{device}', where 'lm_head' is to be placed"):
+        middlewares.Place("lm_head", device)
+
+
 # -- Pin ------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,8 @@ def test_the_command_compares(manage, tmp_path, capsys):
     assert "150.00 KiB" in text
     assert main(["trace", "replay", str(path), "--strategy", "flwo"]) == 2
     assert "flow" in capsys.readouterr().err
-    assert main(["trace", "replay", str(path), "--device", "gtx1"]) == 2
+    assert main(["trace", "replay", str(path), "--device", "rtx306"]) == 2
+    assert "Did you mean 'rtx3060'? Known: rtx2060," in capsys.readouterr().err
 
 
 def test_a_real_device_has_to_be_named_again(manage, tmp_path):

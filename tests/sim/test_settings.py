@@ -205,6 +205,7 @@ def test_a_budget_without_an_accelerator() -> None:
         ("sim=6", "Did you mean '6GiB'?"),
         ("sim=6GiB,cuda", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("=6GiB", "names no device and amount"),
+        ("sim=6GiB,cuda=1GiB,sim=8GiB", "names sim twice. Name each device once."),
         ("6GiB,8GiB", "ay which device has which"),
     ],
 )
@@ -251,6 +252,20 @@ def test_wrong_devices(card: Any, name: Any, nearest: str | None) -> None:
     if isinstance(name, str) and name and ":" not in name:
         with pytest.raises(ConfigError, match="TTR_DEVICE="):
             OPTIONS["device"].parse(name)
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_no_device_at_all_is_said_by_name(card: Any, none: Any) -> None:
+    with pytest.raises(ConfigError, match="Write 'cpu' to use no accelerator"):
+        card.device = none
+    assert card.device == "sim:test"
+
+
+@pytest.mark.parametrize("twice", ["sim:1,sim:1", ["sim:1", "sim:2", "SIM:1"]])
+def test_a_device_that_is_named_twice(card: Any, twice: Any) -> None:
+    with pytest.raises(ConfigError, match="sim:1 is named twice among the devices"):
+        card.device = twice
+    assert card.device == "sim:test"
 
 
 def test_the_kinds_of_devices_are_those_that_can_be_opened() -> None:

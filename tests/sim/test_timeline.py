@@ -176,6 +176,14 @@ def test_what_cannot_be_written_or_read_is_said(manager, tmp_path, capsys):
     assert main(["trace", "summary", str(tmp_path / "none.json")]) == 2
 
 
+@pytest.mark.parametrize("limit", [0, -1, "3", None])
+def test_a_limit_is_a_number_of_events(manager, tmp_path, limit):
+    with pytest.raises(ConfigError, match="write a whole number of events, from 1 on"):
+        manager.trace(tmp_path / "run.json", limit=limit)
+    with pytest.raises(ConfigError, match="takes the path of a file to write, not None"):
+        manager.trace(None)
+
+
 def test_a_timeline_changes_no_decision(manage, tmp_path):
     outcomes = []
     for is_traced in (False, False, True):  # at first nobody knows what results take

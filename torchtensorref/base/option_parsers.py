@@ -160,6 +160,10 @@ def parse_budget(text: str) -> str | dict[str, str]:
                 name=text,
             )
         kind_of(device, where=f", which the budget {text!r} names")
+        if device in budgets:
+            raise ConfigError(
+                f"The budget {text!r} names {device} twice. Name each device once.", name=device
+            )
         budgets[device] = amount(most)
     return budgets
 

@@ -43,10 +43,12 @@ def read(path: str | Path) -> Record:
         ops = [OpRecord(kind=kind_named(op["name"]), **op) for op in data["ops"]]
         blocks = {b["number"]: BlockRecord(**b) for b in data["blocks"]}
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", name=str(path)) from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error.strerror}.", name=str(path)
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no forecast that Forecast.save has written: {error}", name=str(path)
+            f"{str(path)!r} is no forecast that Forecast.save has written: {error}", name=str(path)
         ) from error
     steps = [(name, index) for name, index in data["steps"]]
     return Record(blocks, ops, steps, is_from_file=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, did_you_mean, nearest
 from ...base.units import format_nbytes, format_ns
 from ...devices.sim.cards import SPECS
 from ...devices.sim.host_costs import HostCosts
@@ -93,9 +93,10 @@ def _spec(about: dict[str, Any], device: str | None) -> DeviceSpec:
         name = device.removeprefix("sim:")
         if name not in SPECS:
             raise ConfigError(
-                f"There is no simulated device {name!r}: {', '.join(SPECS)} are known.",
+                f"There is no simulated device {name!r}. {did_you_mean(name, SPECS)}",
                 name=name,
                 known=tuple(SPECS),
+                nearest=nearest(name, SPECS),
             )
         return SPECS[name]
     if about["spec"] is None:

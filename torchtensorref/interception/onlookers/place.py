@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...base.device_names import kind_of
 from .by_name import ByName
 from .seen import SeenOperator, device_called
 
@@ -27,6 +28,7 @@ class Place(ByName):
 
     def __init__(self, pattern: str, device: Any) -> None:
         super().__init__(pattern, of_operators=True)
+        kind_of(str(device), where=f", where {pattern!r} is to be placed")
         self._device = str(device)
 
     def before(self, op: SeenOperator) -> None:

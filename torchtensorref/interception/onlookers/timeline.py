@@ -7,6 +7,7 @@ an operator was issued, and a copy ends when it is seen to have ended.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
@@ -66,6 +67,10 @@ class Timeline(AbstractContextManager["Timeline"]):
     """
 
     def __init__(self, manager: Any, path: str, limit: int = EVENTS_AT_MOST) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"trace() takes the path of a file to write, not {path!r}.")
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"trace(limit={limit!r}): write a whole number of events, from 1 on.")
         try:
             self.path = file_to_write(str(path))
         except BadValueError as why:
