@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef import tensorsManager
+from torchTensorRef import ConfigError, tensorsManager
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.host_costs import HOST_COSTS, HostCosts
@@ -293,6 +294,47 @@ def test_a_model_without_bytes_of_any_size():
     assert seen.least_nbytes == 4 * 40_000**2 + 2 * 4 * 40_000
     floor_ns, bound = seen.floor_ns(seen.steady)
     assert (bound, floor_ns > 0.9 * seen.steady.compute_ns) == ("compute", True)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": "2"}, "steps='2': a program is called once or more often"),
+        ({"steps": 1.5}, "a program is called once or more often"),
+        ({"strategy": "flwo"}, "Did you mean 'flow'?"),
+        ({"budget": "6G"}, "'G' is ambiguous"),
+        ({"device": "rtx306"}, "Did you mean 'rtx3060'?"),
+        ({"values": 3.5}, "values=3.5 answers nothing. Write 'compute',"),
+    ],
+)
+def test_what_is_not_understood_is_said_before_the_program_runs(given, words):
+    called = []
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        torchTensorRef.forecast(lambda: called.append(1), **given)
+    assert called == []
+
+
+def test_what_is_no_program_and_what_runs_nothing():
+    with pytest.raises(ConfigError, match="a module or a function to call, not 3"):
+        torchTensorRef.forecast(3)
+    with pytest.raises(ConfigError, match="runs no operator: nothing is to be foretold"):
+        torchTensorRef.forecast(lambda: None).report()
+
+
+def test_what_cannot_be_done_with_a_forecast_is_said(tmp_path):
+    seen = torchTensorRef.forecast(nn.Linear(4, 4), torch.ones(1, 4), device=SPEC)
+    for write in (seen.save, seen.plot):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            write(tmp_path / "no" / "file")
+        with pytest.raises(ConfigError, match="takes the path of a file to write, not 3"):
+            write(3)
+    with pytest.raises(ConfigError, match="write a whole number from 2 on"):
+        seen.budgets(1)
+    with pytest.raises(ConfigError, match="takes the real model"):
+        seen.teach(3)
+    with pytest.raises(ConfigError, match="Did you mean 'flow'"):
+        seen.on(strategy="flwo")
+    assert seen.on(spec="rtx4060").spec.name == "rtx4060"
 
 
 @pytest.mark.parametrize("count", [2, 5])

@@ -58,6 +58,17 @@ def file_to_write(text: str) -> str:
     return path
 
 
+def path_to_write(path: object, said: str) -> str:
+    """Read the path of a file that can be written; ConfigError, for what was `said`, of another."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{said} takes the path of a file to write, not {path!r}.")
+    try:
+        return file_to_write(os.fspath(path))
+    except BadValueError as why:
+        asked = f"{said}={os.fspath(path)!r}"
+        raise ConfigError(f"{asked} is not understood: {why}.", name=str(path)) from None
+
+
 def file_or(*words: str) -> Callable[[str], str]:
     """Read one of these words, or else the path of a file that can be written.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.errors import ConfigError, nearest
 from ..base.event_sinks import say
-from ..base.option_parsers import BadValueError, file_to_write
+from ..base.option_parsers import path_to_write
 from ..base.options import settings
 from . import children
 
@@ -44,10 +44,7 @@ def report_place(text: str) -> str:
             known=PLACES,
             nearest=meant,
         )
-    try:
-        return file_to_write(text)
-    except BadValueError as why:
-        raise ConfigError(f"--report={text!r} is not understood: {why}.", name=text) from None
+    return path_to_write(text, "--report")
 
 
 class Ending:

@@ -23,13 +23,14 @@ from .._version import __version__
 from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, TensorRefError
 from ..base.event_sinks import say
-from ..base.option_parsers import BadValueError, budget_by_device, file_to_write
+from ..base.option_parsers import budget_by_device, path_to_write
 from ..base.options import OPTIONS, settings
 from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.cards import SPECS
 from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
 from . import children, looking_on
+from .arguments import Parser
 from .ending import Ending, report_place
 
 #: Exit status of Python itself for arguments it does not understand.
@@ -54,13 +55,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         where = report_place(chosen.report)
         if chosen.timeline is not None:
-            chosen.timeline = file_to_write(chosen.timeline)
+            chosen.timeline = path_to_write(chosen.timeline, "--timeline")
         apply(chosen)
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
         check_known([*injectTo, *injectTo.excluded])  # now its own modules are found, too
-    except (TensorRefError, BadValueError) as error:
+    except TensorRefError as error:
         say(f"torchtensorref: {error}")
         return BAD_USAGE
     if not (chosen.no_children or settings.disable):
@@ -95,7 +96,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtensorref run",
         usage="torchtensorref run [options] (script.py | -m module) [its arguments]",
         description="Run a torch program that has never heard of us.",

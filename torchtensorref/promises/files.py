@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.option_parsers import path_to_write
 from ..operators.plan import kind_named
 from .record import BlockRecord, OpRecord, Record
 
@@ -18,7 +19,8 @@ FORMAT = 2
 
 
 def write(record: Record, path: str | Path) -> None:
-    """Write a record into a file."""
+    """Write a record into a file; ConfigError if it cannot be written there."""
+    path = path_to_write(path, "save(path)")
     data = {
         "format": FORMAT,
         "blocks": [asdict(block) for block in record.blocks.values()],

@@ -37,3 +37,34 @@ def kinds_of(record: Record) -> dict[int, str]:
         elif number not in kinds:
             kinds[number] = "activations" if number in made_in else "inputs"
     return kinds
+
+
+def most_alive(record: Record, kinds: dict[int, str]) -> dict[str, int]:
+    """Return the bytes alive by kind, at the operator when they are most."""
+    blocks = record.blocks
+    alive: dict[int, int] = {}
+    found: dict[str, int] = {}
+    total = most = 0
+    sums: dict[str, int] = {}
+    held: dict[str, int]
+    for op in record.ops:
+        if op.part_count:  # as one it takes so much more in passing
+            held = {**sums, "kernels": op.peak_nbytes}
+            for number in {*op.reads, *op.births} - alive.keys():
+                held[kinds[number]] = held.get(kinds[number], 0) + blocks[number].nbytes
+            if sum(held.values()) > most:
+                most, found = sum(held.values()), held
+            continue
+        for number in (*op.reads, *op.births):
+            if number not in alive:
+                alive[number] = blocks[number].nbytes
+                total += alive[number]
+                kind = kinds[number]
+                sums[kind] = sums.get(kind, 0) + alive[number]
+        if total > most:
+            most, found = total, dict(sums)
+        for number in op.deaths:
+            nbytes = alive.pop(number, 0)
+            total -= nbytes
+            sums[kinds[number]] = sums.get(kinds[number], 0) - nbytes
+    return found

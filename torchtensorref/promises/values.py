@@ -33,10 +33,15 @@ class Values:
     Raises
     ------
     ConfigError
-        There is no such policy.
+        There is no such policy, or it is nothing of all this.
     """
 
     def __init__(self, given: Mapping[str, Any] | str | int | None = None) -> None:
+        if not isinstance(given, (Mapping, str, int, type(None))):
+            raise ConfigError(
+                f"values={given!r} answers nothing. Write {', '.join(map(repr, POLICIES))}, a "
+                "whole number (a seed), or a mapping by operator such as {'item': 3}."
+            )
         self.by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         self.policy = given if isinstance(given, str) else None
         seed = given if isinstance(given, int) and not isinstance(given, bool) else 0

@@ -7,7 +7,6 @@ an operator was issued, and a copy ends when it is seen to have ended.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from ...base.activation import watch
 from ...base.errors import ConfigError
 from ...base.event_sinks import say
 from ...base.listeners import Happening, listeners
-from ...base.option_parsers import BadValueError, file_to_write
+from ...base.option_parsers import path_to_write
 from ...devices.base import Event
 from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
@@ -67,14 +66,9 @@ class Timeline(AbstractContextManager["Timeline"]):
     """
 
     def __init__(self, manager: Any, path: str, limit: int = EVENTS_AT_MOST) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"trace() takes the path of a file to write, not {path!r}.")
+        self.path = path_to_write(path, "trace(path)")
         if not isinstance(limit, int) or limit < 1:
             raise ConfigError(f"trace(limit={limit!r}): write a whole number of events, from 1 on.")
-        try:
-            self.path = file_to_write(str(path))
-        except BadValueError as why:
-            raise ConfigError(f"trace({str(path)!r}) is not understood: {why}.") from None
         self.events: list[tuple[Happening, Ran | None]] = []
         self.blocks: dict[int, tuple[int, bool]] = {}
         #: What the program calls them: the model may be gone when the file is written.
