@@ -63,6 +63,8 @@ def test_they_are_imported_by_their_public_name(tmp_path):
         "assert middlewares.Pin is Pin\n"
         "assert 'NanGuard' in dir(middlewares)\n"
         "assert not hasattr(middlewares, 'Pni')\n"
+        "try: middlewares.Pni\n"
+        "except AttributeError as error: assert \"Did you mean 'Pin'?\" in str(error)\n"
         "with tensorsManager.middlewares.scoped(Pin('layers.0')): pass\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,

@@ -216,8 +216,8 @@ def read(environ: Mapping[str, str]) -> Settings:
     Parameters
     ----------
     environ : Mapping of str to str
-        All variables; those that do not begin with ``TTR_`` are not looked at, and an
-        empty one counts as not set.
+        All variables; those that do not begin with ``TTR_``, or that in lower case, are not
+        looked at, and an empty one counts as not set.
 
     Returns
     -------
@@ -238,7 +238,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     """
     values: dict[str, Any] = {}
     by_variable = {option.variable: option for option in OPTIONS.values()}
-    given = {name: text.strip() for name, text in environ.items() if name.startswith(PREFIX)}
+    given = {n: text.strip() for n, text in environ.items() if n.upper().startswith(PREFIX)}
     given = {"TTR_DISABLE": given.pop("TTR_DISABLE", ""), **given}  # first: it decides on the rest
     for variable, text in given.items():
         option = by_variable.get(variable)

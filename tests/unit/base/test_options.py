@@ -84,6 +84,13 @@ def test_an_unknown_variable_is_named_with_the_nearest(caplog):
     assert len(record.getMessage()) < 220
 
 
+def test_a_variable_in_lower_case_is_said_to_do_nothing(caplog):
+    assert read({"ttr_budget": "6GiB", "ttrx": "1"}) == Settings()
+    (record,) = caplog.records
+    assert "ttr_budget is none of ours" in record.getMessage()
+    assert "Did you mean 'TTR_BUDGET'" in record.getMessage()
+
+
 def test_an_unknown_variable_of_somebody_else_stops_no_program(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "import torchTensorRef; print('here')"],
