@@ -278,6 +278,12 @@ def test_misspelt_commands_and_options_are_named(given, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_budget_of_little_effect_is_said_of_the_programs_line(script):
+    path = script("import torch\nx = torch.zeros(1)\n")
+    said = python(*RUN, path, TTR_BUDGET="sim:1=5GiB").stderr
+    assert f"{path}:2: RuntimeWarning: The budget of sim:1 has no effect: in use is sim:0." in said
+
+
 def test_disabled_by_the_environment_it_is_plain_python(script):
     path = script("import torch\nprint(type(torch.zeros(1)))")
     ours = python(*RUN, path, TTR_DISABLE="1")

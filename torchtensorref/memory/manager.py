@@ -35,6 +35,7 @@ from .external_pressure import OthersWatch, cap_allocator
 from .guard import guards
 from .invariants import violations
 from .names import names
+from .once import frames_of_ours
 from .ownership import Ownership
 from .report import block_of, description_of, line_of, report_text
 from .residency import Residency
@@ -124,7 +125,7 @@ class TensorsManager:
                 warn_of_doubts(
                     settings.budget if self._budget_setting is None else self._budget_setting,
                     device,
-                    stacklevel=3,
+                    stacklevel=frames_of_ours(),
                 )
                 for call in when_open:
                     call(self)
@@ -213,7 +214,7 @@ class TensorsManager:
         with ExitStack() as ends:  # also where another one holds what cannot leave
             for device, _ in budgets:
                 ends.callback(self._residency.evictor.fit_budget, device)
-        warn_of_doubts(setting, accelerators, stacklevel=4)
+        warn_of_doubts(setting, accelerators, stacklevel=frames_of_ours())
 
     @property
     def strategy(self) -> Any:
