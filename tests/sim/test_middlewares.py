@@ -330,6 +330,35 @@ def test_methods_that_take_other_arguments_are_refused(manager):
         assert len(manager.middlewares.here()) == 1
 
 
+class Answers(middlewares.Middleware):
+    def before(self, op):
+        op.answer(3)
+
+
+class Returns(middlewares.Middleware):
+    def after(self, op, result):
+        return "x"
+
+
+class Exchanges(middlewares.Middleware):
+    def before(self, op):
+        op.args = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Answers, r"answer\(\) was given 3 for aten.add.Tensor, which returns a tensor"),
+        (Returns, r"after\(\) has returned 'x' for aten.add.Tensor, which returns a tensor"),
+        (Exchanges, r"has made op.args 3 and .* of aten.add.Tensor; they are a tuple"),
+    ],
+)
+def test_what_cannot_be_an_argument_or_a_result_is_refused(manager, kind, words):
+    x = manager.adopt(torch.rand(2))
+    with manager.middlewares.scoped(kind()), pytest.raises(ConfigError, match=words):
+        x + 1
+
+
 def test_what_is_not_on_the_list_is_not_removed(manager):
     manager.middlewares.append(there := middlewares.NanGuard())
     with pytest.raises(ConfigError, match=r"Pin\('x'\) is not among the middlewares: \[<.*Nan"):

@@ -14,6 +14,8 @@ __all__ = ["POLICIES", "Values", "where_asked"]
 
 #: What torch calls the operators by which programs ask for numbers, and what programs call them.
 SHORT_NAMES = {"_local_scalar_dense": "item"}
+#: What asks for bytes and is no operator, so that no answer can be given for it by name.
+A_READ = "a read"
 #: Operands made up for an answer take at most so much.
 MADE_UP_NBYTES = 64 << 20
 #: With "compute or zeros" what a value depends on takes at most so much: masks and positions do.
@@ -115,9 +117,10 @@ def short_name(name: str) -> str:
 def has_no_value(op: str, why: str) -> PromisedError:
     """Make the error that says who asks for a value, where, and what to do."""
     name, where = short_name(op), where_asked()
+    by_name = "" if op == A_READ else f"{{{name!r}: ...}} or "
     return PromisedError(
         f"{name} at {where} needs a value, and {why}. Call fulfil() on it first, or answer: "
-        f"promising(values={{{name!r}: ...}}), or values='zeros', 'random', 'compute'.",
+        f"promising(values=...) with {by_name}'zeros', 'random', 'compute'.",
         op=op,
         where=where,
     )
