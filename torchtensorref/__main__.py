@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .base.errors import ConfigError
+from .base.errors import ConfigError, PromisedError, StrategyError
 from .base.event_sinks import say
 from .diagnostics import core_library, environment, forecasting, runner, self_test
+from .diagnostics.arguments import Parser
 from .diagnostics.traces import command as traces
 
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = environment.main()
         if sys.stdout is not None:
             sys.stdout.flush()
-    except ConfigError as error:
+    except (ConfigError, PromisedError, StrategyError) as error:
         say(f"torchtensorref: {error}")
         return 2
     except OSError as error:
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtensorref",
         description="Run torch programs on accelerators smaller than their tensors.",
     )
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="run an unmodified program: run --help tells more")
     commands.add_parser("env", help="print what to paste into a bug report")
     check = commands.add_parser("check", help="use each device and compare: PASS or FAIL")
-    check.add_argument("--device", action="append", help="only this one; may be given again")
+    check.add_argument("--device", action="append", help="only this one, or these: cuda,sim")
     traces.add_parser(commands)
     forecasting.add_parser(commands)
     build = commands.add_parser("build", help="build the library in C++ that runs operators, now")

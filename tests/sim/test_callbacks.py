@@ -188,6 +188,10 @@ def test_what_is_misspelt_is_refused(manager):
         manager.on("fetch", 3)
     with pytest.raises(ConfigError, match="is not called for 'fetch'"):
         manager.off("fetch", print)
+    with pytest.raises(ConfigError, match=r"kind None is told\. Known: drop"):
+        manager.on(None, print)
+    with pytest.raises(ConfigError, match="<lambda> takes other arguments: a callback is called"):
+        manager.on("fetch", lambda: None)
 
 
 def test_what_is_new_is_not_taken_for_what_stays(manage):

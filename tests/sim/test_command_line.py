@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from torchTensorRef.__main__ import main
 
 from ..support.processes import RUN, python
 
@@ -226,6 +229,10 @@ def test_excluded_modules_stay_plain(script, tmp_path):
         (("--device", "sim:rtx306"), "sim:rtx3060"),
         (("--exclude", "a b"), "not the name of a module"),
         (("--no-such-option", "x"), "no-such-option"),
+        (
+            ("--timeline", "/nowhere/run.json"),
+            "--timeline='/nowhere/run.json' is not understood",
+        ),
         (("--report", "none"), "No program is named"),
         (("no_such_script.py",), "can't open file"),
         (("-m", "no_such_module"), "no_such_module"),
@@ -237,6 +244,44 @@ def test_bad_arguments_are_refused_in_a_sentence(given, words, tmp_path):
     assert ours.returncode == 2
     assert words in ours.stderr
     assert "Traceback" not in ours.stderr
+
+
+@pytest.mark.parametrize("given", ["cuda:99", "xpu:99", "sim,mps:99"])
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_device_that_is_not_there_is_said_in_a_line(script, given, how):
+    path = script("import torch\nprint('before')\ntorch.zeros(1)\nprint('after')\n")
+    option, told = (("--device", given), {}) if how == "option" else ((), {"TTR_DEVICE": given})
+    ours = python("-m", "torchTensorRef", "run", *option, path, **told)
+    assert (ours.returncode, ours.stdout) == (2, "before\n")
+    assert ours.stderr.count("\n") == 1
+    assert re.match(r"torchtensorref: .*'(cuda|xpu|mps)", ours.stderr)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("forcast x.py", "Did you mean 'forecast'?"),
+        ("run --devise sim x.py", "run: error: unrecognized arguments: --devise sim. Did you mean"),
+        (
+            "check --devices sim",
+            "check: error: unrecognized arguments: --devices sim. Did",
+        ),
+        ("trace smmary x", "Did you mean 'summary'?"),
+        ("trace plot x --ouput=y", "Did you mean '--output'?"),
+        ("env extra", "env: error: unrecognized arguments: extra\n"),
+    ],
+)
+def test_misspelt_commands_and_options_are_named(given, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(given.split())
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_budget_of_little_effect_is_said_of_the_programs_line(script):
+    path = script("import torch\nx = torch.zeros(1)\n")
+    said = python(*RUN, path, TTR_BUDGET="sim:1=5GiB").stderr
+    assert f"{path}:2: RuntimeWarning: The budget of sim:1 has no effect: in use is sim:0." in said
 
 
 def test_disabled_by_the_environment_it_is_plain_python(script):

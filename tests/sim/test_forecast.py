@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import torchTensorRef
-from torchTensorRef import tensorsManager
+from torchTensorRef import ConfigError, tensorsManager
 from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.host_costs import HOST_COSTS, HostCosts
@@ -295,6 +296,67 @@ def test_a_model_without_bytes_of_any_size():
     assert (bound, floor_ns > 0.9 * seen.steady.compute_ns) == ("compute", True)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": "2"}, "steps='2': a program is called once or more often"),
+        ({"steps": 1.5}, "a program is called once or more often"),
+        ({"strategy": "flwo"}, "Did you mean 'flow'?"),
+        ({"budget": "6G"}, "'G' is ambiguous"),
+        ({"device": "rtx306"}, "Did you mean 'rtx3060'?"),
+        ({"values": 3.5}, "values=3.5 answers nothing. Write 'compute',"),
+    ],
+)
+def test_what_is_not_understood_is_said_before_the_program_runs(given, words):
+    called = []
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        torchTensorRef.forecast(lambda: called.append(1), **given)
+    assert called == []
+
+
+def test_what_is_no_program_and_what_runs_nothing():
+    with pytest.raises(ConfigError, match="a module or a function to call, not 3"):
+        torchTensorRef.forecast(3)
+    with pytest.raises(ConfigError, match="runs no operator: nothing is to be foretold"):
+        torchTensorRef.forecast(lambda: None).report()
+
+
+def test_what_cannot_be_done_with_a_forecast_is_said(tmp_path):
+    seen = torchTensorRef.forecast(nn.Linear(4, 4), torch.ones(1, 4), device=SPEC)
+    for write in (seen.save, seen.plot):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            write(tmp_path / "no" / "file")
+        with pytest.raises(ConfigError, match="takes the path of a file to write, not 3"):
+            write(3)
+    with pytest.raises(ConfigError, match="write a whole number from 2 on"):
+        seen.budgets(1)
+    with pytest.raises(ConfigError, match="takes the real model"):
+        seen.teach(3)
+    with pytest.raises(ConfigError, match="Did you mean 'flow'"):
+        seen.on(strategy="flwo")
+    assert seen.on(spec="rtx4060").spec.name == "rtx4060"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_the_last_part_keeps_counts_as_a_cache(count):
+    width, layers, batch = 32, 4, 64
+    with torch.device("meta"):
+        model = Decoder(width, layers)
+
+    def program():
+        caches = [[torch.zeros(batch, 0, width)] * 2 for _ in range(layers)]
+        with torch.no_grad():
+            for number in range(count):
+                for block, cache in zip(model.blocks, caches, strict=True):
+                    k = block.qkv(torch.ones(batch, 1, width))[:, :, :width]
+                    cache[:] = [torch.cat([kept, k], 1) for kept in cache]
+                yield f"token {number}"
+
+    seen = torchTensorRef.forecast(program, device=SPEC)
+    assert seen.at_most_alive["cache"] >= 2 * layers * batch * width * 4 * (count - 1)
+    assert seen.at_most_alive["activations"] < batch * width * 4 * 8
+
+
 def test_a_program_that_a_made_up_value_misleads_is_told_so():
     with torch.device("meta"):
         layer = nn.Linear(8, 8)
@@ -342,7 +404,7 @@ def test_kept_and_read_again(tmp_path):
     again = torchTensorRef.Forecast.load(tmp_path / "seen.json", device=SPEC, budget=20_000)
     assert again.to_json() == seen.to_json()
     (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json is no forecast"):
+    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
         torchTensorRef.Forecast.load(tmp_path / "wrong.json")
 
 

@@ -54,6 +54,31 @@ def test_what_a_model_keeps_between_tokens_has_several_names(tmp_path, config):
     assert "token 4" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--model .", "transformers makes no causal language model of .: "),
+        ("--model other.json", "transformers makes no causal language model of other.json: "),
+        ("--model . --dtype bfloat61", "Did you mean 'bfloat16'?"),
+        (
+            "--model . --plot no/such.png",
+            "--plot='no/such.png' is not understood",
+        ),
+        (".", ". is a folder without a __main__.py"),
+        ("nothing.py", "runs no operator: nothing is to be foretold"),
+        ("--strategy flwo nothing.py", "Did you mean 'flow'?"),
+    ],
+)
+def test_what_cannot_be_foretold_is_said_in_a_line(tmp_path, given, words):
+    pytest.importorskip("transformers")
+    (tmp_path / "other.json").write_text("not json")
+    (tmp_path / "nothing.py").write_text("")
+    done = forecast(*given.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_script(script):
     path = script(
         """

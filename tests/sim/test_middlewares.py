@@ -1,9 +1,11 @@
 """Middlewares: they see each operator, place, replace, answer and veto; without them nothing is."""
 
+import re
 import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torchTensorRef import middlewares
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
 
+from ..support import programs
 from ..support.differential import same_values as same_bits
 from ..support.programs import Scatter, linears, sweep
 
@@ -60,6 +63,8 @@ def test_they_are_imported_by_their_public_name(tmp_path):
         "assert middlewares.Pin is Pin\n"
         "assert 'NanGuard' in dir(middlewares)\n"
         "assert not hasattr(middlewares, 'Pni')\n"
+        "try: middlewares.Pni\n"
+        "except AttributeError as error: assert \"Did you mean 'Pin'?\" in str(error)\n"
         "with tensorsManager.middlewares.scoped(Pin('layers.0')): pass\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
@@ -325,6 +330,48 @@ def test_methods_that_take_other_arguments_are_refused(manager):
         assert len(manager.middlewares.here()) == 1
 
 
+class Answers(middlewares.Middleware):
+    def before(self, op):
+        op.answer(3)
+
+
+class Returns(middlewares.Middleware):
+    def after(self, op, result):
+        return "x"
+
+
+class Exchanges(middlewares.Middleware):
+    def before(self, op):
+        op.args = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Answers, r"answer\(\) was given 3 for aten.add.Tensor, which returns a tensor"),
+        (Returns, r"after\(\) has returned 'x' for aten.add.Tensor, which returns a tensor"),
+        (Exchanges, r"has made op.args 3 and .* of aten.add.Tensor; they are a tuple"),
+    ],
+)
+def test_what_cannot_be_an_argument_or_a_result_is_refused(manager, kind, words):
+    x = manager.adopt(torch.rand(2))
+    with manager.middlewares.scoped(kind()), pytest.raises(ConfigError, match=words):
+        x + 1
+
+
+def test_what_is_not_on_the_list_is_not_removed(manager):
+    manager.middlewares.append(there := middlewares.NanGuard())
+    with pytest.raises(ConfigError, match=r"Pin\('x'\) is not among the middlewares: \[<.*Nan"):
+        manager.middlewares.remove(middlewares.Pin("x"))
+    manager.middlewares.remove(there)
+
+
+@pytest.mark.parametrize("device", ["gpu", None, 3])
+def test_a_device_that_nobody_knows_is_refused_at_once(device):
+    with pytest.raises(ConfigError, match=f"no device '{device}', where 'lm_head' is to be placed"):
+        middlewares.Place("lm_head", device)
+
+
 # -- Pin ------------------------------------------------------------------------------------------
 
 
@@ -378,6 +425,60 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
 
     with pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"):
         lower_it()
+
+
+# -- patterns that match nothing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "meant"),
+    [
+        (middlewares.Pin("layer.0-3"), "'layers.0'"),
+        (middlewares.Place("lyers.1", "cpu"), "'layers.0'"),
+        (middlewares.Place("aten.adm", "cpu"), "'aten.addm"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_says_so_once(manager, one, meant):
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    text = re.escape(f"{one!r} matches nothing that is there by now") + f".* Did you mean {meant}"
+
+    def use_it_twice():
+        for _ in range(2):
+            with manager.middlewares.scoped(one):
+                sweep(model, x, 2)
+
+    with pytest.warns(RuntimeWarning, match=text) as caught:
+        use_it_twice()
+    assert len(caught) == 1
+    assert len(str(caught[0].message)) < 300
+    assert caught[0].filename == programs.__file__
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        middlewares.Pin("layers.5"),
+        middlewares.Place("**.weight", "cpu"),
+        middlewares.Place("aten.embedding", "cpu"),  # which this model does not use
+        middlewares.Place("aten.add*.Tensor", "cpu"),
+    ],
+)
+def test_a_pattern_of_what_is_there_says_nothing(manager, one):
+    model = linears(manager)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with manager.middlewares.scoped(one):
+            model.layers[0](manager.adopt(torch.rand(2, 64)))
+
+
+def test_without_a_module_at_work_it_is_said_at_the_end(manager):
+    x = manager.adopt(torch.rand(2))
+    pin = middlewares.Pin("nowhere.at.all")
+    manager.middlewares.append(pin)
+    x + 1
+    with pytest.warns(RuntimeWarning, match=r"Pin\('nowhere.at.all'\) matches nothing"):
+        manager.middlewares.remove(pin)
 
 
 # -- NanGuard -------------------------------------------------------------------------------------

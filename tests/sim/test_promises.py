@@ -245,8 +245,10 @@ def test_a_question_for_a_value_says_who_asks_and_where(manage, question):
     manage("lru")
     with torchTensorRef.promising():
         x = torch.ones(4) + 1
-        with pytest.raises(PromisedError, match=r"test_promises\.py:\d+ needs a value"):
+        with pytest.raises(PromisedError, match=r"test_promises\.py:\d+ needs a value") as asked:
             QUESTIONS[question](x)
+        # What reads bytes and is no operator cannot be answered by a name.
+        assert ("a read" in str(asked.value)) == ("with 'zeros'" in str(asked.value))
     assert x.proxyInfo.promised
     assert_same(torch.full((4,), 2.0), x.fulfil())
 

@@ -84,7 +84,10 @@ WRONG_BUDGETS = [
     ("all", "is not a size"),
     ("0%", "above 0% and up to 100%"),
     ("101%", "above 0% and up to 100%"),
-    ("1GiB,2GiB", "Say which device has which: 'cuda:0=6GiB,cuda:1=25%'"),
+    ("1GiB,2GiB", "'1GiB,2GiB' has 2 amounts; devices: 1 (sim:"),
+    ("1GiB,2GiB", "Or say which device has which: 'cuda:0=6GiB,cuda:1=25%'"),
+    ("atuo", "'atuo' is no budget. Did you mean 'auto'?"),
+    ({"sim": "atuo"}, "'atuo' is no budget. Did you mean 'auto'?"),
     ([GIB], "type list"),
     ({"gpu": "1GiB"}, "'gpu', which the budget names. Did you mean 'cuda'?"),
     ({"cuad:0": "1GiB"}, "Did you mean 'cuda'?"),
@@ -113,6 +116,32 @@ def test_wrong_budgets(card: Any, closed: Any, setting: Any, words: str) -> None
     if isinstance(setting, str):  # as the environment and the command line have it
         with pytest.raises(ConfigError):
             OPTIONS["budget"].parse(setting)
+
+
+@pytest.mark.parametrize("free", ["auto", " Auto ", {"sim:test": "auto"}, None])
+def test_what_is_free_as_a_budget(card: Any, closed: Any, free: Any) -> None:
+    for given in (free, "1MiB", free):
+        card.budget = given
+    assert card.budget == int(GIB * (1 - budgets.HEADROOM_SHARE))
+    closed.budget = free
+    device = card.residency.books.accelerators[0]
+    assert budgets.setting_for(closed._budget_setting, device) is None
+
+
+def test_auto_is_said_over_what_the_environment_says(card: Any) -> None:
+    settings.budget = "1MiB"
+    try:
+        card.budget = "auto"
+        most, card.budget = card.budget, None
+        assert (most > 2**20, card.budget) == (True, 2**20)
+    finally:
+        settings.budget = None
+
+
+def test_amounts_without_names_are_in_the_order_of_the_devices(closed: Any) -> None:
+    closed.device = "sim:1,sim:rtx3060"
+    closed.budget = "8MiB,auto"
+    assert closed._budget_setting == {"sim:1": "8MiB", "sim:rtx3060:0": "auto"}
 
 
 @pytest.mark.parametrize("name", ["sim:test", "SIM:TEST", "sim"])
@@ -176,7 +205,8 @@ def test_a_budget_without_an_accelerator() -> None:
         ("sim=6", "Did you mean '6GiB'?"),
         ("sim=6GiB,cuda", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("=6GiB", "names no device and amount"),
-        ("6GiB,8GiB", "Say which device has which"),
+        ("sim=6GiB,cuda=1GiB,sim=8GiB", "names sim twice. Name each device once."),
+        ("6GiB,8GiB", "ay which device has which"),
     ],
 )
 def test_wrong_budgets_by_device_in_text(card: Any, text: str, words: str) -> None:
@@ -222,6 +252,20 @@ def test_wrong_devices(card: Any, name: Any, nearest: str | None) -> None:
     if isinstance(name, str) and name and ":" not in name:
         with pytest.raises(ConfigError, match="TTR_DEVICE="):
             OPTIONS["device"].parse(name)
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_no_device_at_all_is_said_by_name(card: Any, none: Any) -> None:
+    with pytest.raises(ConfigError, match="Write 'cpu' to use no accelerator"):
+        card.device = none
+    assert card.device == "sim:test"
+
+
+@pytest.mark.parametrize("twice", ["sim:1,sim:1", ["sim:1", "sim:2", "SIM:1"]])
+def test_a_device_that_is_named_twice(card: Any, twice: Any) -> None:
+    with pytest.raises(ConfigError, match="sim:1 is named twice among the devices"):
+        card.device = twice
+    assert card.device == "sim:test"
 
 
 def test_the_kinds_of_devices_are_those_that_can_be_opened() -> None:

@@ -215,10 +215,19 @@ def test_the_command_line_takes_devices_and_budgets_in_order(tmp_path):
     assert report["strategy"] == "venice"
     refused = done(*run, "--device", "sim:0,sim:1", "--budget", "1KiB,2KiB,3KiB", script)
     assert refused.returncode == 2
-    assert "3 amounts, and --device names 2" in refused.stderr
+    assert "3 amounts; devices: 2 (sim:0,sim:1)" in refused.stderr
     refused = done(*run, "--device", "sim:0,sim:rtx306", script)
     assert refused.returncode == 2
     assert "rtx3060" in refused.stderr
+
+
+def test_budgets_in_the_order_of_the_devices(manager):
+    manager = on_two(80 << 10, 80 << 10)
+    manager.budget = "8KiB, 25%"
+    assert manager.budget == {"sim:test0": 8 << 10, "sim:test1": 20 << 10}
+    with pytest.raises(ConfigError, match="3 amounts; devices: 2"):
+        manager.budget = "1KiB,2KiB,3KiB"
+    assert manager.budget == {"sim:test0": 8 << 10, "sim:test1": 20 << 10}
 
 
 @pytest.mark.parametrize("strategy", ["venice", "lru"])

@@ -215,6 +215,14 @@ def test_a_timeline_that_was_cut_says_so_and_is_not_replayed(manager, tmp_path, 
     assert f"A replay needs the whole run. {said}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit", [0, -1, "3", None])
+def test_a_limit_is_a_number_of_events(manager, tmp_path, limit):
+    with pytest.raises(ConfigError, match="write a whole number of events, from 1 on"):
+        manager.trace(tmp_path / "run.json", limit=limit)
+    with pytest.raises(ConfigError, match="takes the path of a file to write, not None"):
+        manager.trace(None)
+
+
 def test_a_timeline_changes_no_decision(manage, tmp_path):
     outcomes = []
     for is_traced in (False, False, True):  # at first nobody knows what results take

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .errors import ConfigError, did_you_mean, nearest
+from .errors import ConfigError, nearest
 
 #: What the name of a device may begin with; "hip" is what its users call "cuda".
 DEVICE_KINDS = ("cpu", "cuda", "hip", "mps", "sim", "xpu")
@@ -41,11 +41,17 @@ def no_such_device(
     known = tuple(dict.fromkeys(known))
     kind, colon, rest = name.strip().lower().partition(":")
     meant = MEANT_BY_WORD.get(kind)
-    if meant is None:
-        advice, close = did_you_mean(name, known), nearest(name, known)
+    if meant is not None:
+        close: str | None = f"{meant}{colon}{rest}"
+    elif colon and kind in DEVICE_KINDS and kind not in ("cpu", "sim"):
+        close = f"{kind}:0"
     else:
-        close = f"{meant}{colon}{rest}"
-        advice = f"Did you mean {close!r}? Known: {', '.join(sorted(known))}."
+        close = nearest(name, known)
+    cards = [one for one in known if ":" in one]
+    listed = ", ".join(sorted(set(known).difference(cards)))
+    if cards:
+        listed += f", and {len(cards)} simulated cards (torchtensorref forecast --help)"
+    advice = f"Did you mean {close!r}? " * (close is not None) + f"Known: {listed}."
     return ConfigError(
         f"There is no device {name!r}{where}. {advice}", name=name, known=known, nearest=close
     )

@@ -194,6 +194,10 @@ class InvariantError(TensorRefError):
     story: tuple[str, ...] = ()  # what happened to the block before
 
 
+#: More names than that are not listed in a message: only those that look most like the given one.
+MOST_LISTED, LISTED_OF_MANY = 12, 4
+
+
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.5) -> str | None:
     """Find the known name that looks most like a given one.
 
@@ -244,6 +248,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     "Did you mean 'flow'? Known: flow, genoa, lru."
     """
     names: Sequence[str] = sorted(set(known))
-    listed = f"Known: {', '.join(names)}." if names else "None is known."
+    listed = f"Known: {', '.join(most_alike(name, names))}." if names else "None is known."
     close = nearest(name, names)
     return listed if close is None else f"Did you mean {close!r}? {listed}"
+
+
+def most_alike(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known names in their order; of many, those that look most like a given one.
+
+    Parameters
+    ----------
+    name : str
+        What was written.
+    known : sequence of str
+        The names that exist.
+
+    Returns
+    -------
+    list of str
+        What to list in a message; the last of it says how many are left out.
+
+    Examples
+    --------
+    >>> most_alike("x1", ["x10", *(f"card{n}" for n in range(16)), "x2", "x3"])
+    ['x10', 'card1', 'x2', 'x3', 'and 15 more']
+    """
+    if len(known) <= MOST_LISTED:
+        return list(known)
+    import difflib
+
+    folded = name.casefold()
+    likeness = {one: difflib.SequenceMatcher(None, folded, one.casefold()).ratio() for one in known}
+    alike = sorted(known, key=likeness.__getitem__, reverse=True)[:LISTED_OF_MANY]
+    return [*(one for one in known if one in alike), f"and {len(known) - len(alike)} more"]

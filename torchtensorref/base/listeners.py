@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from .activation import watch
 from .errors import ConfigError, did_you_mean, nearest
 from .interrupts import lets_program_run
+from .middlewares import takes
 
 __all__ = ["KINDS", "Callback", "Happening", "Listeners", "listeners", "name_of_callback"]
 
@@ -235,13 +236,18 @@ def name_of_callback(callback: object) -> str:
 def _check(kind: str, callback: object) -> None:
     if kind not in KINDS:
         raise ConfigError(
-            f"Nothing of the kind {kind!r} is told. " + did_you_mean(kind, KINDS),
-            name=kind,
+            f"Nothing of the kind {kind!r} is told. " + did_you_mean(str(kind), KINDS),
+            name=str(kind),
             known=KINDS,
-            nearest=nearest(kind, KINDS),
+            nearest=nearest(str(kind), KINDS),
         )
     if not callable(callback):
         raise ConfigError(f"A callback is a function of one argument, not {callback!r}.")
+    if not takes(callback, ("happening",)):
+        raise ConfigError(
+            f"{name_of_callback(callback)} takes other arguments: a callback is called with one, "
+            "the Happening."
+        )
 
 
 #: Of this process, as the manager is.

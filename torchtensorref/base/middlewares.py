@@ -99,6 +99,15 @@ class Middlewares(MutableSequence[Any]):
 
     # -- as a list ------------------------------------------------------------------------------
 
+    def remove(self, value: Any) -> None:
+        """Take a middleware off the list; ConfigError if it is not there."""
+        if value not in self._of_all:
+            raise ConfigError(
+                f"{value!r} is not among the middlewares: {list(self._of_all)}. Give remove() the "
+                "object that append() was given."
+            )
+        super().remove(value)
+
     def __getitem__(self, index: Any) -> Any:
         return self._of_all[index]
 
@@ -153,13 +162,13 @@ def _check(middleware: object) -> None:
             + (" Make an object of it: write its name with ()." if is_kind else "")
         )
     for method, arguments in zip(methods, (("op",), ("op", "result")), strict=True):
-        if callable(method) and not _takes(method, arguments):
+        if callable(method) and not takes(method, arguments):
             name = getattr(method, "__qualname__", repr(method))
             raise ConfigError(f"{name} is called with ({', '.join(arguments)}), and takes others.")
 
 
-def _takes(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
-    """Whether a method can be called so; True where it does not say."""
+def takes(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    """Whether a function can be called with so many arguments; True where it does not say."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C

@@ -9,6 +9,8 @@ from .device_names import kind_of
 from .errors import ConfigError, did_you_mean, nearest
 from .units import parse_limit, parse_share
 
+#: As a budget: what is free there, less a margin for others.
+AUTO = "auto"
 #: What `TTR_FAULTS` can make fail.
 FAULT_KINDS = ("alloc", "copy")
 
@@ -31,7 +33,7 @@ def level(highest: int) -> Callable[[str], int]:
 def switch(text: str) -> bool:
     """Read 0 or 1."""
     if text.strip() not in ("0", "1"):
-        raise BadValueError("use 0 or 1")
+        raise BadValueError("use 0 (off) or 1 (on)")
     return text.strip() == "1"
 
 
@@ -56,27 +58,36 @@ def file_to_write(text: str) -> str:
     return path
 
 
+def path_to_write(path: object, said: str) -> str:
+    """Read the path of a file that can be written; ConfigError, for what was `said`, of another."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{said} takes the path of a file to write, not {path!r}.")
+    try:
+        return file_to_write(os.fspath(path))
+    except BadValueError as why:
+        asked = f"{said}={os.fspath(path)!r}"
+        raise ConfigError(f"{asked} is not understood: {why}.", name=str(path)) from None
+
+
 def file_or(*words: str) -> Callable[[str], str]:
-    """Read one of these words, or else the path of a file that can be written."""
+    """Read one of these words, or else the path of a file that can be written.
+
+    A name that is nearly such a word is hardly that of a file.
+    """
 
     def parse(text: str) -> str:
-        return text.strip() if text.strip() in words else file_to_write(text)
+        text = text.strip()
+        meant = None if text in words else nearest(text, words, likeness=0.8)
+        if meant is not None:
+            raise BadValueError(
+                f"did you mean {meant!r}? For a file of that name, write './{text}'"
+            )
+        return text if text in words else file_to_write(text)
 
     return parse
 
 
 def one_of(*known: str) -> Callable[[str], str]:
-    """Read one of these words."""
-
-    def parse(text: str) -> str:
-        if text.strip() not in known:
-            raise BadValueError(f"use one of {', '.join(known)}")
-        return text.strip()
-
-    return parse
-
-
-def word(*known: str) -> Callable[[str], str]:
     """Read one of these words; of another, say which one was probably meant."""
 
     def parse(text: str) -> str:
@@ -106,6 +117,16 @@ def size_or_share(text: str) -> str:
     return text
 
 
+def amount(text: str) -> str:
+    """Give what a device may hold back if it is a size, a share, or `AUTO`."""
+    text = text.strip()
+    if text.lower() == AUTO:
+        return AUTO
+    if nearest(text, (AUTO,)) is not None:
+        raise ConfigError(f"{text!r} is no budget. Did you mean {AUTO!r}?", name=text, nearest=AUTO)
+    return size_or_share(text)
+
+
 def device(text: str) -> str:
     """Read the name of a device of a kind that there is, or several, separated by commas."""
     for name in text.split(","):
@@ -119,8 +140,8 @@ def parse_budget(text: str) -> str | dict[str, str]:
     Parameters
     ----------
     text : str
-        A size (``6GiB``), a share (``25%``), or one of them per device, separated by
-        commas (``cuda:0=6GiB,cuda:1=50%``).
+        A size (``6GiB``), a share (``25%``), ``auto`` (what is free), or one of them per
+        device, separated by commas (``cuda:0=6GiB,cuda:1=50%``).
 
     Returns
     -------
@@ -139,10 +160,10 @@ def parse_budget(text: str) -> str | dict[str, str]:
                 "'cuda:0=6GiB,cuda:1=25%'.",
                 name=text,
             )
-        return size_or_share(text.strip())
+        return amount(text)
     budgets = {}
     for part in text.split(","):
-        device, equals, amount = (piece.strip() for piece in part.partition("="))
+        device, equals, most = (piece.strip() for piece in part.partition("="))
         if not device or not equals:
             raise ConfigError(
                 f"{part.strip()!r} in the budget {text!r} names no device and amount. "
@@ -150,7 +171,11 @@ def parse_budget(text: str) -> str | dict[str, str]:
                 name=text,
             )
         kind_of(device, where=f", which the budget {text!r} names")
-        budgets[device] = size_or_share(amount)
+        if device in budgets:
+            raise ConfigError(
+                f"The budget {text!r} names {device} twice. Name each device once.", name=device
+            )
+        budgets[device] = amount(most)
     return budgets
 
 
@@ -161,8 +186,10 @@ def budget_by_device(budget: str, devices: str) -> str:
         return budget
     if len(amounts) != len(names):
         raise ConfigError(
-            f"--budget {budget} is {len(amounts)} amounts, and --device names {len(names)}. "
-            "Give one to each, or write 'cuda:0=6GiB,cuda:1=25%'."
+            f"The budget {budget!r} has {len(amounts)} amounts; devices: {len(names)} "
+            f"({devices or 'the default'}). Give one to each, in their order. Or say which device "
+            "has which: 'cuda:0=6GiB,cuda:1=25%'.",
+            name=budget,
         )
     return ",".join(f"{n.strip()}={a.strip()}" for n, a in zip(names, amounts, strict=True))
 

@@ -122,7 +122,7 @@ class Settings:
     )
     placement: str = row(
         "auto",
-        texts.word("auto", "hybrid", "accelerator"),
+        texts.one_of("auto", "hybrid", "accelerator"),
         "auto, hybrid, accelerator",
         "compute operators whose weights are at home there when that ends sooner: where the "
         "machine says how fast its host is; wherever it pays; never",
@@ -149,7 +149,7 @@ class Settings:
     budget: str | dict[str, str] | None = row(  # noqa: RUF009 (it makes a field)
         None,
         parse_budget,
-        "`6GiB`, `25%`, `cuda:0=6GiB,cuda:1=25%`",
+        "`6GiB`, `25%`, `auto`, `cuda:0=6GiB,cuda:1=25%`",
         "the most bytes that may be used on an accelerator",
         "none",
         instead="tensorsManager.budget = ...",
@@ -216,8 +216,8 @@ def read(environ: Mapping[str, str]) -> Settings:
     Parameters
     ----------
     environ : Mapping of str to str
-        All variables; those that do not begin with ``TTR_`` are not looked at, and an
-        empty one counts as not set.
+        All variables; those that do not begin with ``TTR_``, or that in lower case, are not
+        looked at, and an empty one counts as not set.
 
     Returns
     -------
@@ -238,7 +238,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     """
     values: dict[str, Any] = {}
     by_variable = {option.variable: option for option in OPTIONS.values()}
-    given = {name: text.strip() for name, text in environ.items() if name.startswith(PREFIX)}
+    given = {n: text.strip() for n, text in environ.items() if n.upper().startswith(PREFIX)}
     given = {"TTR_DISABLE": given.pop("TTR_DISABLE", ""), **given}  # first: it decides on the rest
     for variable, text in given.items():
         option = by_variable.get(variable)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .errors import nearest
+from .errors import did_you_mean, nearest
 from .options import OPTIONS
 
 __all__ = ["MANAGER_SETTINGS", "LazyModule", "PublicModule"]
@@ -68,7 +68,14 @@ class LazyModule(ModuleType):
         """Return a part; what Python itself asks every module for loads nothing."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(self.__load(), name)
+        parts = self.__load()
+        if not hasattr(parts, name):
+            raise AttributeError(
+                f"{self.__name__} has no {name!r}. {did_you_mean(name, parts.__all__)}",
+                name=name,
+                obj=self,
+            )
+        return getattr(parts, name)
 
     def __dir__(self) -> list[str]:
         """Return the names of the parts."""

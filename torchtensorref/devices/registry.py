@@ -96,13 +96,26 @@ def accelerators(setting: Any) -> list[Device]:
     """Return the accelerators that a setting names: one or several of `resolve`, None the default.
 
     The host among them is left out: it is always there.
+
+    Raises
+    ------
+    ConfigError
+        There is no such device, none is named, or one is named twice.
     """
     if setting is None:
         setting = settings.device or default_name()
     if isinstance(setting, str):
         setting = setting.split(",")
     names = setting if isinstance(setting, (list, tuple)) else [setting]
-    return [device for device in map(resolve, names) if not device.is_host]
+    if not names:
+        raise ConfigError("No device is named. Write 'cpu' to use no accelerator.")
+    found = [resolve(name) for name in names]
+    for device in found:
+        if found.count(device) > 1:
+            raise ConfigError(
+                f"{device.name} is named twice among the devices. Name each once.", name=device.name
+            )
+    return [device for device in found if not device.is_host]
 
 
 def default_name() -> str:

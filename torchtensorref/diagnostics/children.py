@@ -23,7 +23,7 @@ import psutil
 
 from ..base.activation import when_open
 from ..base.errors import TransferError
-from ..base.option_parsers import parse_budget
+from ..base.option_parsers import AUTO, parse_budget
 from ..base.options import settings
 from ..base.text import LINE, fitted
 from ..base.units import format_nbytes, parse_nbytes, parse_share
@@ -92,7 +92,7 @@ class Membership:
         self._is_child = is_child
         self._pid = os.getpid()
         self._file = self._folder / f"{self._pid}.json"
-        #: The budget of the whole run; None: nothing is divided.
+        #: The budget of the whole run; None or `AUTO`: nothing is divided.
         self._whole = settings.budget
         #: Among how many it is divided now, and what was set for that.
         self._count = 1
@@ -108,7 +108,7 @@ class Membership:
         if not self._write({}):
             return
         atexit.register(self._end, manager)
-        if self._whole is not None and self._divides():
+        if self._whole not in (None, AUTO) and self._divides():
             self._look(manager)
             self._thread = threading.Thread(
                 target=self._serve, args=(manager,), name="torchTensorRef-shares", daemon=True
@@ -202,6 +202,8 @@ def divided(setting: Any, count: int) -> Any:
         return {device: divided(amount, count) for device, amount in setting.items()}
     if isinstance(setting, str) and "=" in setting:
         return divided(parse_budget(setting), count)
+    if setting == AUTO:
+        return setting
     if isinstance(setting, str) and setting.strip().endswith("%"):
         return f"{parse_share(setting) * 100 / count}%"
     return parse_nbytes(setting) // count

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, TensorRefError
+from ..base.errors import ConfigError, TensorRefError, did_you_mean
+from ..base.option_parsers import path_to_write
 from ..base.text import fitted
 from ..base.units import format_nbytes, format_ns
+from ..devices.sim.cards import SPECS, read_specs
 from ..inject import hooks
 
 if TYPE_CHECKING:
@@ -32,12 +34,16 @@ BOUNDS = {
 }
 #: What transformers calls what a model keeps from one token to the next; some keep nothing.
 CACHES = ("past_key_values", "cache_params", "state")
+#: What weights may be made of.
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to those of the program."""
     parser = commands.add_parser(
-        "forecast", help="say how a model or a script would run on devices that are not there"
+        "forecast",
+        help="say how a model or a script would run on devices that are not there",
+        epilog=f"Cards that are known by name: {', '.join(SPECS)}.",
     )
     parser.add_argument("script", nargs="?", help="a Python program, with its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -64,8 +70,7 @@ def count(text: str) -> int:
 def main(chosen: argparse.Namespace) -> int:
     """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
     from ..devices.registry import spec_of
-    from ..devices.sim.cards import read_specs
-    from ..promises.forecast import Forecast
+    from ..promises.forecast import Forecast, check
     from ..promises.recording import record_of
 
     hooks.load(".tensor.install")  # it connects the parts: the first TensorRef may be a promise
@@ -74,6 +79,9 @@ def main(chosen: argparse.Namespace) -> int:
     if chosen.devices:
         read_specs(chosen.devices)
     specs = [spec_of(name.strip(), chosen.host) for name in chosen.device.split(",")]
+    check(chosen.budget, chosen.strategy)  # before the program, which may take long
+    if chosen.plot:
+        path_to_write(chosen.plot, "--plot")
     program = _program_of_model(chosen) if chosen.model else _program_of_script(chosen)
     record = record_of(program, values="compute or zeros")
     seen = [Forecast(record, spec, chosen.budget, chosen.strategy) for spec in specs]
@@ -113,16 +121,26 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
         import transformers
     except ImportError:
         raise ConfigError("--model needs transformers: pip install transformers.") from None
-    dtype = getattr(torch, chosen.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"torch has no dtype {chosen.dtype!r}. Write 'bfloat16'.")
+    if chosen.dtype not in DTYPES:
+        raise ConfigError(
+            f"--dtype={chosen.dtype!r} is not understood: {did_you_mean(chosen.dtype, DTYPES)}",
+            name=chosen.dtype,
+            known=DTYPES,
+        )
+    dtype = getattr(torch, chosen.dtype)
     path = Path(chosen.model)
     if not path.exists():
         raise ConfigError(f"There is no {path}. Give a folder with a config.json, or that file.")
-    config = transformers.AutoConfig.from_pretrained(path)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except (OSError, ValueError) as error:  # it says what it lacks, and then lists what there is
+        said = str(error).strip().partition("\n")[0][:200]
+        raise ConfigError(
+            f"transformers makes no causal language model of {path}: {said}", name=str(path)
+        ) from error
     ids = torch.ones(chosen.batch, chosen.prompt, dtype=torch.int64)
 
     def program() -> Iterator[str]:
@@ -145,6 +163,8 @@ def _program_of_script(chosen: argparse.Namespace) -> Callable[[], None]:
     path = Path(chosen.script)
     if not path.exists():
         raise ConfigError(f"There is no program {path}.")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(f"{path} is a folder without a __main__.py. Name a file in it.")
 
     def program() -> None:
         before = sys.argv, list(sys.path)

@@ -7,14 +7,11 @@ The program finds the process as Python itself would have left it: its own ``sys
 from __future__ import annotations
 
 import argparse
-import atexit
 import builtins
 import importlib.util
-import json
 import os
-import signal
 import sys
-import time
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -24,28 +21,22 @@ from zipfile import is_zipfile
 
 from .._version import __version__
 from ..base.device_names import no_such_device
-from ..base.errors import ConfigError, TensorRefError, nearest
+from ..base.errors import ConfigError, TensorRefError
 from ..base.event_sinks import say
-from ..base.option_parsers import BadValueError, budget_by_device, file_to_write
+from ..base.option_parsers import budget_by_device, path_to_write
 from ..base.options import OPTIONS, settings
 from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.cards import SPECS
 from ..inject.inject_to import check_known, injectTo
 from ..strategy.choice import make_strategy
 from . import children, looking_on
+from .arguments import Parser
+from .ending import Ending, report_place
 
 #: Exit status of Python itself for arguments it does not understand.
 BAD_USAGE = 2
-#: They end a process, and Python lets them.
-ENDING_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
 #: Options that take no value.
 FLAGS = ("-h", "--help", "--no-children", "--live", "--progress")
-#: As a budget: what is free there; the report says how much would have been needed.
-AUTO = "auto"
-#: Where a report goes that goes to no file.
-PLACES = ("stderr", "none")
 #: From our options to the settings that they are.
 _OF_SAME_NAME = ("device", "budget", "strategy", "placement", "inject_to", "exclude")
 SETTING_OF = {name: name for name in _OF_SAME_NAME} | {"trace": "trace_file"}
@@ -64,24 +55,30 @@ def main(arguments: Sequence[str]) -> int:
     try:
         where = report_place(chosen.report)
         if chosen.timeline is not None:
-            chosen.timeline = file_to_write(chosen.timeline)
+            chosen.timeline = path_to_write(chosen.timeline, "--timeline")
         apply(chosen)
         if not program:
             raise ConfigError("No program is named. Write `run script.py ...` or `run -m module`.")
         code, main_module = (as_module if program[0] == "-m" else as_script)(program)
         check_known([*injectTo, *injectTo.excluded])  # now its own modules are found, too
-    except (TensorRefError, BadValueError) as error:
+    except TensorRefError as error:
         say(f"torchtensorref: {error}")
         return BAD_USAGE
     if not (chosen.no_children or settings.disable):
         children.prepare(variables_of(chosen), budget_is_each=chosen.budget_per_process is not None)
+    ending = Ending(where, {"version": __version__, "arguments": list(arguments)})
     if where != "none" and not settings.disable:
-        about = {"version": __version__, "arguments": list(arguments)}
-        ending = Ending(where, about)
         ending.begin()
     if not settings.disable:
         looking_on.begin(chosen)
-    execute(code, main_module)
+    try:
+        execute(code, main_module)
+    except ConfigError as error:
+        if not is_of_beginning(error):
+            raise
+        say(f"torchtensorref: {error}")
+        ending.call_off()
+        return BAD_USAGE
     return 0
 
 
@@ -99,7 +96,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torchtensorref run",
         usage="torchtensorref run [options] (script.py | -m module) [its arguments]",
         description="Run a torch program that has never heard of us.",
@@ -130,10 +127,8 @@ def apply(chosen: argparse.Namespace) -> None:
         if chosen.budget is not None:
             raise ConfigError("Say --budget (divided) or --budget-per-process, not both.")
         chosen.budget = chosen.budget_per_process
-    if chosen.budget == AUTO:
-        chosen.budget = None
-    elif chosen.budget is not None:
-        chosen.budget = budget_by_device(chosen.budget, chosen.device or "")
+    if chosen.budget is not None:
+        chosen.budget = budget_by_device(chosen.budget, chosen.device or settings.device or "")
     values = {
         name: OPTIONS[name].parse(text, f"--{flag.replace('_', '-')}")
         for flag, name in SETTING_OF.items()
@@ -265,6 +260,16 @@ def execute(code: CodeType, module: ModuleType) -> None:
         raise
 
 
+def is_of_beginning(error: ConfigError) -> bool:
+    """Whether what was said before the program began turned out wrong, at its first tensor.
+
+    A device that is not there is found out so: torch is not asked before the program imports it.
+    """
+    manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return manager is not None and manager._open.__func__.__code__ in codes
+
+
 def _hide_us_from(error: BaseException, trace: TracebackType | None) -> None:
     """Have the hook that prints `error` show only what is the program's."""
     program_hook = sys.excepthook
@@ -275,124 +280,3 @@ def _hide_us_from(error: BaseException, trace: TracebackType | None) -> None:
         program_hook(kind, raised, whole)
 
     sys.excepthook = show
-
-
-# -- afterwards -----------------------------------------------------------------------------------
-
-
-def report_place(text: str) -> str:
-    """Read where the report is to go: "stderr", "none", or the path of a file, from the root on.
-
-    Raises
-    ------
-    ConfigError
-        That file cannot be written: said before the program runs, not after it.
-    """
-    if text in PLACES:
-        return text
-    meant = nearest(text, (*PLACES, "stdout"), likeness=0.8)
-    if meant is not None:
-        raise ConfigError(
-            f"--report={text!r} is no place for a report. Write {' or '.join(PLACES)}, or "
-            f"'./{text}' for a file of that name.",
-            name=text,
-            known=PLACES,
-            nearest=meant,
-        )
-    try:
-        return file_to_write(text)
-    except BadValueError as why:
-        raise ConfigError(f"--report={text!r} is not understood: {why}.", name=text) from None
-
-
-class Ending:
-    """The report at the end of a run, however it ends: by itself, an error, or a signal.
-
-    Parameters
-    ----------
-    where : str
-        As `report_place` has read it.
-    about : dict
-        What a report in JSON says of the run itself.
-    """
-
-    def __init__(self, where: str, about: dict[str, Any]) -> None:
-        self._where = where
-        self._about = about
-        self._pid = os.getpid()
-        self._began_ns = time.perf_counter_ns()
-        self._is_written = False
-
-    def begin(self) -> None:
-        """Have it written at exit, and at signals that would end the process without one."""
-        atexit.register(self.write)
-        for signum in ENDING_SIGNALS:
-            if signal.getsignal(signum) is signal.SIG_DFL:
-                signal.signal(signum, self._on_signal)
-
-    def write(self) -> None:
-        """Write it, once."""
-        if os.getpid() == self._pid and not self._is_written:
-            self._is_written = True
-            wall_ns = time.perf_counter_ns() - self._began_ns
-            write_report(self._where, {**self._about, "wall_ns": wall_ns})
-
-    def _on_signal(self, signum: int, frame: Any) -> None:
-        if os.getpid() == self._pid:
-            self.write()
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
-
-
-def write_report(where: str, about: dict[str, Any]) -> None:
-    """Say what happened, where the user asked for it; a failure to do so is told, never raised."""
-    manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
-    opened = manager is not None and manager._residency is not None
-    if where == "stderr" and opened and settings.trace >= 1 and not children.children_of_this_run():
-        return  # a trace ends with the same words
-    try:
-        as_json = where.endswith(".json")
-        text = report_of(manager if opened else None, as_json=as_json, about=about)
-    except Exception as error:
-        say(f"torchtensorref: no report: {type(error).__name__}: {error}")
-        return
-    if where == "stderr":
-        say(text)
-        return
-    try:
-        write_whole(Path(where), f"{text}\n")
-    except OSError as error:
-        say(f"torchtensorref: the report is not in {where!r} ({error}), but here:\n{text}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either as it was or has all of the text, also where the disk is full."""
-    is_special = path.exists() and not path.is_file()  # a pipe, a terminal
-    path = path if is_special else path.resolve()
-    if is_special or not os.access(path.parent, os.W_OK):
-        path.write_text(text)
-        return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def report_of(manager: Any | None, *, as_json: bool, about: dict[str, Any] | None = None) -> str:
-    """Describe what the manager did for the program, as text or as JSON; None did nothing."""
-    born = children.children_of_this_run()
-    if as_json:
-        stats = {} if manager is None else manager.stats()
-        if about and manager is not None:
-            is_virtual = manager.residency.books.main.has_virtual_clock
-            times = {"virtual_ns": stats["time_ns"]} if is_virtual else {}
-            stats["run"] = {**about, **times}
-        return json.dumps({**stats, "children": born} if born else stats)
-    if manager is not None:
-        first: str = manager.report()
-    else:
-        first = "torchTensorRef: the program made no tensor" + (" itself." if born else ".")
-    return "\n".join([first, *children.lines_of(born)])

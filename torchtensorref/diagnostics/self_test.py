@@ -47,7 +47,7 @@ def main(names: Sequence[str] | None = None) -> int:
         print(f"torchTensorRef needs {torch_versions.WANTED} (pip install torch).", file=sys.stderr)
         return 1
     print(f"torch {torch.__version__}")
-    asked = list(names or ())
+    asked = [name.strip() for several in names or () for name in several.split(",")]
     if not asked:
         asked = list(dict.fromkeys(("cpu", *registry.REAL_KINDS, "sim", settings.device or "sim")))
     failed = 0

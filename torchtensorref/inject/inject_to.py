@@ -136,6 +136,8 @@ class InjectTo:
 
     def extend(self, prefixes: Iterable[str | ModuleType]) -> None:
         """Include several; nothing is changed if one of them is no name of a module."""
+        if not isinstance(prefixes, Iterable):
+            raise ConfigError(f"extend takes a list of names, not {prefixes!r}.")
         if isinstance(prefixes, str):
             raise ConfigError(
                 f"extend takes a list of names; for {prefixes!r} alone use append.", name=prefixes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..base.device_names import kind_of
 from ..base.errors import ConfigError, TensorRefError, TransferError, did_you_mean, nearest
-from ..base.option_parsers import parse_budget, size_or_share
+from ..base.option_parsers import AUTO, amount, budget_by_device, parse_budget
 from ..base.options import settings
 from ..base.units import format_nbytes, parse_limit, parse_share
 from ..devices.base import Device
@@ -94,7 +94,7 @@ def resolve_budget(setting: BudgetSetting, device: Device) -> Budget:
     ----------
     setting : int, str, mapping or None
         Bytes; a size (`"6GiB"`) or a share of what the device can hold (`"25%"`); one of these by
-        device name; None for what is free now less 10 percent.
+        device name; None or `"auto"` for what is free now less 10 percent.
     device : Device
         The device in question.
 
@@ -124,36 +124,47 @@ def budgets_of(devices: Iterable[Device], setting: BudgetSetting) -> list[tuple[
     return [(device, resolve_budget(setting, device)) for device in devices]
 
 
-def read_budget(setting: BudgetSetting) -> BudgetSetting:
-    """Take a budget apart that is a text for several devices; they need not be there yet.
+def read_budget(setting: BudgetSetting, in_use: Callable[[], Iterable[Device]]) -> BudgetSetting:
+    """Take a budget apart that is a text for several devices; named ones need not be there yet.
+
+    Parameters
+    ----------
+    setting : int, str, mapping or None
+        What the user wrote.
+    in_use : Callable
+        Gives the accelerators, for amounts without names, which are in their order.
 
     Raises
     ------
     ConfigError
-        An amount is no size and no share, or a device has a name that none has.
+        An amount is no size and no share, a device has a name that none has, or there are not as
+        many amounts as devices.
     """
     if isinstance(setting, str):
+        if "," in setting and "=" not in setting:
+            setting = budget_by_device(setting, ",".join(device.name for device in in_use()))
         return parse_budget(setting)
     if isinstance(setting, Mapping):
         for name in setting:
             kind_of(str(name), where=", which the budget names")
-    for amount in setting.values() if isinstance(setting, Mapping) else [setting]:
-        if isinstance(amount, str):
-            size_or_share(amount)
-        elif amount is not None:
-            parse_limit(amount)
+    for most in setting.values() if isinstance(setting, Mapping) else [setting]:
+        if isinstance(most, str):
+            amount(most)
+        elif most is not None:
+            parse_limit(most)
     return setting
 
 
 def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
-    """Return what a budget says of one device: by its name, by its kind, or of all of them."""
-    if not isinstance(setting, Mapping):
-        return setting
-    by_name = {_canonical(name): amount for name, amount in setting.items()}
-    for name in _names_of(device):
-        if name in by_name:
-            return by_name[name]
-    return None
+    """Return what a budget says of one device: by its name, by its kind, or of all of them.
+
+    None is what is free there, less a margin.
+    """
+    if isinstance(setting, Mapping):
+        by_name = {_canonical(name): most for name, most in setting.items()}
+        setting = next((by_name[name] for name in _names_of(device) if name in by_name), None)
+    is_auto = isinstance(setting, str) and setting.strip().lower() == AUTO
+    return None if is_auto else setting
 
 
 def _canonical(name: object) -> str:
@@ -218,7 +229,7 @@ def doubts_of(setting: BudgetSetting, devices: Sequence[Device]) -> list[str]:
             "The budget of cpu has no effect: what does not fit the accelerator stays in the "
             "host's memory, of which nothing is given back."
         )
-    if setting is not None and not isinstance(setting, Mapping) and not devices:
+    if setting not in (None, AUTO) and not isinstance(setting, Mapping) and not devices:
         found.append("The budget has no effect: no accelerator is in use.")
     for device in devices:
         found += _doubts_of_one(setting_for(setting, device), device)

@@ -36,6 +36,7 @@ from .external_pressure import OthersWatch, cap_allocator
 from .guard import guards
 from .invariants import violations
 from .names import names
+from .once import frames_of_ours
 from .ownership import Ownership
 from .report import block_of, description_of, line_of, report_text
 from .residency import Residency
@@ -125,7 +126,7 @@ class TensorsManager:
                 warn_of_doubts(
                     settings.budget if self._budget_setting is None else self._budget_setting,
                     device,
-                    stacklevel=3,
+                    stacklevel=frames_of_ours(),
                 )
                 for call in when_open:
                     call(self)
@@ -171,6 +172,12 @@ class TensorsManager:
         for device in left:
             residency.evictor.leave(device)
 
+    def _accelerators(self) -> list[Device]:
+        """Return the accelerators in use, or that will be."""
+        if self._residency is None:
+            return registry.accelerators(self._device_setting)
+        return list(self._residency.books.accelerators)
+
     def _start_clocks(self) -> None:
         """Let the time of the statistics begin now, at the end of what was given to the device."""
         books = self.residency.books
@@ -191,7 +198,8 @@ class TensorsManager:
 
     @budget.setter
     def budget(self, setting: BudgetSetting) -> None:
-        setting = read_budget(setting)  # what is wrong is refused now, not at the first tensor
+        # What is wrong is refused now, not at the first tensor.
+        setting = read_budget(setting, self._accelerators)
         if self._residency is None:
             self._budget_setting = setting
             return
@@ -205,7 +213,7 @@ class TensorsManager:
         with ExitStack() as ends:  # also where another one holds what cannot leave
             for device, _ in budgets:
                 ends.callback(self._residency.evictor.fit_budget, device)
-        warn_of_doubts(setting, accelerators, stacklevel=4)
+        warn_of_doubts(setting, accelerators, stacklevel=frames_of_ours())
 
     @property
     def strategy(self) -> Any:

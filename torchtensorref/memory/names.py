@@ -88,6 +88,11 @@ class Names:
         """Return the name that a block had at the last look; "" if it had none."""
         return self._of_blocks.get(block_id) or self._of_states.get(block_id, "")
 
+    def known(self) -> list[str]:
+        """Return the paths of all modules that are there, and the names of their blocks."""
+        self.look()
+        return [*filter(None, self._paths.values()), *self._of_blocks.values()]
+
     def of_module(self, module: nn.Module, within: nn.Module | None = None) -> str:
         """Return the path of a module in the model that it is part of; "" for a whole model.
 

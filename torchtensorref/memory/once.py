@@ -75,13 +75,13 @@ def _say_later(key: str, text: str) -> None:
         warnings.warn(
             f"torchTensorRef: {text}",
             RuntimeWarning,
-            stacklevel=_frames_of_ours(),
+            stacklevel=frames_of_ours(),
         )
 
     listeners.later(say)
 
 
-def _frames_of_ours() -> int:
+def frames_of_ours() -> int:
     """How many frames up the program's own line is."""
     frame, count = sys._getframe(1), 1
     folders = (_OURS, str(Path(torch.__file__).parent))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.option_parsers import path_to_write
 from ..operators.plan import kind_named
 from .record import BlockRecord, OpRecord, Record
 
@@ -18,7 +19,8 @@ FORMAT = 2
 
 
 def write(record: Record, path: str | Path) -> None:
-    """Write a record into a file."""
+    """Write a record into a file; ConfigError if it cannot be written there."""
+    path = path_to_write(path, "save(path)")
     data = {
         "format": FORMAT,
         "blocks": [asdict(block) for block in record.blocks.values()],
@@ -43,10 +45,12 @@ def read(path: str | Path) -> Record:
         ops = [OpRecord(kind=kind_named(op["name"]), **op) for op in data["ops"]]
         blocks = {b["number"]: BlockRecord(**b) for b in data["blocks"]}
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", name=str(path)) from error
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error.strerror}.", name=str(path)
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no forecast that Forecast.save has written: {error}", name=str(path)
+            f"{str(path)!r} is no forecast that Forecast.save has written: {error}", name=str(path)
         ) from error
     steps = [(name, index) for name, index in data["steps"]]
     return Record(blocks, ops, steps, is_from_file=True)

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.option_parsers import path_to_write
 from ..base.text import Text, fitted
 from ..base.units import format_nbytes, format_ns
 from ..devices.registry import spec_of
 from ..devices.sim.spec import DeviceSpec
 from ..memory.advice import HELPS_THE_HOST, bound_of, waits_for_management
+from ..memory.budget import read_budget
+from ..strategy.choice import make_strategy
 from .files import read, write
+from .kinds import kinds_of, most_alive
 from .record import BlockRecord, OpRecord, Record
 from .recording import record_of
 from .replayer import Replayer, StepCost
@@ -46,9 +50,10 @@ class Forecast:
     """
 
     def __init__(
-        self, record: Record, spec: DeviceSpec, budget: Any = None, strategy: Any = None
+        self, record: Record, spec: DeviceSpec | str, budget: Any = None, strategy: Any = None
     ) -> None:
-        self.record, self.spec = record, spec
+        check(budget, strategy)
+        self.record, self.spec = record, spec_of(spec)
         self._budget, self._strategy = budget, strategy
 
     @functools.cached_property
@@ -57,8 +62,11 @@ class Forecast:
 
     @functools.cached_property
     def steps(self) -> list[StepCost]:
-        """What each part of the program costs, in order."""
-        return [step for step in self._replayer.steps() if step.op_count]
+        """What each part of the program costs, in order; ConfigError if it runs no operator."""
+        found = [step for step in self._replayer.steps() if step.op_count]
+        if not found:
+            raise ConfigError("The program runs no operator: nothing is to be foretold.")
+        return found
 
     @property
     def budget_nbytes(self) -> int:
@@ -125,56 +133,16 @@ class Forecast:
     @functools.cached_property
     def at_most_alive(self) -> dict[str, int]:
         """Bytes alive by kind, at the operator when they are most."""
-        blocks = self.record.blocks
-        alive: dict[int, int] = {}
-        found: dict[str, int] = {}
-        kinds = self._kinds
-        total = most = 0
-        sums: dict[str, int] = {}
-        held: dict[str, int]
-        for op in self.record.ops:
-            if op.part_count:  # as one it takes so much more in passing
-                held = {**sums, "kernels": op.peak_nbytes}
-                for number in {*op.reads, *op.births} - alive.keys():
-                    held[kinds[number]] = held.get(kinds[number], 0) + blocks[number].nbytes
-                if sum(held.values()) > most:
-                    most, found = sum(held.values()), held
-                continue
-            for number in (*op.reads, *op.births):
-                if number not in alive:
-                    alive[number] = blocks[number].nbytes
-                    total += alive[number]
-                    kind = kinds[number]
-                    sums[kind] = sums.get(kind, 0) + alive[number]
-            if total > most:
-                most, found = total, dict(sums)
-            for number in op.deaths:
-                nbytes = alive.pop(number, 0)
-                total -= nbytes
-                sums[kinds[number]] = sums.get(kinds[number], 0) - nbytes
-        return found
+        return most_alive(self.record, self._kinds)
 
     @functools.cached_property
     def _kinds(self) -> dict[int, str]:
-        """Say of each block what it is: a weight, a cache (made, and kept between parts), ..."""
-        kinds, made_in = {}, {}
-        for part, (_, indices) in enumerate(self.record.step_ranges()):
-            for index in indices:
-                op = self.record.ops[index]
-                for number in op.births:
-                    made_in[number] = part
-                for number in op.reads:
-                    if number in made_in and made_in[number] != part:
-                        kinds[number] = "cache"
-        for number, block in self.record.blocks.items():
-            if block.is_persistent:
-                kinds[number] = "weights"
-            elif number not in kinds:
-                kinds[number] = "activations" if number in made_in else "inputs"
-        return kinds
+        return kinds_of(self.record)
 
     def budgets(self, count: int) -> list[int]:
-        """Return so many budgets, from the least to what is more than enough."""
+        """Return so many budgets, two or more, from the least to what is more than enough."""
+        if not isinstance(count, int) or count < 2:
+            raise ConfigError(f"{count!r} budgets: write a whole number from 2 on.")
         low, high = self.least_nbytes, self.enough_nbytes * 1.05
         return [int(low + (high - low) * i / (count - 1)) for i in range(count)]
 
@@ -274,6 +242,7 @@ class Forecast:
         """Draw the time of the last part against the budget, into a PNG; needs matplotlib."""
         from .picture import draw_curves
 
+        path = path_to_write(path, "plot(path)")
         title = f"{self.steady.name} by budget, {self.strategy}"
         draw_curves(title, [(self.spec.name, self.curve(self.budgets(count)))], Path(path))
 
@@ -369,10 +338,26 @@ def forecast(
     >>> seen.steps[0].fetched_nbytes > 40e9
     True
     """
-    if steps < 1:
-        raise ConfigError(f"steps={steps}: a program is called once or more often.")
+    if not callable(call):
+        raise ConfigError(f"forecast() takes a module or a function to call, not {call!r}.")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"steps={steps!r}: a program is called once or more often.")
+    spec = spec_of(device, host)
+    check(budget, strategy)  # the program may take long
     record = record_of(call, *args, steps=steps, values=values, **kwargs)
-    return Forecast(record, spec_of(device, host), budget, strategy)
+    return Forecast(record, spec, budget, strategy)
+
+
+def check(budget: Any, strategy: Any) -> None:
+    """Refuse a budget or a strategy that is not understood, before anything is run with it.
+
+    Raises
+    ------
+    ConfigError, StrategyError
+        As when `tensorsManager` is given it.
+    """
+    read_budget(budget, list)
+    make_strategy(strategy)
 
 
 def history_of(setting: Any) -> Forecast | None:

@@ -33,7 +33,7 @@ from .composite import run_composite
 from .graph import Cell, Draws, Node, nodes_before
 from .promised_call import NOWHERE, PromisedCall
 from .recorder import Recorder
-from .values import Values, has_no_value, where_asked
+from .values import A_READ, Values, has_no_value, where_asked
 
 __all__ = ["Promises", "promise_like", "promises", "promising", "recording"]
 
@@ -211,7 +211,7 @@ class Promises:
             limit_nbytes is None or sum(one.nbytes for one in needed) <= limit_nbytes
         )
 
-    def asked(self, block: Block, op: str = "a read") -> None:
+    def asked(self, block: Block, op: str = A_READ) -> None:
         """Give a block its bytes because somebody reads them; or raise `PromisedError`."""
         values = self.values
         if values.computes and self.can_all([block.promise]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from ..base.errors import ConfigError
 from ..memory.block import Block, unused_number
 from ..memory.manager import tensorsManager
@@ -18,6 +20,8 @@ __all__ = ["teach"]
 
 def teach(record: Record, module: Any = None) -> None:
     """Tell the strategy in use what a program is about to do; see `Forecast.teach`."""
+    if module is not None and not isinstance(module, nn.Module):
+        raise ConfigError(f"teach() takes the real model, a torch.nn.Module, not {module!r}.")
     residency = tensorsManager.residency
     found = _real_blocks(record, module)
     if not found:

@@ -14,6 +14,8 @@ __all__ = ["POLICIES", "Values", "where_asked"]
 
 #: What torch calls the operators by which programs ask for numbers, and what programs call them.
 SHORT_NAMES = {"_local_scalar_dense": "item"}
+#: What asks for bytes and is no operator, so that no answer can be given for it by name.
+A_READ = "a read"
 #: Operands made up for an answer take at most so much.
 MADE_UP_NBYTES = 64 << 20
 #: With "compute or zeros" what a value depends on takes at most so much: masks and positions do.
@@ -33,10 +35,15 @@ class Values:
     Raises
     ------
     ConfigError
-        There is no such policy.
+        There is no such policy, or it is nothing of all this.
     """
 
     def __init__(self, given: Mapping[str, Any] | str | int | None = None) -> None:
+        if not isinstance(given, (Mapping, str, int, type(None))):
+            raise ConfigError(
+                f"values={given!r} answers nothing. Write {', '.join(map(repr, POLICIES))}, a "
+                "whole number (a seed), or a mapping by operator such as {'item': 3}."
+            )
         self.by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
         self.policy = given if isinstance(given, str) else None
         seed = given if isinstance(given, int) and not isinstance(given, bool) else 0
@@ -110,9 +117,10 @@ def short_name(name: str) -> str:
 def has_no_value(op: str, why: str) -> PromisedError:
     """Make the error that says who asks for a value, where, and what to do."""
     name, where = short_name(op), where_asked()
+    by_name = "" if op == A_READ else f"{{{name!r}: ...}} or "
     return PromisedError(
         f"{name} at {where} needs a value, and {why}. Call fulfil() on it first, or answer: "
-        f"promising(values={{{name!r}: ...}}), or values='zeros', 'random', 'compute'.",
+        f"promising(values=...) with {by_name}'zeros', 'random', 'compute'.",
         op=op,
         where=where,
     )

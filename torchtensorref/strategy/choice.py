@@ -51,7 +51,7 @@ def make_strategy(setting: Any, accelerator_count: int = 1) -> Strategy:
     Raises
     ------
     ConfigError
-        No strategy has that name; the nearest is named.
+        No strategy has that name; the nearest is named. Or its package cannot be loaded.
     StrategyError
         The object does not keep the contract; the message says where.
     """
@@ -83,7 +83,7 @@ def _class_named(name: str) -> Any:
         return getattr(import_module(module), attribute)
     for point in metadata.entry_points(group=ENTRY_POINTS):
         if point.name == key:
-            return point.load()
+            return _loaded(point)
     known = known_names()
     raise ConfigError(
         f"There is no strategy {name!r}. {did_you_mean(key, known)}",
@@ -91,6 +91,17 @@ def _class_named(name: str) -> Any:
         known=tuple(known),
         nearest=nearest(key, known),
     )
+
+
+def _loaded(point: metadata.EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"The strategy {point.name!r} cannot be loaded from {point.value!r}: {error!r}. Mend "
+            f"the package that offers it, or choose one of {', '.join(BUILT_IN)}.",
+            name=point.name,
+        ) from error
 
 
 def validate(strategy: Any) -> None:
@@ -102,11 +113,13 @@ def validate(strategy: Any) -> None:
     if not isinstance(strategy, Strategy):
         _refuse(
             kind,
-            "must be derived from torchTensorRef.strategy.Strategy; only `victims` is required.",
+            "must be derived from torchTensorRef.strategy.Strategy, with a `name` and `victims`.",
         )
     name = strategy.name
     if not isinstance(name, str) or not name:
         _refuse(kind, "has no name: give its class an attribute `name`.")
+    if _takes_name_of_built_in(kind, name):
+        _refuse(kind, f"has the name of a built-in one: call it other than {', '.join(BUILT_IN)}.")
     for method, arguments in CONTRACT.items():
         function = getattr(strategy, method)
         if not callable(function):
@@ -132,6 +145,12 @@ def validate(strategy: Any) -> None:
             file_of(strategy),
             1,
         )
+
+
+def _takes_name_of_built_in(kind: type, name: str) -> bool:
+    """Whether a strategy would be taken for one of ours; what is derived from that one may be."""
+    key = name.strip().lower()
+    return key in BUILT_IN and not issubclass(kind, _class_named(key))
 
 
 def _slips(kind: type) -> Iterator[tuple[str, str]]:

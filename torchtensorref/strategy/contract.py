@@ -189,8 +189,8 @@ class Prefetch(NamedTuple):
 class Strategy:
     """Base of every strategy: one that never evicts unless asked, and never looks ahead.
 
-    Only `victims` has to be written. The manager calls a strategy from one thread at a time, and
-    never while it holds its own lock.
+    A `name` and `victims` have to be written. The manager calls a strategy from one thread at a
+    time, and never while it holds its own lock.
     """
 
     #: The name by which `tensorsManager.strategy` and `TTR_STRATEGY` choose it.

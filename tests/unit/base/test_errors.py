@@ -83,6 +83,14 @@ def test_what_is_known_is_told():
     assert errors.did_you_mean("x", ()) == "None is known."
 
 
+def test_of_many_names_the_nearest_are_listed():
+    known = [f"variable_{number}" for number in range(40)]
+    said = errors.did_you_mean("variable_7x", known)
+    assert said.startswith("Did you mean 'variable_7'? Known: ")
+    assert "variable_7," in said
+    assert said.endswith(", and 36 more.")
+
+
 def test_a_known_name_is_listed_once():
     assert (
         errors.did_you_mean("cup", ["cpu", "sim", "cpu"]) == "Did you mean 'cpu'? Known: cpu, sim."

@@ -53,13 +53,19 @@ def test_every_option_has_its_variable_and_its_words():
     [
         ("TTR_TRACE", "4", "a number from 0 to 3"),
         ("TTR_TRACE", "yes", "a number from 0 to 3"),
-        ("TTR_SYNC", "true", "use 0 or 1"),
+        ("TTR_SYNC", "true", "use 0 (off) or 1 (on)"),
         ("TTR_BUDGET", "6 gigs", "such as '6GiB'"),
         ("TTR_BUDGET", "cuda:0=6GiB,cpu", "Write it as 'cuda:0=6GiB,cuda:1=25%'"),
         ("TTR_BUDGET", "200%", "such as '25%'"),
         ("TTR_FAULTS", "copies:1", "Did you mean 'copy'?"),
         ("TTR_FAULTS", "copy:0", "from 1 upward"),
         ("TTR_FAULTS", "copy", "from 1 upward"),
+        ("TTR_COMPILED", "of", "Did you mean 'off'? Known: forced, off, on"),
+        ("TTR_TRACEBACKS", "shrot", "Did you mean 'short'?"),
+        ("TTR_CORE", "pyhton", "Did you mean 'python'?"),
+        ("TTR_BLOCKS", "exatc", "Did you mean 'exact'?"),
+        ("TTR_OP_TIMES", "cahce", "did you mean 'cache'? For a file of that name, write './cahce'"),
+        ("TTR_OP_TIMES", "Off", "did you mean 'off'?"),
         ("TTR_INJECT_TO", "transformers;diffusers", "separated by commas"),
     ],
 )
@@ -74,6 +80,14 @@ def test_an_unknown_variable_is_named_with_the_nearest(caplog):
     assert read({"TTR_BUGDET": "6GiB", "TTR_TRACE": "2"}) == Settings(trace=2)
     (record,) = caplog.records
     assert "TTR_BUGDET is none of ours" in record.getMessage()
+    assert "Did you mean 'TTR_BUDGET'" in record.getMessage()
+    assert len(record.getMessage()) < 220
+
+
+def test_a_variable_in_lower_case_is_said_to_do_nothing(caplog):
+    assert read({"ttr_budget": "6GiB", "ttrx": "1"}) == Settings()
+    (record,) = caplog.records
+    assert "ttr_budget is none of ours" in record.getMessage()
     assert "Did you mean 'TTR_BUDGET'" in record.getMessage()
 
 

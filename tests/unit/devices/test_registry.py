@@ -87,12 +87,21 @@ def test_settings_reach_the_simulated_device():
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("sm", "sim"), ("cpi", "cpu"), ("sim:rx660xt", "rx6600xt"), ("cuda:x", "cuda")],
+    [("sm", "sim"), ("cpi", "cpu"), ("sim:rx660xt", "rx6600xt"), ("cuda:x", "cuda:0")],
 )
 def test_unknown_names_get_the_nearest(wrong, nearest):
     with pytest.raises(ConfigError, match="There is no") as caught:
         resolve(wrong)
     assert caught.value.nearest == nearest
+    assert len(str(caught.value)) < 200
+
+
+def test_of_many_cards_a_message_has_those_that_may_be_meant():
+    with pytest.raises(ConfigError, match="Known: rtx2060, rtx3050, rtx3060, rtx3060ti, and") as e:
+        resolve("sim:rtx306")
+    assert "v100" in e.value.known
+    with pytest.raises(ConfigError, match=r"Known: cpu, cuda, hip, mps, sim, xpu, and \d+ simul"):
+        resolve("rtx306")
 
 
 def test_a_number_must_be_a_number():

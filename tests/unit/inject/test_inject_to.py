@@ -82,6 +82,12 @@ def test_nothing_is_changed_by_a_bad_list(inject_to):
     assert list(inject_to) == []
 
 
+@pytest.mark.parametrize("bad", [None, 3])
+def test_what_is_no_list_is_refused(inject_to, bad):
+    with pytest.raises(ConfigError, match=f"extend takes a list of names, not {bad}"):
+        inject_to.extend(bad)
+
+
 def test_removing_what_is_not_there_names_the_nearest(inject_to):
     inject_to.append("transformers")
     with pytest.raises(ConfigError, match="transformers") as caught:

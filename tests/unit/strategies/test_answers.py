@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 import pytest
 
-from torchTensorRef import StrategyError
+from torchTensorRef import ConfigError, StrategyError
 from torchTensorRef.strategies import AVAILABLE
 from torchTensorRef.strategy import (
     PERSISTENT_AFTER,
@@ -20,6 +21,7 @@ from torchTensorRef.strategy import (
     OpSnapshot,
     Prefetch,
     Strategy,
+    choice,
 )
 from torchTensorRef.strategy.answers import CheckedStrategy
 from torchTensorRef.strategy.choice import make_strategy, validate
@@ -279,11 +281,26 @@ def needs_arguments(self, seed):
         ({"on_prefetch": lambda self: None}, r"`on_prefetch\('self',\)`; it is called with"),
         ({"__init__": needs_arguments}, r"cannot be made: Own\(\) raised TypeError"),
         ({"name": 7}, "has no name"),
+        ({"name": ""}, "has no name: give its class an attribute `name`"),
+        ({"name": "lru"}, "has the name of a built-in one: call it other than genoa, lru, flow"),
+        ({"name": "Flow"}, "has the name of a built-in one"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(own, says):
     with pytest.raises(StrategyError, match=says):
         make_strategy(kind_with(**own))
+
+
+def test_what_is_derived_from_a_built_in_one_may_keep_its_name():
+    kind = type("Own", (type(make_strategy("lru")),), {})
+    assert make_strategy(kind).name == "lru"
+
+
+def test_a_package_whose_strategy_cannot_be_loaded_is_named(monkeypatch):
+    broken = metadata.EntryPoint("theirs", "no_such_package.strategies:Theirs", "any")
+    monkeypatch.setattr(choice.metadata, "entry_points", lambda group: [broken])
+    with pytest.raises(ConfigError, match="'theirs' cannot be loaded from 'no_such_package"):
+        make_strategy("theirs")
 
 
 def test_a_slip_in_the_one_that_is_needed_is_named_where_it_is_refused():

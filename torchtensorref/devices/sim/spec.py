@@ -17,6 +17,13 @@ __all__ = ["DeviceSpec"]
 PAGEABLE_BYTES_PER_S = 6e9
 
 
+#: Fields that may be zero.
+SIZES_AND_TIMES = (
+    "capacity_nbytes", "urgent_nbytes", "decision_nbytes",
+    "copy_latency_ns", "launch_ns", "dispatch_ns",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """Size and speeds of a simulated device and of the host it is plugged into.
@@ -85,13 +92,15 @@ class DeviceSpec:
         if not self.flops_per_s:
             raise ConfigError(f"{self.name}: flops_per_s is empty; give at least 'default'")
         for what, rate in speeds.items():
-            if not rate > 0:
-                raise ConfigError(f"{self.name}: {what} is {rate}; it must be above 0")
-        times = (self.copy_latency_ns, self.launch_ns, self.dispatch_ns)
-        if self.queue_depth < 1:
-            raise ConfigError(f"{self.name}: queue_depth is {self.queue_depth}; 1 is the least")
-        if min(self.capacity_nbytes, self.urgent_nbytes, self.decision_nbytes, *times) < 0:
-            raise ConfigError(f"{self.name}: a size or a time is negative")
+            if not isinstance(rate, (int, float)) or not rate > 0:
+                raise ConfigError(f"{self.name}: {what} is {rate!r}; it must be a number above 0")
+        least = dict.fromkeys(SIZES_AND_TIMES, 0) | {"queue_depth": 1}
+        for what, smallest in least.items():
+            value = getattr(self, what)
+            if not isinstance(value, (int, float)) or value < smallest:
+                raise ConfigError(
+                    f"{self.name}: {what} is {value!r}; it must be a number, {smallest} or more"
+                )
 
     @property
     def default_flops_per_s(self) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+from ...base.option_parsers import path_to_write
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command and its three kinds to a parser."""
     trace = commands.add_parser("trace", help="look at a timeline that `trace(path)` has written")
     kinds = trace.add_subparsers(dest="kind", required=True, metavar="kind")
@@ -33,8 +36,9 @@ def main(chosen: argparse.Namespace) -> int:
 
         print_summary(read(chosen.file), Console())
     elif chosen.kind == "plot":
-        output = chosen.output or str(Path(chosen.file[0]).with_suffix(".png"))
         recordings = [read(file) for file in chosen.file]
+        output = chosen.output or str(Path(chosen.file[0]).with_suffix(".png"))
+        path_to_write(output, "--output")
         draw(recordings, output)
         for recording in recordings:
             print(headline(recording))

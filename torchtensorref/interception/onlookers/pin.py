@@ -5,15 +5,14 @@ from __future__ import annotations
 import warnings
 import weakref
 
-from ...base.middlewares import Middleware
-from ...base.name_patterns import NamePattern
 from ...base.units import format_nbytes
 from ...memory.block import Block
 from ...memory.manager import tensorsManager
+from .by_name import ByName
 from .seen import SeenOperator
 
 
-class Pin(Middleware):
+class Pin(ByName):
     """Keep the parameters and buffers that match resident, from their first use on.
 
     Parameters
@@ -29,12 +28,13 @@ class Pin(Middleware):
     """
 
     def __init__(self, pattern: str) -> None:
-        self._matches = NamePattern(pattern)
+        super().__init__(pattern)
         self._kept: weakref.WeakSet[Block] = weakref.WeakSet()
         self._given_up: weakref.WeakSet[Block] = weakref.WeakSet()
 
     def before(self, op: SeenOperator) -> None:
         """Keep the operands that match."""
+        super().before(op)
         for ref in op.refs:
             block = ref._ttr_block
             if block in self._kept and not block.is_kept:
@@ -52,7 +52,7 @@ class Pin(Middleware):
         nbytes = format_nbytes(sum(block.nbytes for block in gone))
         held = format_nbytes(sum(block.nbytes for block in self._kept))
         warnings.warn(
-            f"Pin({self._matches.pattern!r}): the budget of {tensorsManager.device} cannot hold "
+            f"{self!r}: the budget of {tensorsManager.device} cannot hold "
             f"{nbytes} of it beside the operators, so they come and go; {held} stay. Raise "
             "tensorsManager.budget, or pin less.",
             RuntimeWarning,
@@ -62,6 +62,7 @@ class Pin(Middleware):
     def leave(self) -> None:
         """Let everything go: the middleware has left the list. Say first what has not stayed."""
         try:
+            super().leave()
             if not all(block.is_kept for block in self._kept):
                 self._give_up()
         finally:
@@ -69,6 +70,3 @@ class Pin(Middleware):
                 block.is_kept = False
             self._kept.clear()
             self._given_up.clear()
-
-    def __repr__(self) -> str:
-        return f"Pin({self._matches.pattern!r})"

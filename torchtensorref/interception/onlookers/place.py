@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...base.middlewares import Middleware
-from ...base.name_patterns import NamePattern
+from ...base.device_names import kind_of
+from .by_name import ByName
 from .seen import SeenOperator, device_called
 
 
-class Place(Middleware):
+class Place(ByName):
     """Run what matches on a device: operators, or all that a module does.
 
     Parameters
@@ -27,14 +27,16 @@ class Place(Middleware):
     """
 
     def __init__(self, pattern: str, device: Any) -> None:
-        self._matches = NamePattern(pattern)
+        super().__init__(pattern, of_operators=True)
+        kind_of(str(device), where=f", where {pattern!r} is to be placed")
         self._device = str(device)
 
     def before(self, op: SeenOperator) -> None:
         """Place the operator if it matches."""
+        super().before(op)
         is_meant = self._matches(op.name) or self._matches(op.module)
         if is_meant or any(self._matches(operand.name) for operand in op.operands):
             op.device = device_called(self._device).name
 
     def __repr__(self) -> str:
-        return f"Place({self._matches.pattern!r}, {self._device!r})"
+        return f"Place({self._pattern.pattern!r}, {self._device!r})"

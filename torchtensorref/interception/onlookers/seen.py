@@ -123,10 +123,18 @@ class SeenOperator:
                 f"{said} another result for {self.name}, which returns its own operands, or views "
                 "of them; torch would go on with those. Change what is in them instead."
             )
+        returns = [str(result.type) for result in self._plan.op._schema.returns]
+        if returns == ["Tensor"] and not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{said} {value!r} for {self.name}, which returns a tensor.")
         return tensorsManager.adopt(value)
 
     def check(self) -> None:
-        """Refuse other arguments in the place of those that the operator writes."""
+        """Refuse what is no arguments, and others in the place of those that it writes."""
+        if not isinstance(self.args, (tuple, list)) or not isinstance(self.kwargs, dict):
+            raise ConfigError(
+                f"A middleware has made op.args {self.args!r} and op.kwargs {self.kwargs!r} of "
+                f"{self.name}; they are a tuple and a dictionary. Write op.args = (x,)."
+            )
         if (self.args, self.kwargs) is self._asked or not self._plan.writes:
             return
         before, now = self._written(*self._asked), self._written(self.args, self.kwargs)

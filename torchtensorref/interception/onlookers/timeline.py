@@ -18,7 +18,7 @@ from ...base.activation import watch
 from ...base.errors import ConfigError
 from ...base.event_sinks import say
 from ...base.listeners import Happening, listeners
-from ...base.option_parsers import BadValueError, file_to_write
+from ...base.option_parsers import path_to_write
 from ...devices.base import Event
 from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
@@ -66,10 +66,9 @@ class Timeline(AbstractContextManager["Timeline"]):
     """
 
     def __init__(self, manager: Any, path: str, limit: int = EVENTS_AT_MOST) -> None:
-        try:
-            self.path = file_to_write(str(path))
-        except BadValueError as why:
-            raise ConfigError(f"trace({str(path)!r}) is not understood: {why}.") from None
+        self.path = path_to_write(path, "trace(path)")
+        if not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"trace(limit={limit!r}): write a whole number of events, from 1 on.")
         self.events: list[tuple[Happening, Ran | None]] = []
         self.blocks: dict[int, tuple[int, bool]] = {}
         #: What the program calls them: the model may be gone when the file is written.

@@ -168,3 +168,18 @@ def test_a_users_card_can_say_it(tmp_path):
 
 def test_no_card_of_ours_claims_what_nobody_has_measured():
     assert not any(spec.host_kernel_bytes_per_s for spec in SPECS.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"capacity_nbytes": -1}, "capacity_nbytes is -1; it must be a number, 0 or more"),
+        ({"capacity_nbytes": "6GiB"}, "capacity_nbytes is '6GiB'; it must be a number"),
+        ({"launch_ns": -5}, "launch_ns is -5"),
+        ({"queue_depth": 0}, "queue_depth is 0; it must be a number, 1 or more"),
+        ({"h2d_bytes_per_s": "fast"}, "h2d_bytes_per_s is 'fast'; it must be a number above 0"),
+    ],
+)
+def test_a_wrong_figure_of_a_spec_is_named(wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        DeviceSpec("card", **{"capacity_nbytes": 1, **wrong})
