@@ -207,7 +207,7 @@ def test_what_is_not_certain_is_said_once_with_the_way_out(build, manager, caplo
     assert type(built.weight) is nn.Parameter
     assert isinstance(built.bias, TensorRef)
     assert len(told) == 1
-    assert "filterwarnings('ignore', 'torchTensorRef: ')" in str(told[0].message)
+    assert "Call tensorsManager.adopt(model)" in str(told[0].message)
     assert told[0].filename == __file__
     assert caplog.text.count("is plain, so every operator fetches it anew") == 1
     assert "parameter of 15 elements" in caplog.text
