@@ -487,14 +487,22 @@ def test_layouts_that_can_be_read_in_two_ways_keep_their_strides_and_bits(manage
         assert torch.equal(manager.release(found), expected)
 
 
-def _halves():
-    x = torch.rand(3, 10, 11, 30).bfloat16().permute(0, 3, 1, 2)
-    return x, torch.ones((), dtype=torch.bfloat16).expand(3, 30, 10, 11)
+def _permuted_and_expanded(dtype):
+    x = torch.rand(3, 10, 11, 30).to(dtype).permute(0, 3, 1, 2)
+    return x, torch.ones((), dtype=dtype).expand(3, 30, 10, 11)
 
 
 LAID_OUT = {
-    "mul": (lambda x, g: g * x, _halves, (8_000, 16_000, 30_000)),
-    "copysign": (torch.copysign, lambda: (_halves()[0], torch.ones(())), (8_000, 16_000)),
+    "mul": (
+        lambda x, g: g * x,
+        lambda: _permuted_and_expanded(torch.bfloat16),
+        (8_000, 16_000, 30_000),
+    ),
+    "maximum": (
+        lambda x, g: torch.maximum(g, x),
+        lambda: _permuted_and_expanded(torch.float16),
+        (8_000, 16_000, 30_000),
+    ),
     "bmm of columns with gaps": (
         lambda x, y: torch.bmm(x, y.mT),
         lambda: (rand(3, 130, 30), rand(3, 384, 60)[..., ::2]),

@@ -130,7 +130,7 @@ class Plan:
             return False  # the program's own mistake is raised where it really runs
         found = list(out) if isinstance(out, (list, tuple)) else [out]
         self.fresh = [one for one in found if isinstance(one, torch.Tensor)]
-        if rule_of(op) is elementwise:
+        if rule_of(op) is elementwise and not cut.is_flat:  # else it is like its operands
             self.fresh = as_kernels_lay_out(run, args, kwargs, self.fresh)
         self.results = cut.results or tuple((None,) * like.dim() for like in self.fresh)
         if len(self.fresh) != len(self.results):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..operators.blocked.cut import is_dense
 from .pieces import strides_of_whole
@@ -35,41 +36,32 @@ def as_kernels_lay_out(
     sizes = {n for x in _tensors_in((args, kwargs)) for n in x.size() if n > 1}
     small_of = {n: at for at, n in enumerate(sorted(sizes), 2)}
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        small_args, small_kwargs = _small((args, kwargs), small_of)
+        small_args, small_kwargs = tree_map_only(
+            torch.Tensor, lambda x: _small(x, small_of), (args, kwargs)
+        )
         try:
             out = op(*small_args, **small_kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return list(foretold)
-        made = _tensors_in(out)
         return [
             torch._C._VariableFunctions.empty_strided(
-                like.size(), strides_of_whole(like, one), dtype=like.dtype, device="meta"
+                like.size(), strides_of_whole(like, made), dtype=like.dtype, device="meta"
             )
-            for like, one in zip(foretold, made, strict=True)
+            for like, made in zip(foretold, _tensors_in(out), strict=True)
         ]
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [x for part in value for x in _tensors_in(part)] if type(value) in (list, tuple) else []
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _small(value: Any, small_of: dict[int, int]) -> Any:
-    """Exchange tensors for small ones, full of ones."""
-    if isinstance(value, torch.Tensor):
-        sizes = [small_of.get(n, n) for n in value.size()]
-        strides = _small_strides(value, sizes)
-        reach = 1 + sum((max(n, 1) - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        ones = torch._C._VariableFunctions.ones((reach,), dtype=value.dtype)
-        return ones.as_strided(sizes, strides)
-    if isinstance(value, dict):
-        return {name: _small(part, small_of) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_small(part, small_of) for part in value)
-    return value
+def _small(tensor: torch.Tensor, small_of: dict[int, int]) -> torch.Tensor:
+    """Return a small tensor like it, full of ones."""
+    sizes = [small_of.get(n, n) for n in tensor.size()]
+    strides = _small_strides(tensor, sizes)
+    reach = 1 + sum((max(n, 1) - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    ones = torch._C._VariableFunctions.ones((reach,), dtype=tensor.dtype)
+    return ones.as_strided(sizes, strides)
 
 
 def _small_strides(tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:

@@ -70,6 +70,7 @@ def choose(
     """
     books = residency.books
     with books.lock:
+        # What another accelerator has ready is an activation, and crosses wherever this one runs.
         missing = [b for b in blocks if b.ready is None and not b.readable_on(accelerator)]
         if not missing:
             return Answer(accelerator, is_at_home=False)
