@@ -70,7 +70,7 @@ def test_a_7b_streams_without_a_release_of_the_cache(manager, strategy, percent)
     manager.strategy = strategy
     manager.reset_stats()
     model = Model(manager)
-    for _ in range(10):
+    for _ in range(12):  # of lru's two ways there, the longer one is steady after eleven
         model.token()
     allocator = device.double.allocator
     released, refused = allocator.released, allocator.refused
