@@ -114,7 +114,7 @@ def why_not(choice: str) -> str:
         return "TTR_CORE=python"
     usual, torch = torch_versions.ROWS[torch_versions.CPP_PATH], _torch_version()
     if choice == "auto" and torch and not usual.is_in(torch):
-        return f"that in C++ is the usual one with torch {usual.torches}; this is {torch}: TTR_CORE=c++"
+        return f"torch {torch}; in C++ with {usual.torches}, or TTR_CORE=c++"
     return ""
 
 

@@ -9,6 +9,7 @@ import pytest
 from torchTensorRef.base import core_build
 from torchTensorRef.base.core_build import begin, build, of_this_process, why_not
 
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """An empty cache of the user's."""
@@ -55,7 +56,7 @@ def test_a_torch_too_old_is_named(monkeypatch, torch, is_refused):
 @pytest.mark.parametrize(
     ("torch", "choice", "reason"),
     [
-        ("2.12.1", "auto", "the usual one with torch 2.13 or later; this is 2.12.1: TTR_CORE=c++"),
+        ("2.12.1", "auto", "torch 2.12.1; in C++ with 2.13 or later, or TTR_CORE=c++"),
         ("2.12.1", "c++", ""),
         ("2.13.0+cpu", "auto", ""),
         ("2.13.0+cpu", "python", "TTR_CORE=python"),
