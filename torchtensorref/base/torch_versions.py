@@ -55,8 +55,9 @@ ROWS = {
             CPP_PATH,
             (2, 13),
             None,
-            "the dispatch key below Python's modes and above sparse kernels is not there before: "
-            "operators take the path in Python, with the same results",
+            "before, torch shuts our dispatch key out of what a tensor of another class (jagged, "
+            "torchao's, DTensor) calls on inside: operators take the path in Python, with the same "
+            "results, unless `TTR_CORE=c++` says that there are none",
         ),
         Difference(
             TRACED_CLASSES,

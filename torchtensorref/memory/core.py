@@ -82,13 +82,13 @@ class PlainBooks:
 #: The library, None on the path in Python.
 library: Any = None
 #: Why that path was taken, in words.
-why = "TTR_CORE=python" if settings.core == "python" else ""
+why = core_build.why_not(settings.core)
 
 
 def _loaded() -> Any:
     """Load the library; None where it is not chosen or not there, or something is wrong with it."""
     global why
-    if settings.core == "python":
+    if why:
         return None
     try:
         wanted = core_build.of_this_process()
@@ -112,11 +112,12 @@ def _module(path: str) -> Any:
     return module
 
 
+_is_wanted = not why
 library = _loaded()
 if library is None and settings.core != "python":
     # That torch is older is no fault of the machine's, and nothing to be done at each start.
     logging.getLogger("torchTensorRef").log(
-        logging.WARNING if core_build.knows_torch() else logging.INFO,
+        logging.WARNING if _is_wanted else logging.INFO,
         "Operators take the path in Python, not that in C++: %s.",
         why,
     )

@@ -7,6 +7,7 @@
 
 #include "ready.h"
 
+#include <c10/core/impl/PyInterpreterHooks.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
@@ -55,8 +56,7 @@ inline bool is_default(const IValue& value, const c10::Argument& argument) {
 // The same TensorRef as Python has made, without its object there: the program may want one of another
 // class (`nn.Parameter(x)` is a view of `x` that nobody has seen).
 inline at::Tensor without_python(const at::Tensor& made) {
-  const RefImpl* ref = made.defined() ? ref_of(made) : nullptr;
-  return ref ? at::Tensor(ref->twin(ref->version_counter(), true)) : made;
+  return is_ref(made) ? at::Tensor(ref_of(made)->twin(made.unsafeGetTensorImpl()->version_counter(), true)) : made;
 }
 
 // Have a function of Python's run an operator, called as `__torch_dispatch__` would be; false where
@@ -129,6 +129,11 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  // Before torch 2.13, whose own way to Python would shut this key out of what a mode or a class calls on.
+  if (kBelow > DispatchKey::Python && keys.has(DispatchKey::Python)) {
+    c10::impl::ExcludeDispatchKeyGuard those_above(DispatchKeySet(DispatchKeySet::FULL) ^ DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow).add(kBelow));
+    return (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
+  }
   const Plan& plan = plan_of(op);
   auto is_plain = [](const at::Tensor& operand, bool) { return !is_ref(operand); };
   if (WithFactories::are_taken() && plan.each_tensor(plan.arguments(*stack), is_plain)) return pass_on(op, plan, keys, stack);

@@ -8,15 +8,11 @@
 
 #include "python_types.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/version.h>
-
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-#error "The key `Fake` is at its place, right below Python's, from torch 2.13 on."
-#endif
 
 namespace ttr {
 using c10::DispatchKey;
@@ -195,9 +191,7 @@ inline int set_block(PyObject* self, PyObject* value, void*) {
 template <size_t place>
 PyObject* get_plain(PyObject* self, void*) {
   RefImpl* ref = ref_in(self);
-  if (!ref) return nullptr;
-  const auto views = ref->views();
-  return or_none(std::get<place>(views));
+  return ref ? or_none(std::get<place>(ref->views())) : nullptr;
 }
 template <at::Tensor RefImpl::*member>
 int set_plain(PyObject* self, PyObject* value, void*) {

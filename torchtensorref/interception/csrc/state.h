@@ -91,7 +91,8 @@ struct Block {
   c10::Storage face_on(c10::Device label) {
     if (face && face.device() == label) return face;
     c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
-    made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(std::nullopt);
+    made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        "Cannot access data pointer of a TensorRef (tensorsManager.release(x) has it; before torch 2.13, within other classes: TTR_CORE=python)");
     if (!face) face = made;  // nobody else has the block yet, or the GIL is held
     return made;
   }
