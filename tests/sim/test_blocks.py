@@ -443,6 +443,34 @@ def test_what_is_written_twice_is_refused_in_pieces_too(manage, monkeypatch):
         ours.expand(2, 40).copy_(other)
 
 
+@pytest.mark.parametrize(
+    "windows",
+    [
+        lambda x: x.unfold(0, 50, 40),
+        lambda x: x.as_strided((100, 80), (50, 1)),
+        lambda x: x.as_strided((80, 100), (1, 50)),
+    ],
+)
+def test_windows_that_overlap_are_written_one_after_the_other(manage, windows):
+    """Each is written upon what the one before has left; a piece was copied home over that."""
+
+    def program(x):
+        windows(x).mul_(1.5)
+        return x
+
+    manager = manage(nbytes=8_000)
+    plain, ours = both(manager, program, [rand(6000)])
+    assert torch.equal(bits(plain), bits(manager.release(ours)))
+    assert manager.stats()["blocked_op_count"] == 0
+
+
+def test_what_is_written_with_gaps_is_cut_all_the_same(manage):
+    manager = manage(nbytes=8_000)
+    plain, ours = both(manager, lambda x: x[:, 3:40].t().mul_(1.5), [rand(100, 60)])
+    assert torch.equal(bits(plain), bits(manager.release(ours)))
+    assert manager.stats()["blocked_op_count"] == 1
+
+
 def test_the_report_says_what_ran_in_blocks(manage):
     manager = manage(nbytes=100_000)
     both(manager, torch.neg, [rand(300, 400)])

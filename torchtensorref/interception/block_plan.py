@@ -101,14 +101,16 @@ class Plan:
         """Whether what is written is cut, and read by nothing else in the call.
 
         What is written twice (expanded) is refused by torch, which would not see that in a piece.
+        Windows that overlap (`unfold`) it writes one after the other, each upon what the one before
+        has left; pieces come from home before others have been written there.
         """
         for place in self.written():
             if place not in self.cut_refs:
                 return False
             ref = self.cut_refs[place][0]
-            if any(n > 1 and not step for n, step in zip(ref.size(), ref.stride(), strict=True)):
+            if _may_overlap_itself(ref):
                 return False
-            block = self.cut_refs[place][0]._ttr_block
+            block = ref._ttr_block
             readers = [t for at, t in call.tensors() if at != place]
             if any(getattr(self.operands.ref_of(t), "_ttr_block", None) is block for t in readers):
                 return False
@@ -164,6 +166,17 @@ def _fits(like: torch.Tensor, along: Along, cut: Cut) -> bool:
         axis is None or cut.axes[axis].extent == size
         for axis, size in zip(along, like.size(), strict=True)
     )
+
+
+def _may_overlap_itself(ref: Any) -> bool:
+    """Whether two of its elements may lie at the same place; no dimension reaches into the next."""
+    reach = 0
+    for step, size in sorted(zip(ref.stride(), ref.size(), strict=True)):
+        if size > 1:
+            if step <= reach:
+                return True
+            reach += step * (size - 1)
+    return False
 
 
 def _without_bytes(value: Any) -> Any:
