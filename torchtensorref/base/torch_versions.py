@@ -63,15 +63,15 @@ ROWS = {
             TRACED_CLASSES,
             (2, 11),
             (2, 14),
-            "2.9 and 2.15 have no check by the class of a tensor there that has to be told of "
-            "TensorRefs (2.10 was not looked at)",
+            "2.9, 2.10 and 2.15 have no check by the class of a tensor there that has to be told "
+            "of TensorRefs",
         ),
         Difference(
             DEFAULT_DEVICE,
-            (2, 11),
+            (2, 10),
             None,
             "in 2.9 that raises, in plain torch, too, and so does who asks, such as transformers' "
-            "models when they are made (2.10 was not looked at)",
+            "models when they are made",
         ),
     )
 }
