@@ -26,7 +26,12 @@ from .base.errors import StrategyError as StrategyError
 from .base.errors import TensorRefError as TensorRefError
 from .base.errors import TransferError as TransferError
 from .base.errors import UnsupportedOpError as UnsupportedOpError
-from .base.options import options as options
+from .base.refused_import import as_refusal as _as_refusal
+
+try:
+    from .base.options import options as options
+except ConfigError as _error:
+    raise _as_refusal(_error) from None
 from .base.public_module import LazyModule as _LazyModule
 from .base.public_module import PublicModule as _PublicModule
 from .inject import hooks
