@@ -166,7 +166,22 @@ def test_a_budget_for_a_device_that_is_not_in_use(card: Any, closed: Any, name: 
     assert card.budget == GIB
     closed.budget = {name: "1MiB"}  # that device may be chosen next
     said = budgets.doubts_of(closed._budget_setting, card.residency.books.accelerators)
-    assert said == [f"The budget of {name} has no effect: in use is sim:test."]
+    assert said == [
+        f"The budget of {name} has no effect: in use is sim:test.",
+        "sim:test has no budget, and may hold 921.60 MiB: set tensorsManager.budget.",
+    ]
+
+
+def test_a_budget_of_a_device_that_is_left_is_said_to_hold_no_longer(card: Any) -> None:
+    card.budget = {"sim:test": "1MiB"}
+    other = SimDevice(DeviceSpec("x", capacity_nbytes=GIB), name="sim:other")
+    with pytest.warns(RuntimeWarning) as caught:
+        card.device = other
+    assert [(str(warning.message), warning.filename) for warning in caught] == [
+        ("The budget of sim:test has no effect: in use is sim:other.", __file__),
+        ("sim:other has no budget, and may hold 921.60 MiB: set tensorsManager.budget.", __file__),
+    ]
+    card.budget = "1GiB"
 
 
 DOUBTS = [

@@ -20,6 +20,7 @@ from ...base.event_sinks import say
 from ...base.listeners import Happening, listeners
 from ...base.option_parsers import path_to_write
 from ...devices.base import Event
+from ...memory.device_times import DeviceTimes
 from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
 from ...operators.plan import OpPlan, ReadyWay
@@ -91,7 +92,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         manager.names.look()
         books = manager.residency.books
         self._ledger = books.ledgers[books.main]
-        self.began_ns = manager._reached_ns()
+        self.began_ns = DeviceTimes.of(books.main).reached_ns
         self._stats = manager.stats()
         with books.lock:
             self.resident_at_first = [
