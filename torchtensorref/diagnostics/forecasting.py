@@ -113,8 +113,8 @@ def table(seen: list[Forecast], new_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]:
-    """Make the program: a prompt, and some tokens after it."""
+def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """Make the program: a prompt, and some tokens after it, each with the caches it leaves."""
     import torch
 
     try:
@@ -143,7 +143,7 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
         ) from error
     ids = torch.ones(chosen.batch, chosen.prompt, dtype=torch.int64)
 
-    def program() -> Iterator[str]:
+    def program() -> Iterator[tuple[str, Any]]:
         given, kept = ids, dict[str, Any]()
         if "use_cache" in inspect.signature(model.forward).parameters:
             kept["use_cache"] = True
@@ -154,7 +154,7 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
                 caches = {name: out[name] for name in CACHES if out.get(name) is not None}
                 kept |= caches
                 given = token if caches else torch.cat([given, token], 1)
-                yield f"token {number + 1}" if number else f"prompt of {chosen.prompt}"
+                yield f"token {number + 1}" if number else f"prompt of {chosen.prompt}", caches
 
     return program
 
