@@ -75,7 +75,7 @@ def _run_parts(parts: Iterator[Any], recorder: Recorder) -> None:
 
 
 def _refs_in(value: Any) -> Iterator[TensorRef]:
-    """Yield the TensorRefs in containers and in objects that are none of torch's, such as caches."""
+    """Yield the TensorRefs in containers, and in objects such as caches."""
     todo, seen = [value], set[int]()
     while todo:
         for leaf in tree_leaves(todo.pop()):
