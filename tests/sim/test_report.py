@@ -11,7 +11,9 @@ import torch
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.host_costs import HostCosts
+from torchTensorRef.memory import report
 from torchTensorRef.memory.known import KnownBlocks
+from torchTensorRef.operators.blocked import probe
 
 from ..support.device_double import LateDevice
 from ..support.programs import linears, sweep
@@ -52,6 +54,23 @@ def test_what_is_held_is_named_with_who_holds_it(manager):
     assert "exposed on cpu by data_ptr, for good" in text
     del array
     assert "by numpy" not in manager.report()
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_processor_whose_tiles_have_other_bits_is_named(manage, monkeypatch, are_alike):
+    """A product ran on the host "for want of room", and nothing said why it was not cut."""
+    monkeypatch.setattr(probe, "_is_alike", lambda *_: are_alike)
+    monkeypatch.setattr(probe, "unlike", set[object]())
+    monkeypatch.setattr(report, "unlike", probe.unlike)
+    probe._are_alike.cache_clear()
+    try:
+        manager = manage(nbytes=6 << 20)
+        a, b = (manager.adopt(torch.rand(1024, 1024)) for _ in range(2))
+        assert (a @ b).shape == (1024, 1024)
+        assert ("MKL_CBWR=COMPATIBLE" in manager.report()) is not are_alike
+        assert manager.stats()["host_fallback_count"] == (not are_alike)
+    finally:
+        probe._are_alike.cache_clear()
 
 
 def test_fallbacks_are_counted_with_their_reason(manage):

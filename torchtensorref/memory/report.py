@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..base.options import settings
 from ..base.text import LINE, Text, fitted
 from ..base.units import format_nbytes, format_ns
+from ..operators.blocked.probe import unlike
 from .advice import WORTH_A_STEP, advice_of, more_room_for, waits_for_management
 from .block import Block
 from .costs import BlockCost, Kept
@@ -28,6 +30,12 @@ WORDS_OF_BOUNDS = {
     "compute": "compute",
     "host": "the host and interception",
 }
+#: Operators that are cut where tiles of products have the bits of the whole.
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "linear"))
+NOT_CUT = (
+    "products were not cut: tiles of them have other bits on this processor. "
+    "MKL_CBWR=COMPATIBLE before the start may mend it; TTR_BLOCKS=any cuts them all the same."
+)
 
 
 def report_text(manager: Any) -> str:
@@ -53,7 +61,8 @@ def report_text(manager: Any) -> str:
     with residency.books.lock:
         blocks = living_blocks(manager)
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
-        lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
+        lines += [*_needs(manager, stats, blocks), *_fallbacks(stats)]
+        lines += [*_why_not_cut(residency.books, stats), *_held(blocks)]
         lines = [*fitted(lines), *_dearest(manager, blocks)]
     return Text("\n".join(lines))
 
@@ -261,6 +270,13 @@ def _fallbacks(stats: dict[str, Any]) -> list[str]:
     lines = [f"host fallbacks: {stats['host_fallback_count'] or 'none'}"]
     lines += _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
     return [*_in_blocks(stats), *lines]
+
+
+def _why_not_cut(books: Any, stats: dict[str, Any]) -> list[str]:
+    """What to set where products ran on the host because their tiles would have other bits."""
+    is_product = PRODUCTS.intersection(stats["host_fallback_operators"])
+    is_said = is_product and unlike and books.main.has_host_kernels and settings.blocks == "exact"
+    return [f"{'':13}{NOT_CUT}"] if is_said else []
 
 
 def _in_blocks(stats: dict[str, Any]) -> list[str]:
