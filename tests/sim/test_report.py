@@ -56,6 +56,26 @@ def test_what_is_held_is_named_with_who_holds_it(manager):
     assert "by numpy" not in manager.report()
 
 
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("UNet:conv_in.weight", "UNet:conv_in.weight"),
+        ("model.layers.10.self_attn.q_proj.weight", "model.layers.10.sel..q_proj.weight"),
+        (
+            "Qwen3ForCausalLM:model.layers.0.mlp.gate_proj.weight",
+            "Qw..:layers.0.mlp.gate_proj.weight",
+        ),
+        (
+            "Qwen3ForCausalLM#2:model.layers.10.self_attn.q_proj.weight",
+            "Qw..#2:layers.10.se..q_proj.weight",
+        ),
+    ],
+)
+def test_a_long_name_keeps_the_layer_and_what_it_is_of_it(name, short):
+    """With the class in front rows read `Qwen3ForCausalLM:mo..e_proj.weight`, one like another."""
+    assert report.shortened(name, report.NAME) == short
+
+
 @pytest.mark.parametrize("are_alike", [True, False])
 def test_a_processor_whose_tiles_have_other_bits_is_named(manage, monkeypatch, are_alike):
     """A product ran on the host "for want of room", and nothing said why it was not cut."""

@@ -210,7 +210,8 @@ def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
         by += f" of {stats['busiest']}" * (len(stats["by_device"]) > 1 and bound.by != "host")
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
-            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer"
+            f"copies {format_ns(bound.link_ns)}; took "
+            f"{bound.times_floor:.2f} times the longer"
         )
     return lines
 
@@ -355,10 +356,19 @@ def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[int],
 
 
 def shortened(name: str, most: int) -> str:
-    """Shorten a name in its middle: which layer it is of stands before that."""
+    """Shorten a name in its middle: which layer it is of stands before that.
+
+    The class of its model, where that is in front, gives way first: `Qw..#2:layers.0.weight`.
+    """
     if len(name) <= most:
         return name
-    end = most * 2 // 5
+    model, colon, rest = name.rpartition(":")
+    if colon:
+        kind, mark, number = model.partition("#")
+        model = f"{kind[:2]}..{mark}{number}:"
+        rest = rest.removeprefix("model.")
+        return model + shortened(rest, max(most - len(model), 20))
+    end = max(most * 2 // 5, len("q_proj.weight"))
     return f"{name[: most - end - 2]}..{name[-end:]}"
 
 
