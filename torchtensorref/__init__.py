@@ -34,6 +34,7 @@ except ConfigError as _error:
     raise _as_refusal(_error) from None
 from .base.public_module import LazyModule as _LazyModule
 from .base.public_module import PublicModule as _PublicModule
+from .base.public_module import no_attribute as _no_attribute
 from .inject import hooks
 from .inject.hooks import disabled as disabled
 from .inject.hooks import install as install
@@ -109,7 +110,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _no_attribute(_sys.modules[__name__], name)
     value = globals()[name] = getattr(_load(_NEED_TORCH[name]), name)
     return value
 

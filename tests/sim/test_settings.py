@@ -348,6 +348,19 @@ def test_settings_that_the_package_does_not_have(name: str, words: str) -> None:
     assert getattr(torchTensorRef, name, None) != 1
 
 
+def test_what_the_manager_has_is_said_of_the_package(card: Any) -> None:
+    """`torchTensorRef.report()` said that there is no such attribute, and no more."""
+    for name in (*public_module.MANAGER_METHODS, *public_module.MANAGER_SETTINGS):
+        if name in ("middlewares", "strategy"):  # the package has modules of these names
+            continue
+        with pytest.raises(AttributeError, match=rf"write torchTensorRef.tensorsManager.{name}$"):
+            getattr(torchTensorRef, name)
+        assert hasattr(type(card), name)
+    with pytest.raises(AttributeError, match=r"no attribute 'tensorManager'$") as caught:
+        _ = torchTensorRef.tensorManager
+    assert caught.value.obj is torchTensorRef  # of whose names Python shows the nearest
+
+
 #: A name more is a decision.
 PUBLIC = """
     ConfigError Equation ExposedError Forecast InvariantError OutOfBudgetError PromisedError
