@@ -60,14 +60,14 @@ def test_what_is_held_is_named_with_who_holds_it(manager):
     ("name", "short"),
     [
         ("UNet:conv_in.weight", "UNet:conv_in.weight"),
-        ("model.layers.10.self_attn.q_proj.weight", "model.layers.10.sel..q_proj.weight"),
+        ("model.layers.10.self_attn.q_proj.weight", "model.layers.10.self...q_proj.weight"),
         (
             "Qwen3ForCausalLM:model.layers.0.mlp.gate_proj.weight",
             "Qw..:layers.0.mlp.gate_proj.weight",
         ),
         (
             "Qwen3ForCausalLM#2:model.layers.10.self_attn.q_proj.weight",
-            "Qw..#2:layers.10.se..q_proj.weight",
+            "Qw..#2:layers.10.self..q_proj.weight",
         ),
     ],
 )

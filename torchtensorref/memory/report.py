@@ -24,7 +24,7 @@ HELD_ROWS = 5
 REASON_ROWS = 4
 CAUSES = 3
 #: Characters of a name among the blocks.
-NAME = 34
+NAME = 36
 WORDS_OF_BOUNDS = {
     "link": "the link",
     "compute": "compute",
