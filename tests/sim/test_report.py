@@ -101,6 +101,7 @@ def test_fallbacks_are_counted_with_their_reason(manage):
     text = manager.report()
     assert "host fallbacks: 3" in text
     assert "3  the operator needs more than the budget" in text
+    assert "mm.default 3x" in text
 
 
 def test_what_is_counted_is_counted_on_every_path_or_named(manage):

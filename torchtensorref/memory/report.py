@@ -33,7 +33,7 @@ WORDS_OF_BOUNDS = {
 #: Operators that are cut where tiles of products have the bits of the whole.
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "linear"))
 NOT_CUT = (
-    "products were not cut: tiles of them have other bits on this processor. "
+    "products whose tiles have other bits on this processor were not cut. "
     "MKL_CBWR=COMPATIBLE before the start may mend it; TTR_BLOCKS=any cuts them all the same."
 )
 
@@ -270,6 +270,8 @@ def _fallbacks(stats: dict[str, Any]) -> list[str]:
     reasons = sorted(stats["host_fallback_reasons"].items(), key=lambda row: -row[1])
     lines = [f"host fallbacks: {stats['host_fallback_count'] or 'none'}"]
     lines += _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
+    if reasons:
+        lines.append(f"{'':13}{_most_often(stats['host_fallback_operators'])}")
     return [*_in_blocks(stats), *lines]
 
 
@@ -280,12 +282,16 @@ def _why_not_cut(books: Any, stats: dict[str, Any]) -> list[str]:
     return [f"{'':13}{NOT_CUT}"] if is_said else []
 
 
+def _most_often(operators: dict[str, int]) -> str:
+    names = sorted(operators.items(), key=lambda row: -row[1])[:CAUSES]
+    return ", ".join(f"{name.removeprefix('aten.')} {count}x" for name, count in names)
+
+
 def _in_blocks(stats: dict[str, Any]) -> list[str]:
     """The operators that were larger than the room; nothing where there were none."""
     if not stats["blocked_op_count"]:
         return []
-    names = sorted(stats["blocked_operators"].items(), key=lambda row: -row[1])[:CAUSES]
-    told = ", ".join(f"{name.removeprefix('aten.')} {count}x" for name, count in names)
+    told = _most_often(stats["blocked_operators"])
     reordered = stats["reordered_op_count"]
     order = f"; {reordered} added in another order" if reordered else ""
     return [
