@@ -274,3 +274,16 @@ def test_each_of_several_accelerators_is_shown(manage, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["trace", "plot", str(path)]) == 0
     assert (tmp_path / "run.png").exists()
+
+
+def test_where_the_host_is_all_there_is(manager, tmp_path):
+    """A KeyError of a ledger that the host has not."""
+    path = str(tmp_path / "run.json")
+    before = manager.residency.books.main
+    manager.device = "cpu"
+    try:
+        with manager.trace(path):
+            manager.adopt(torch.rand(50)) + 1
+        assert len(read(path).slices[COMPUTE]) == 1
+    finally:
+        manager.device = before
