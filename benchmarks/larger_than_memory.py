@@ -23,11 +23,18 @@ second pass, nor of what weights take that no kernel keeps to itself.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import sqrt
 from typing import Any, NamedTuple
+
+# Before torch is loaded, as for the tests: kernels that add the parts of a product as they add all
+# of it. Where they do not (an Intel Xeon with AMX), products are not cut, and without bytes nothing
+# can run at home instead.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 from rich.console import Console

@@ -26,9 +26,15 @@ from .base.errors import StrategyError as StrategyError
 from .base.errors import TensorRefError as TensorRefError
 from .base.errors import TransferError as TransferError
 from .base.errors import UnsupportedOpError as UnsupportedOpError
-from .base.options import options as options
+from .base.refused_import import as_refusal as _as_refusal
+
+try:
+    from .base.options import options as options
+except ConfigError as _error:
+    raise _as_refusal(_error) from None
 from .base.public_module import LazyModule as _LazyModule
 from .base.public_module import PublicModule as _PublicModule
+from .base.public_module import no_attribute as _no_attribute
 from .inject import hooks
 from .inject.hooks import disabled as disabled
 from .inject.hooks import install as install
@@ -104,7 +110,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _no_attribute(_sys.modules[__name__], name)
     value = globals()[name] = getattr(_load(_NEED_TORCH[name]), name)
     return value
 

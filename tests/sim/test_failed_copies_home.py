@@ -77,3 +77,25 @@ def test_in_place_in_blocks_is_not_begun_again_where_some_have_been_written(mana
         with pytest.raises(TransferError):
             x.add_(y)
     assert set(x.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_a_budget_that_copies_home_do_not_let_be_lowered_is_that_of_before(manage, monkeypatch):
+    """It was in force all the same: more was held than it allowed, and `check()` said so."""
+    monkeypatch.setattr("torchTensorRef.memory.copies.LINK_PAUSES_S", (0.0,))
+    manager = manage("lru", 20_000, count=2)
+    manager.budget = before = {"sim:test": 10_000, "sim:test1": 20_000}
+    xs = [made_there(manager) for _ in range(2)]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise TransferError("the link is broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SimDevice, "copy_out", fails)
+        with pytest.raises(TransferError) as caught:
+            manager.budget = {"sim:test": 5_000, "sim:test1": 5_000}
+    assert "is what it was before" in caught.value.__notes__[0]
+    assert manager.budget == before == manager._budget_setting
+    manager.check()
+    manager.budget = {"sim:test": 5_000, "sim:test1": 5_000}
+    assert manager.residency.books.main.resident_nbytes <= 5_000
+    assert [x.unique().tolist() for x in xs] == [[1], [1]]

@@ -37,6 +37,17 @@ def test_a_model_over_several_cards(tmp_path):
     assert (tmp_path / "curve.png").exists()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_prompt_leaves_for_the_next_token_is_a_cache(tmp_path, count):
+    """Of one token, nobody read it: it counted as activations."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = forecast("--model", tmp_path, "--prompt", "512", "--new-tokens", count)
+    assert done.returncode == 0, done.stderr
+    # Keys and values: 3 layers, 2 heads of 16 numbers, 512 tokens, two bytes each.
+    assert "cache 192.00 KiB" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -477,8 +477,14 @@ def test_without_a_module_at_work_it_is_said_at_the_end(manager):
     pin = middlewares.Pin("nowhere.at.all")
     manager.middlewares.append(pin)
     x + 1
-    with pytest.warns(RuntimeWarning, match=r"Pin\('nowhere.at.all'\) matches nothing"):
+    with pytest.warns(RuntimeWarning, match=r"Pin\('nowhere.at.all'\) matches nothing") as caught:
         manager.middlewares.remove(pin)
+    with (
+        pytest.warns(RuntimeWarning) as in_a_scope,
+        manager.middlewares.scoped(middlewares.Pin("no")),
+    ):
+        x + 1
+    assert {one.filename for one in (*caught, *in_a_scope)} == {__file__}
 
 
 # -- NanGuard -------------------------------------------------------------------------------------

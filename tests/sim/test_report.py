@@ -11,7 +11,9 @@ import torch
 from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.host_costs import HostCosts
+from torchTensorRef.memory import report
 from torchTensorRef.memory.known import KnownBlocks
+from torchTensorRef.operators.blocked import probe
 
 from ..support.device_double import LateDevice
 from ..support.programs import linears, sweep
@@ -54,6 +56,43 @@ def test_what_is_held_is_named_with_who_holds_it(manager):
     assert "by numpy" not in manager.report()
 
 
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("UNet:conv_in.weight", "UNet:conv_in.weight"),
+        ("model.layers.10.self_attn.q_proj.weight", "model.layers.10.self...q_proj.weight"),
+        (
+            "Qwen3ForCausalLM:model.layers.0.mlp.gate_proj.weight",
+            "Qw..:layers.0.mlp.gate_proj.weight",
+        ),
+        (
+            "Qwen3ForCausalLM#2:model.layers.10.self_attn.q_proj.weight",
+            "Qw..#2:layers.10.self..q_proj.weight",
+        ),
+    ],
+)
+def test_a_long_name_keeps_the_layer_and_what_it_is_of_it(name, short):
+    """With the class in front rows read `Qwen3ForCausalLM:mo..e_proj.weight`, one like another."""
+    assert report.shortened(name, report.NAME) == short
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_processor_whose_tiles_have_other_bits_is_named(manage, monkeypatch, are_alike):
+    """A product ran on the host "for want of room", and nothing said why it was not cut."""
+    monkeypatch.setattr(probe, "_is_alike", lambda *_: are_alike)
+    monkeypatch.setattr(probe, "unlike", set[object]())
+    monkeypatch.setattr(report, "unlike", probe.unlike)
+    probe._are_alike.cache_clear()
+    try:
+        manager = manage(nbytes=6 << 20)
+        a, b = (manager.adopt(torch.rand(1024, 1024)) for _ in range(2))
+        assert (a @ b).shape == (1024, 1024)
+        assert ("MKL_CBWR=COMPATIBLE" in manager.report()) is not are_alike
+        assert manager.stats()["host_fallback_count"] == (not are_alike)
+    finally:
+        probe._are_alike.cache_clear()
+
+
 def test_fallbacks_are_counted_with_their_reason(manage):
     manager = manage(nbytes=1000)
     ref = manager.adopt(torch.rand(30, 30))
@@ -62,6 +101,7 @@ def test_fallbacks_are_counted_with_their_reason(manage):
     text = manager.report()
     assert "host fallbacks: 3" in text
     assert "3  the operator needs more than the budget" in text
+    assert "mm.default 3x" in text
 
 
 def test_what_is_counted_is_counted_on_every_path_or_named(manage):

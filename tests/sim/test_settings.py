@@ -166,7 +166,22 @@ def test_a_budget_for_a_device_that_is_not_in_use(card: Any, closed: Any, name: 
     assert card.budget == GIB
     closed.budget = {name: "1MiB"}  # that device may be chosen next
     said = budgets.doubts_of(closed._budget_setting, card.residency.books.accelerators)
-    assert said == [f"The budget of {name} has no effect: in use is sim:test."]
+    assert said == [
+        f"The budget of {name} has no effect: in use is sim:test.",
+        "sim:test has no budget, and may hold 921.60 MiB: set tensorsManager.budget.",
+    ]
+
+
+def test_a_budget_of_a_device_that_is_left_is_said_to_hold_no_longer(card: Any) -> None:
+    card.budget = {"sim:test": "1MiB"}
+    other = SimDevice(DeviceSpec("x", capacity_nbytes=GIB), name="sim:other")
+    with pytest.warns(RuntimeWarning) as caught:
+        card.device = other
+    assert [(str(warning.message), warning.filename) for warning in caught] == [
+        ("The budget of sim:test has no effect: in use is sim:other.", __file__),
+        ("sim:other has no budget, and may hold 921.60 MiB: set tensorsManager.budget.", __file__),
+    ]
+    card.budget = "1GiB"
 
 
 DOUBTS = [
@@ -333,6 +348,19 @@ def test_settings_that_the_package_does_not_have(name: str, words: str) -> None:
     assert getattr(torchTensorRef, name, None) != 1
 
 
+def test_what_the_manager_has_is_said_of_the_package(card: Any) -> None:
+    """`torchTensorRef.report()` said that there is no such attribute, and no more."""
+    for name in (*public_module.MANAGER_METHODS, *public_module.MANAGER_SETTINGS):
+        if name in ("middlewares", "strategy"):  # the package has modules of these names
+            continue
+        with pytest.raises(AttributeError, match=rf"write torchTensorRef.tensorsManager.{name}$"):
+            getattr(torchTensorRef, name)
+        assert hasattr(type(card), name)
+    with pytest.raises(AttributeError, match=r"no attribute 'tensorManager'$") as caught:
+        _ = torchTensorRef.tensorManager
+    assert caught.value.obj is torchTensorRef  # of whose names Python shows the nearest
+
+
 #: A name more is a decision.
 PUBLIC = """
     ConfigError Equation ExposedError Forecast InvariantError OutOfBudgetError PromisedError
@@ -434,8 +462,9 @@ COMMANDS = [
     (("--strategy", "folw"), "'flow'"),
     (("--inject-to", "transfomers"), "Did you mean 'transformers'?"),
     (("--exclude", "diffuser.models"), "Did you mean 'diffusers.models'?"),
-    (("--report", "stdrr"), "Write stderr or none, or './stdrr'"),
-    (("--report", "stdout"), "Write stderr or none, or './stdout'"),
+    (("--report", "stdrr"), "Write stderr or none, 'report.json' for numbers, or './stdrr'"),
+    (("--report", "stdout"), "Write stderr or none, 'report.json' for numbers, or './stdout'"),
+    (("--report", "json"), "Write stderr or none, 'report.json' for numbers, or './json'"),
     (("--report", "/no/such/folder/f"), "there is no folder '/no/such/folder'"),
     (("--trace", "/no/such/folder/f"), "--trace='/no/such/folder/f' is not understood"),
     (("--bugdet", "6GiB"), "unrecognized arguments: --bugdet"),

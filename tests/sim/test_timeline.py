@@ -13,7 +13,7 @@ from torchTensorRef.base.listeners import listeners
 from torchTensorRef.base.units import format_nbytes, format_ns
 from torchTensorRef.diagnostics.traces.picture import draw, used_blocks
 from torchTensorRef.diagnostics.traces.recording import read
-from torchTensorRef.interception.onlookers.chrome import D2H, H2D, STALLS, TRACKS
+from torchTensorRef.interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from torchTensorRef.interception.onlookers.passing import recorders
 
 #: A layer of 40,400 bytes, six of them.
@@ -65,7 +65,7 @@ def validate(trace):
         assert isinstance(event["name"], str)
         if event["ph"] == "M":
             continue
-        track = event.get("tid", event["name"])
+        track = event["pid"], event.get("tid", event["name"])
         assert event["ts"] >= last.get(track, 0.0)
         last[track] = event["ts"]
         if event["ph"] == "B":
@@ -237,3 +237,53 @@ def test_a_timeline_changes_no_decision(manage, tmp_path):
                  "ready_op_count", "stall_ns", "time_ns")  # fmt: skip
         outcomes.append([stats[name] for name in names])
     assert outcomes[1] == outcomes[2]
+
+
+def test_each_of_several_accelerators_is_shown(manage, tmp_path, capsys):
+    """It showed the first one, and what the other had run as run by the host."""
+    manager = manage("venice", nbytes=DEPTH * 40_400 // 2, count=2)
+    path, told = tmp_path / "run.json", []
+    manager.reset_stats()
+    manager.on("op", told.append)
+    try:
+        with manager.trace(str(path)):
+            program(manager)
+            stats = manager.stats()
+    finally:
+        manager.off("op", told.append)
+    validate(json.loads(path.read_text()))
+    first, second = read(path).each
+    assert (first.about["device"], second.about["device"]) == ("sim:test", "sim:test1")
+    assert {one.device for one in told} == {"sim:test", "sim:test1"}
+    assert len(first.slices[COMPUTE]) + len(second.slices[COMPUTE]) == stats["op_count"]
+    assert not first.slices[HOST]
+    for one in (first, second):
+        found, by_device = one.about["device"], stats["by_device"]
+        assert one.nbytes(H2D) == by_device[found]["fetched_nbytes"] > 0
+        assert one.busy_us(COMPUTE) * 1000 == pytest.approx(by_device[found]["compute_ns"])
+        assert one.busy_us(STALLS) * 1000 == pytest.approx(by_device[found]["stall_ns"])
+        assert one.residency
+    assert first.evict_count + second.evict_count == stats["evict_count"]
+    assert main(["trace", "summary", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "venice on sim:test," in text
+    assert "venice on sim:test1," in text
+    assert "sim:test1 compute" in text
+    assert main(["trace", "replay", str(path), "--strategy", "lru"]) == 0
+    assert "Recorded on sim:test, sim:test1; the replay has one" in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert main(["trace", "plot", str(path)]) == 0
+    assert (tmp_path / "run.png").exists()
+
+
+def test_where_the_host_is_all_there_is(manager, tmp_path):
+    """A KeyError of a ledger that the host has not."""
+    path = str(tmp_path / "run.json")
+    before = manager.residency.books.main
+    manager.device = "cpu"
+    try:
+        with manager.trace(path):
+            manager.adopt(torch.rand(50)) + 1
+        assert len(read(path).slices[COMPUTE]) == 1
+    finally:
+        manager.device = before

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import did_you_mean, nearest
 from .options import OPTIONS
 
-__all__ = ["MANAGER_SETTINGS", "LazyModule", "PublicModule"]
+__all__ = ["MANAGER_METHODS", "MANAGER_SETTINGS", "LazyModule", "PublicModule", "no_attribute"]
 
 #: What may be set on `tensorsManager`.
 MANAGER_SETTINGS = (
@@ -19,6 +19,24 @@ MANAGER_SETTINGS = (
     "middlewares",
     "placement",
     "strategy",
+)
+
+#: What may be asked of it.
+MANAGER_METHODS = (
+    "adopt",
+    "bring_all_home",
+    "check",
+    "describe",
+    "live",
+    "name_of",
+    "off",
+    "on",
+    "release",
+    "report",
+    "reset_stats",
+    "stats",
+    "story",
+    "trace",
 )
 
 #: Public names that are told things, and are not exchanged for them.
@@ -47,6 +65,17 @@ class PublicModule(ModuleType):
                 obj=self,
             )
         super().__setattr__(name, value)
+
+
+def no_attribute(module: ModuleType, name: str) -> AttributeError:
+    """Return what to raise for a name that the package has not: where it is, if it is elsewhere.
+
+    Python adds the nearest name itself where the error is shown: who only asks pays for nothing.
+    """
+    text = f"module {module.__name__!r} has no attribute {name!r}"
+    if name in (*MANAGER_SETTINGS, *MANAGER_METHODS):
+        text += f": write {module.__name__}.tensorsManager.{name}"
+    return AttributeError(text, name=name, obj=module)
 
 
 class LazyModule(ModuleType):

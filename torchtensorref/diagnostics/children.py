@@ -94,9 +94,9 @@ class Membership:
         self._file = self._folder / f"{self._pid}.json"
         #: The budget of the whole run; None or `AUTO`: nothing is divided.
         self._whole = settings.budget
-        #: Among how many it is divided now, and what was set for that.
+        #: Among how many it is divided now, and what was set for that, also if in vain.
         self._count = 1
-        self._share: Any = None
+        self._shares: tuple[Any, ...] = (None,)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -131,13 +131,14 @@ class Membership:
     def _look(self, manager: Any) -> None:
         """Divide the budget anew if processes have come or gone."""
         setting = manager._budget_setting
-        if setting is not None and setting != self._share:
+        if setting not in self._shares:
             self._is_over.set()  # the program has said what its budget is
             return
         count = max(sum(row["device"] == self._said["device"] for row in self._living()), 1)
         if count != self._count:
-            self._share = divided(self._whole, count)
-            manager.budget = self._share
+            share = divided(self._whole, count)
+            self._shares = (None, setting, share)
+            manager.budget = share
             self._count = count
 
     def _living(self) -> list[dict[str, Any]]:

@@ -35,11 +35,11 @@ def report_place(text: str) -> str:
     """
     if text in PLACES:
         return text
-    meant = nearest(text, (*PLACES, "stdout"), likeness=0.8)
+    meant = nearest(text, (*PLACES, "stdout", "json"), likeness=0.8)
     if meant is not None:
         raise ConfigError(
-            f"--report={text!r} is no place for a report. Write {' or '.join(PLACES)}, or "
-            f"'./{text}' for a file of that name.",
+            f"--report={text!r} is no place for a report. Write {' or '.join(PLACES)}, "
+            f"'report.json' for numbers, or './{text}' for a file of that name.",
             name=text,
             known=PLACES,
             nearest=meant,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, TensorRefError, did_you_mean
 from ..base.option_parsers import path_to_write
+from ..base.options import settings
 from ..base.text import fitted
 from ..base.units import format_nbytes, format_ns
 from ..devices.sim.cards import SPECS, read_specs
@@ -48,15 +49,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("script", nargs="?", help="a Python program, with its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a folder with a config.json, or that file")
-    parser.add_argument("--device", default="rtx4060", help="names of cards: rtx4060,h200")
+    parser.add_argument("--device", default="rtx4060", help="cards: rtx4060,h200 (rtx4060)")
     parser.add_argument("--devices", help="a TOML file with devices of your own")
     parser.add_argument("--host", help="a processor whose own time is counted, or a file of one")
     parser.add_argument("--budget", help="of each device: 8GB, 50%%; all but 10 percent without")
-    parser.add_argument("--strategy", help="genoa, lru, flow, or your own")
-    parser.add_argument("--prompt", type=count, default=512, help="tokens of the prompt")
-    parser.add_argument("--new-tokens", type=count, default=128, help="tokens that are generated")
-    parser.add_argument("--batch", type=count, default=1, help="sequences at once")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--strategy", help="flow, lru, genoa, or your own (flow)")
+    parser.add_argument("--prompt", type=count, default=512, help="tokens of the prompt (512)")
+    parser.add_argument("--new-tokens", type=count, default=128, help="tokens to generate (128)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences at once (1)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights (bfloat16)")
     parser.add_argument("--plot", help="draw the time by budget into this PNG")
 
 
@@ -69,10 +70,12 @@ def count(text: str) -> int:
 
 def main(chosen: argparse.Namespace) -> int:
     """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
-    from ..devices.registry import spec_of
+    from ..devices.registry import default_name, spec_of
     from ..promises.forecast import Forecast, check
     from ..promises.recording import record_of
 
+    if settings.device is None:  # nothing runs there, so nobody needs to hear which it is
+        settings.device = default_name()
     hooks.load(".tensor.install")  # it connects the parts: the first TensorRef may be a promise
     if (chosen.model is None) == (chosen.script is None):
         raise ConfigError("Give either --model, or a script.")
@@ -113,8 +116,8 @@ def table(seen: list[Forecast], new_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]:
-    """Make the program: a prompt, and some tokens after it."""
+def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """Make the program: a prompt, and some tokens after it, each with the caches it leaves."""
     import torch
 
     try:
@@ -143,7 +146,7 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
         ) from error
     ids = torch.ones(chosen.batch, chosen.prompt, dtype=torch.int64)
 
-    def program() -> Iterator[str]:
+    def program() -> Iterator[tuple[str, Any]]:
         given, kept = ids, dict[str, Any]()
         if "use_cache" in inspect.signature(model.forward).parameters:
             kept["use_cache"] = True
@@ -154,7 +157,7 @@ def _program_of_model(chosen: argparse.Namespace) -> Callable[[], Iterator[str]]
                 caches = {name: out[name] for name in CACHES if out.get(name) is not None}
                 kept |= caches
                 given = token if caches else torch.cat([given, token], 1)
-                yield f"token {number + 1}" if number else f"prompt of {chosen.prompt}"
+                yield f"token {number + 1}" if number else f"prompt of {chosen.prompt}", caches
 
     return program
 

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="the accelerator: cuda, mps, sim, sim:rtx3060, ... (what torch finds)")
     add("--budget", help="most bytes it may hold: 6GiB, 25%%, auto: what is free (auto)")
     add("--budget-per-process", metavar="BUDGET", help="so much for it and each of its children")
-    add("--strategy", help="what stays there: a strategy's name")
+    add("--strategy", help="what stays there: flow, lru, genoa, venice, or your own (flow; venice)")
     add("--placement", help="accelerator: no operator is computed at home to save time (auto)")
     add("--inject-to", help="packages whose names taken from torch are rebound")
     add("--exclude", help="modules that keep plain tensors")

@@ -63,7 +63,9 @@ def examine(name: str, *, is_asked_for: bool = False) -> Finding:
     try:
         device = registry.resolve(name)
     except Exception as error:
-        return Finding(name, "FAIL" if is_asked_for else "absent", str(error))
+        if is_asked_for:
+            return Finding(name, "FAIL", str(error))
+        return Finding(name, "absent", str(error).partition(". ")[0].removesuffix("."))
     try:
         return _exercise(device)
     except Exception as error:

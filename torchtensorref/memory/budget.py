@@ -161,10 +161,14 @@ def setting_for(setting: BudgetSetting, device: Device) -> BudgetText:
     None is what is free there, less a margin.
     """
     if isinstance(setting, Mapping):
-        by_name = {_canonical(name): most for name, most in setting.items()}
-        setting = next((by_name[name] for name in _names_of(device) if name in by_name), None)
+        setting = _said_of(setting, device)
     is_auto = isinstance(setting, str) and setting.strip().lower() == AUTO
     return None if is_auto else setting
+
+
+def _said_of(setting: Mapping[str, BudgetText], device: Device) -> BudgetText:
+    by_name = {_canonical(name): most for name, most in setting.items()}
+    return next((by_name[name] for name in _names_of(device) if name in by_name), None)
 
 
 def _canonical(name: object) -> str:
@@ -221,8 +225,11 @@ def doubts_of(setting: BudgetSetting, devices: Sequence[Device]) -> list[str]:
     """
     found = []
     in_use = ", ".join(device.name for device in devices) or "no accelerator"
-    for name in unused_names(setting, devices):
+    unused = unused_names(setting, devices)
+    for name in unused:
         found.append(f"The budget of {name} has no effect: in use is {in_use}.")
+    if unused and isinstance(setting, Mapping):
+        found += [_without_one(d) for d in devices if _said_of(setting, d) is None]
     names = {_canonical(name) for name in setting} if isinstance(setting, Mapping) else set()
     if not names.isdisjoint({"cpu", "cpu:0"}):
         found.append(
@@ -234,6 +241,11 @@ def doubts_of(setting: BudgetSetting, devices: Sequence[Device]) -> list[str]:
     for device in devices:
         found += _doubts_of_one(setting_for(setting, device), device)
     return found
+
+
+def _without_one(device: Device) -> str:
+    limit = format_nbytes(resolve_budget(None, device).limit_nbytes)
+    return f"{device.name} has no budget, and may hold {limit}: set tensorsManager.budget."
 
 
 def _doubts_of_one(setting: BudgetText, device: Device) -> Iterable[str]:

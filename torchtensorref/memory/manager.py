@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..base import event_sinks as tracing
 from ..base.activation import when_open
-from ..base.errors import InvariantError, did_you_mean
+from ..base.errors import InvariantError, TransferError, did_you_mean
 from ..base.event_log import EventLog
 from ..base.listeners import Callback, listeners
 from ..base.middlewares import Middlewares
@@ -35,6 +34,7 @@ from .device_times import DeviceTimes, times_by_device
 from .external_pressure import OthersWatch, cap_allocator
 from .guard import guards
 from .invariants import violations
+from .lowering import budgets_in_force, keep_within
 from .names import names
 from .once import frames_of_ours
 from .ownership import Ownership
@@ -118,26 +118,27 @@ class TensorsManager:
                 strategy = make_strategy(self._strategy_setting or settings.strategy, len(device))
                 budgets = budgets_of(device, self._budget_setting)
                 residency = Residency(LiveBooks(host, device, self.log), strategy)
-                for accelerator, budget in budgets:
-                    self._open_ledger(residency, accelerator, budget)
+                self._open_ledgers(residency, budgets)
                 self._residency = residency
                 self._start_clocks()
                 tracing.begin(self.log, self.report, self.check)
-                warn_of_doubts(
-                    settings.budget if self._budget_setting is None else self._budget_setting,
-                    device,
-                    stacklevel=frames_of_ours(),
-                )
+                self._say_doubts(device)
                 for call in when_open:
                     call(self)
             return self._residency
 
-    def _open_ledger(self, residency: Residency, device: Device, budget: Budget) -> None:
+    def _open_ledgers(self, residency: Residency, budgets: list[tuple[Device, Budget]]) -> None:
         setting = settings.budget if self._budget_setting is None else self._budget_setting
-        # First: a look that has begun must not undo what the user says now.
-        self._others.watch(residency, device, setting)
-        residency.books.open_ledger(device, budget)
-        cap_allocator(residency.books.ledgers[device], setting)
+        for device, budget in budgets:
+            # First: a look that has begun must not undo what the user says now.
+            self._others.watch(residency, device, setting)
+            residency.books.open_ledger(device, budget)
+            cap_allocator(residency.books.ledgers[device], setting)
+
+    def _say_doubts(self, devices: list[Device], *, only_of_names: bool = False) -> None:
+        setting = settings.budget if self._budget_setting is None else self._budget_setting
+        if isinstance(setting, Mapping) or not only_of_names:
+            warn_of_doubts(setting, devices, stacklevel=frames_of_ours())
 
     @property
     def device(self) -> Any:
@@ -155,13 +156,14 @@ class TensorsManager:
                 with residency.holds.alone():
                     self._exchange(residency, devices, budgets)
             self._device_setting = setting
+        if residency is not None:  # else `_open` says it
+            self._say_doubts(devices, only_of_names=True)
 
     def _exchange(self, residency: Residency, devices: list[Device], budgets: list[Any]) -> None:
         """Use other accelerators from now on."""
         self.bring_all_home()
         host_readers.forget_finished()
-        for device, budget in budgets:
-            self._open_ledger(residency, device, budget)
+        self._open_ledgers(residency, budgets)
         # An operator that could not be waited for ends on the old ones.
         left = residency.books.use(devices)
         self._others.leave(left)
@@ -184,9 +186,6 @@ class TensorsManager:
         self._first_times = times_by_device(books)
         self._first_release_count = books.main.release_count()
 
-    def _reached_ns(self) -> int:
-        return DeviceTimes.of(self.residency.books.main).reached_ns
-
     @property
     def budget(self) -> Any:
         """The most bytes the accelerator may hold; by device name where there are several."""
@@ -207,12 +206,18 @@ class TensorsManager:
             accelerators = self._residency.books.accelerators
             refuse_unused_names(setting, accelerators)
             budgets = budgets_of(accelerators, setting)
+            before = self._budget_setting, budgets_in_force(self._residency)
             self._budget_setting = setting
-            for device, budget in budgets:
-                self._open_ledger(self._residency, device, budget)
-        with ExitStack() as ends:  # also where another one holds what cannot leave
-            for device, _ in budgets:
-                ends.callback(self._residency.evictor.fit_budget, device)
+            self._open_ledgers(self._residency, budgets)
+        try:
+            keep_within(self._residency, accelerators)
+        except TransferError as error:
+            with self._lock:  # somebody may have said something else meanwhile
+                if self._budget_setting is setting and accelerators == self._accelerators():
+                    self._budget_setting, budgets = before
+                    self._open_ledgers(self._residency, budgets)
+                    error.add_note("tensorsManager.budget is what it was before.")
+            raise
         warn_of_doubts(setting, accelerators, stacklevel=frames_of_ours())
 
     @property

@@ -6,6 +6,7 @@ plain. Each is a Python warning and, where the program listens to it, a record o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
@@ -20,6 +21,8 @@ from .bookkeeping import Books
 _log = logging.getLogger("torchTensorRef")
 
 _OURS = str(Path(__file__).parents[1])
+#: Of files that stand between a program's line and ours: scopes, and methods of Python's own lists.
+_BETWEEN = (_OURS, contextlib.__file__, "<frozen ")
 #: What has been said.
 said: set[str] = set()
 
@@ -84,7 +87,7 @@ def _say_later(key: str, text: str) -> None:
 def frames_of_ours() -> int:
     """How many frames up the program's own line is."""
     frame, count = sys._getframe(1), 1
-    folders = (_OURS, str(Path(torch.__file__).parent))
+    folders = (*_BETWEEN, str(Path(torch.__file__).parent))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame, count = frame.f_back, count + 1
     return count

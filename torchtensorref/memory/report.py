@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..base.options import settings
 from ..base.text import LINE, Text, fitted
 from ..base.units import format_nbytes, format_ns
+from ..operators.blocked.probe import unlike
 from .advice import WORTH_A_STEP, advice_of, more_room_for, waits_for_management
 from .block import Block
 from .costs import BlockCost, Kept
@@ -22,12 +24,18 @@ HELD_ROWS = 5
 REASON_ROWS = 4
 CAUSES = 3
 #: Characters of a name among the blocks.
-NAME = 34
+NAME = 36
 WORDS_OF_BOUNDS = {
     "link": "the link",
     "compute": "compute",
     "host": "the host and interception",
 }
+#: Operators that are cut where tiles of products have the bits of the whole.
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "linear"))
+NOT_CUT = (
+    "products whose tiles have other bits on this processor were not cut. "
+    "MKL_CBWR=COMPATIBLE before the start may mend it; TTR_BLOCKS=any cuts them all the same."
+)
 
 
 def report_text(manager: Any) -> str:
@@ -53,7 +61,8 @@ def report_text(manager: Any) -> str:
     with residency.books.lock:
         blocks = living_blocks(manager)
         lines = [*_totals(stats), *_devices(residency.books, stats), *_times(manager, stats)]
-        lines += [*_needs(manager, stats, blocks), *_fallbacks(stats), *_held(blocks)]
+        lines += [*_needs(manager, stats, blocks), *_fallbacks(stats)]
+        lines += [*_why_not_cut(residency.books, stats), *_held(blocks)]
         lines = [*fitted(lines), *_dearest(manager, blocks)]
     return Text("\n".join(lines))
 
@@ -201,7 +210,8 @@ def _times(manager: Any, stats: dict[str, Any]) -> list[str]:
         by += f" of {stats['busiest']}" * (len(stats["by_device"]) > 1 and bound.by != "host")
         lines.append(
             f"  bound by   {by}: operators {format_ns(bound.compute_ns)}, "
-            f"copies {format_ns(bound.link_ns)}; {bound.times_floor:.2f} times the longer"
+            f"copies {format_ns(bound.link_ns)}; took "
+            f"{bound.times_floor:.2f} times the longer"
         )
     return lines
 
@@ -260,15 +270,28 @@ def _fallbacks(stats: dict[str, Any]) -> list[str]:
     reasons = sorted(stats["host_fallback_reasons"].items(), key=lambda row: -row[1])
     lines = [f"host fallbacks: {stats['host_fallback_count'] or 'none'}"]
     lines += _rows(reasons, REASON_ROWS, lambda row: f"{row[1]:>6}  {row[0]}")
+    if reasons:
+        lines.append(f"{'':13}{_most_often(stats['host_fallback_operators'])}")
     return [*_in_blocks(stats), *lines]
+
+
+def _why_not_cut(books: Any, stats: dict[str, Any]) -> list[str]:
+    """What to set where products ran on the host because their tiles would have other bits."""
+    is_product = PRODUCTS.intersection(stats["host_fallback_operators"])
+    is_said = is_product and unlike and books.main.has_host_kernels and settings.blocks == "exact"
+    return [f"{'':13}{NOT_CUT}"] if is_said else []
+
+
+def _most_often(operators: dict[str, int]) -> str:
+    names = sorted(operators.items(), key=lambda row: -row[1])[:CAUSES]
+    return ", ".join(f"{name.removeprefix('aten.')} {count}x" for name, count in names)
 
 
 def _in_blocks(stats: dict[str, Any]) -> list[str]:
     """The operators that were larger than the room; nothing where there were none."""
     if not stats["blocked_op_count"]:
         return []
-    names = sorted(stats["blocked_operators"].items(), key=lambda row: -row[1])[:CAUSES]
-    told = ", ".join(f"{name.removeprefix('aten.')} {count}x" for name, count in names)
+    told = _most_often(stats["blocked_operators"])
     reordered = stats["reordered_op_count"]
     order = f"; {reordered} added in another order" if reordered else ""
     return [
@@ -339,10 +362,19 @@ def _block_row(block: Block, costs: dict[int, BlockCost], named: Callable[[int],
 
 
 def shortened(name: str, most: int) -> str:
-    """Shorten a name in its middle: which layer it is of stands before that."""
+    """Shorten a name in its middle: which layer it is of stands before that.
+
+    The class of its model, where that is in front, gives way first: `Qw..#2:layers.0.weight`.
+    """
     if len(name) <= most:
         return name
-    end = most * 2 // 5
+    model, colon, rest = name.rpartition(":")
+    if colon:
+        kind, mark, number = model.partition("#")
+        model = f"{kind[:2]}..{mark}{number}:"
+        rest = rest.removeprefix("model.")
+        return model + shortened(rest, max(most - len(model), 20))
+    end = max(most * 2 // 5, len("q_proj.weight"))
     return f"{name[: most - end - 2]}..{name[-end:]}"
 
 

@@ -17,7 +17,7 @@ def kinds_of(record: Record) -> dict[int, str]:
     -------
     dict of int to str
         By the number of the block: "weights", "inputs", "activations", or "cache" for what is made
-        in one part of the program and read in another.
+        in one part of the program and read in another, or said to be kept for one.
     """
     kinds: dict[int, str] = {}
     made_in: dict[int, int] = {}
@@ -34,6 +34,8 @@ def kinds_of(record: Record) -> dict[int, str]:
     for number, block in record.blocks.items():
         if block.is_persistent:
             kinds[number] = "weights"
+        elif block.is_kept:
+            kinds[number] = "cache"
         elif number not in kinds:
             kinds[number] = "activations" if number in made_in else "inputs"
     return kinds

@@ -20,6 +20,8 @@ class BlockRecord:
     use_count: int = 0
     #: What the program calls it: "model.layers.3.mlp.up_proj.weight"; "" where it has no name.
     name: str = ""
+    #: The program says that it keeps this for a part that may follow.
+    is_kept: bool = False
 
 
 @dataclass(slots=True)

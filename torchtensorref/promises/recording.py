@@ -64,10 +64,26 @@ def _run_parts(parts: Iterator[Any], recorder: Recorder) -> None:
         number += 1
         recorder.begin_step(f"part {number}")
         name = next(parts, done)
+        if isinstance(name, tuple):  # our own programs': what they keep for a part that may follow
+            name, kept = name
+            for ref in _refs_in(kept):
+                recorder.record.blocks[ref._ttr_block.block_id].is_kept = True
         if isinstance(name, str):
             recorder.rename_step(name)
         if name is done:
             return
+
+
+def _refs_in(value: Any) -> Iterator[TensorRef]:
+    """Yield the TensorRefs in containers, and in objects such as caches."""
+    todo, seen = [value], set[int]()
+    while todo:
+        for leaf in tree_leaves(todo.pop()):
+            if isinstance(leaf, TensorRef):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, (type, torch.Tensor)):
+                seen.add(id(leaf))
+                todo.append(getattr(leaf, "__dict__", ()))
 
 
 def _modules_in(call: Any, args: Any, kwargs: Any) -> list[nn.Module]:

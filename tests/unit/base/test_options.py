@@ -11,6 +11,8 @@ from torchTensorRef.base import options as config
 from torchTensorRef.base.errors import ConfigError
 from torchTensorRef.base.options import OPTIONS, Settings, options, read, settings
 
+from ...support.processes import python
+
 
 def test_nothing_set_gives_the_defaults():
     assert read({"HOME": "/root", "TTRX": "1", "TTR_TRACE": ""}) == Settings()
@@ -173,3 +175,18 @@ def test_disabled_nothing_of_ours_stands_in_the_way():
     assert read(environ) == Settings(disable=True, device="sim")
     with pytest.raises(ConfigError, match="TTR_DISABLE='yes'"):
         read({"TTR_DISABLE": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines", "status"),
+    [
+        (("-c", "import torchTensorRef"), 5, 1),
+        (("-m", "torchTensorRef", "run", "program.py"), 1, 2),
+        (("-m", "torchTensorRef", "env"), 1, 2),
+    ],
+)
+def test_a_wrong_variable_is_said_in_a_line_or_few(arguments, lines, status):
+    done = python(*arguments, TTR_CORE="pyton")
+    told = done.stderr.splitlines()
+    assert (done.returncode, len(told)) == (status, lines)
+    assert "TTR_CORE='pyton' is not understood: Did you mean 'python'?" in told[-1]

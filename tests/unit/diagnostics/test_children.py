@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from torchTensorRef.base.errors import TransferError
 from torchTensorRef.base.event_log import EventLog
 from torchTensorRef.base.options import settings
 from torchTensorRef.diagnostics import children
@@ -72,6 +73,31 @@ def test_a_program_that_sets_its_budget_is_left_alone(folder):
     other(folder, os.getppid())
     membership._look(manager)
     assert manager.budget == 77
+    membership._end(manager)
+
+
+def test_a_share_that_could_not_be_taken_is_tried_again(folder):
+    class Broken(Manager):
+        is_broken = False
+
+        def __setattr__(self, name, value):
+            if name == "budget" and self.is_broken:
+                raise TransferError("the link is broken")  # the budget is what it was before
+            super().__setattr__(name, value)
+
+    membership, manager = children.Membership(str(folder), is_child=True), Broken()
+    membership.open(manager)
+    other(folder, os.getppid())
+    membership._look(manager)
+    other(folder, os.getppid(), stats={})
+    Broken.is_broken = True
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            membership._look(manager)
+        assert manager.budget == 3000
+    Broken.is_broken = False
+    membership._look(manager)
+    assert manager.budget == 6000
     membership._end(manager)
 
 

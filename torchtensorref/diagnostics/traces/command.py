@@ -66,5 +66,8 @@ def _replay(chosen: argparse.Namespace) -> None:
     for row in rows_of(recording, cost, replayer):
         table.add_row(*row)
     Console().print(table)
-    if recording.about["resident_at_first"]:
+    if len(recording.each) > 1:
+        names = ", ".join(each.about["device"] for each in recording.each)
+        print(f"Recorded on {names}; the replay has one accelerator, as the first of them.")
+    if any(each.about["resident_at_first"] for each in recording.each):
         print("What was resident when the timeline began is at home when the replay begins.")

@@ -1,8 +1,8 @@
 """A timeline as a picture: what was resident, what moved and where it waited, at a glance.
 
 Above: a row for each module or tensor that the program has named, dark where it is resident.
-In the middle: the bytes on the accelerator under the budget. Below: the engines. Several timelines
-stand side by side on one scale of time.
+In the middle: the bytes on the accelerator under the budget. Below: the engines. Several timelines,
+and the accelerators of each, stand side by side on one scale of time.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ def draw(recordings: Sequence[Recording], path: str, *, title: str = "") -> None
         raise ConfigError(
             "Pictures need matplotlib, which is not installed: pip install 'torchTensorRef[plot]'."
         ) from None
-    figure = Figure(figsize=(3.2 + 5.6 * len(recordings), 9.6), layout="constrained", dpi=110)
+    columns = [each for recording in recordings for each in recording.each]
+    figure = Figure(figsize=(3.2 + 5.6 * len(columns), 9.6), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(
-        3, len(recordings), squeeze=False, sharex=True, height_ratios=(6, 2, 2.4)
-    )
-    groups = groups_of(recordings)
+    axes = figure.subplots(3, len(columns), squeeze=False, sharex=True, height_ratios=(6, 2, 2.4))
+    groups = groups_of(columns)
     end_us = max(recording.end_us for recording in recordings) or 1.0
     scale, unit = (1e6, "s") if end_us > 1e6 else (1e3, "ms") if end_us > 1e3 else (1.0, "us")
-    for column, recording in enumerate(recordings):
+    for column, recording in enumerate(columns):
         top, middle, bottom = axes[:, column]
         _draw_blocks(top, recording, groups, scale, labelled=column == 0)
         _draw_residency(middle, recording, scale, labelled=column == 0)
@@ -67,9 +66,9 @@ def draw(recordings: Sequence[Recording], path: str, *, title: str = "") -> None
         title = f"{title}\n{figures(recordings)}".strip()
     if title:
         figure.suptitle(title, fontsize=13)
-    columns = 5 if len(recordings) == 1 else 9
+    width = 5 if len(columns) == 1 else 9
     figure.legend(
-        handles=_legend(), loc="outside lower center", ncols=columns, fontsize=9, frameon=False
+        handles=_legend(), loc="outside lower center", ncols=width, fontsize=9, frameon=False
     )
     figure.savefig(path)
 
@@ -78,7 +77,7 @@ def figures(recordings: Sequence[Recording]) -> str:
     """How long each timeline took, and how much was copied, in one line."""
     return "; ".join(
         f"{recording.about['strategy']} {format_ns(int(recording.end_us * 1000))} and "
-        f"{format_nbytes(recording.nbytes(H2D) + recording.nbytes(D2H))} copied"
+        f"{format_nbytes(sum(one.nbytes(H2D) + one.nbytes(D2H) for one in recording.each))} copied"
         for recording in recordings
     )
 
@@ -92,7 +91,7 @@ def caption(recording: Recording) -> str:
         f"{format_ns(int(total_us * 1000))}, {stalled:.0f} % stalled\n"
         f"fetched {format_nbytes(recording.nbytes(H2D))}, "
         f"written back {format_nbytes(recording.nbytes(D2H))}, "
-        f"{recording.stats['evict_count']} evictions"
+        f"{recording.evict_count} evictions"
     )
 
 

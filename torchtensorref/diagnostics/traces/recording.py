@@ -1,4 +1,7 @@
-"""A timeline read from its file: slices by track, evictions, residency, and its own words."""
+"""A timeline read from its file: slices by track, evictions, residency, and its own words.
+
+Of several accelerators each has a recording of its own; that of the first has the host, too.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,18 @@ class Recording:
     evictions: list[dict[str, Any]] = field(default_factory=list)
     #: (microseconds, bytes), after each operator.
     residency: list[tuple[float, int]] = field(default_factory=list)
+    #: Those of all accelerators, in their order, this one included.
+    each: list[Recording] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Take it for that of the only accelerator until others are said."""
+        self.each = self.each or [self]
+
+    @property
+    def operators(self) -> list[Slice]:
+        """Those of all accelerators and of the host, in the order in which they were called."""
+        tracks = [each.slices[track] for each in self.each for track in (COMPUTE, HOST)]
+        return sorted((s for track in tracks for s in track), key=lambda s: s.args["place"])
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -48,19 +63,24 @@ class Recording:
         return stats
 
     @property
+    def evict_count(self) -> int:
+        """How many replicas this accelerator has given up."""
+        return sum(one["kind"] == "evict" for one in self.evictions)
+
+    @property
     def end_us(self) -> float:
-        """When the last thing ended."""
-        return max((s.end_us for track in self.slices.values() for s in track), default=0.0)
+        """When the last thing ended, on whatever accelerator."""
+        tracks = [track for each in self.each for track in each.slices.values()]
+        return max((s.end_us for track in tracks for s in track), default=0.0)
 
     @property
     def missing(self) -> str:
         """What a timeline lacks that was cut, in words; "" if it has all."""
         if not self.about["is_cut"]:
             return ""
-        count = len(self.slices[COMPUTE]) + len(self.slices[HOST])
         return (
-            f"The timeline was cut: it has {count:,} of {self.stats['op_count']:,} operators. "
-            "trace(path, limit=...) keeps more events."
+            f"The timeline was cut: it has {len(self.operators):,} of "
+            f"{self.stats['op_count']:,} operators. trace(path, limit=...) keeps more events."
         )
 
     def busy_us(self, track: int) -> float:
@@ -77,11 +97,14 @@ class Recording:
         return row[0] if row else f"b{block_id}"
 
     def by(self, track: int, key: Any) -> list[tuple[str, int, float, int]]:
-        """Sum slices of a track by a key: (key, count, microseconds, bytes), longest first."""
+        """Sum slices of a track by a key: (key, count, microseconds, bytes), longest first.
+
+        Those of all accelerators.
+        """
         count: Counter[str] = Counter()
         took: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
-        for one in self.slices.get(track, ()):
+        for one in (s for each in self.each for s in each.slices.get(track, ())):
             count[key(one)] += 1
             took[key(one)] += one.took_us  # type: ignore[assignment]
             nbytes[key(one)] += one.args.get("nbytes", 0)
@@ -139,17 +162,19 @@ def recording_of(value: dict[str, Any]) -> Recording:
 
 def _taken_apart(value: dict[str, Any]) -> tuple[Recording, int]:
     """Take a trace apart; say how many slices have no begin, or no end."""
-    found = Recording(value["torchTensorRef"], {t: [] for t in (COMPUTE, STALLS, H2D, D2H, HOST)})
-    begun: dict[int, dict[str, Any]] = {}
+    about = value["torchTensorRef"]
+    every = [_empty(about), *(_empty({**about, **other}) for other in about.get("others", ()))]
+    begun: dict[tuple[int, int], dict[str, Any]] = {}
     loose_count = 0
     for event in value["traceEvents"]:
+        found, track = every[event["pid"] - 1], (event["pid"], event.get("tid"))
         if event["ph"] == "B":
-            loose_count += event["tid"] in begun
-            begun[event["tid"]] = event
-        elif event["ph"] == "E" and event["tid"] not in begun:
+            loose_count += track in begun
+            begun[track] = event
+        elif event["ph"] == "E" and track not in begun:
             loose_count += 1
         elif event["ph"] == "E":
-            head = begun.pop(event["tid"])
+            head = begun.pop(track)
             found.slices[event["tid"]].append(
                 Slice(head["name"], head["cat"], head["ts"], event["ts"], head["args"])
             )
@@ -157,4 +182,10 @@ def _taken_apart(value: dict[str, Any]) -> tuple[Recording, int]:
             found.residency.append((event["ts"], event["args"]["bytes"]))
         elif event["ph"] == "i":
             found.evictions.append({"at_us": event["ts"], "kind": event["cat"], **event["args"]})
-    return found, loose_count + len(begun)
+    for one in every:
+        one.each = every
+    return every[0], loose_count + len(begun)
+
+
+def _empty(about: dict[str, Any]) -> Recording:
+    return Recording(about, {track: [] for track in (COMPUTE, STALLS, H2D, D2H, HOST)})

@@ -10,7 +10,6 @@ from ...devices.registry import spec_of
 from ...devices.sim.cards import SPECS
 from ...devices.sim.host_costs import HostCosts
 from ...devices.sim.spec import DeviceSpec
-from ...interception.onlookers.chrome import COMPUTE, HOST
 from ...promises.record import BlockRecord, OpRecord, Record
 from ...promises.replayer import Replayer, StepCost
 from .recording import Recording, Slice
@@ -21,8 +20,7 @@ def record_of(recording: Recording) -> Record:
     record = Record()
     for number, (name, nbytes, is_persistent) in recording.about["blocks"].items():
         record.blocks[int(number)] = BlockRecord(int(number), nbytes, is_persistent, name=name)
-    ops = recording.slices[COMPUTE] + recording.slices[HOST]
-    for one in sorted(ops, key=lambda s: s.args["place"]):
+    for one in recording.operators:
         if record.ops:
             record.ops[-1].deaths.extend(one.args["dead"])
         record.ops.append(_op_of(one))

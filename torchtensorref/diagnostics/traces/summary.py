@@ -16,18 +16,23 @@ ROWS = 8
 
 
 def headline(recording: Recording) -> str:
-    """Say what was run, and what it came to."""
-    stats, about = recording.stats, recording.about
+    """Say what was run, and what it came to: a line for each accelerator."""
     total_us = recording.end_us
+    return "\n".join(
+        line for each in recording.each for line in fitted([_came_to(each, total_us)], indent=2)
+    )
+
+
+def _came_to(recording: Recording, total_us: float) -> str:
+    about = recording.about
     stalled = 100 * recording.busy_us(STALLS) / total_us if total_us else 0.0
-    said = (
+    return (
         f"{about['strategy']} on {about['device']}, {format_nbytes(about['budget_nbytes'])}: "
         f"{format_ns(int(total_us * 1000))}, {stalled:.0f} % stalled, "
         f"{format_nbytes(recording.nbytes(H2D))} fetched, "
         f"{format_nbytes(recording.nbytes(D2H))} written back, "
-        f"{stats['evict_count']} evictions"
+        f"{recording.evict_count} evictions"
     )
-    return "\n".join(fitted([said], indent=2))
 
 
 def print_summary(recording: Recording, console: Any) -> None:
@@ -39,12 +44,14 @@ def print_summary(recording: Recording, console: Any) -> None:
         console.print(recording.missing, style="red", highlight=False, soft_wrap=True)
     total_us = recording.end_us or 1.0
     engines = [
-        (name, len(recording.slices[track]), _time(recording.busy_us(track)),
-         f"{100 * recording.busy_us(track) / total_us:.0f} %",
-         _size(recording.nbytes(track)) if track in (H2D, D2H) else "")
-        for track, name in TRACKS.items()
+        (f"{each.about['device']} {name}" if len(recording.each) > 1 and track != HOST else name,
+         len(each.slices[track]), _time(each.busy_us(track)),
+         f"{100 * each.busy_us(track) / total_us:.0f} %",
+         _size(each.nbytes(track)) if track in (H2D, D2H) else "")
+        for each in recording.each for track, name in TRACKS.items()
+        if track != HOST or each is recording.each[0]
     ]  # fmt: skip
-    _print(console, "engines", ("", "count", "time", "busy", "bytes"), engines)
+    _print(console, "engines", ("", "count", "time", "busy", "bytes"), engines, most=None)
     for title, track, key in (
         ("operators", COMPUTE, lambda s: s.name),
         ("modules", COMPUTE, lambda s: s.args["module"] or "(none)"),
@@ -60,11 +67,17 @@ def print_summary(recording: Recording, console: Any) -> None:
             _print(
                 console, title, ("", "count", "time", "bytes")[:width], [c[:width] for c in cells]
             )
-    causes = Counter(one["cause"] for one in recording.evictions)
+    causes = Counter(one["cause"] for each in recording.each for one in each.evictions)
     _print(console, "evictions", ("", "count"), [(why, n) for why, n in causes.most_common()])
 
 
-def _print(console: Any, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _print(
+    console: Any,
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    most: int | None = ROWS,
+) -> None:
     from rich import box
     from rich.table import Table
 
@@ -73,9 +86,9 @@ def _print(console: Any, title: str, head: Sequence[str], rows: Sequence[Sequenc
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for number, text in enumerate(head):
         table.add_column(text, justify="right" if number else "left", overflow="fold")
-    for row in rows[:ROWS]:
+    for row in rows[:most]:
         table.add_row(*map(str, row))
-    if len(rows) > ROWS:
+    if len(rows) > (most or len(rows)):
         table.add_row(f"... and {len(rows) - ROWS} more", *[""] * (len(head) - 1))
     console.print(table)
 

@@ -1,8 +1,9 @@
 """A timeline in the format of Chrome's traces, which https://ui.perfetto.dev opens.
 
-The engines of the accelerator are tracks, with a slice (`B` and its `E`) for each operator, copy
-and stall; evictions are instants; residency is a counter. Times are in microseconds from the
-beginning. What a replay needs stands in the arguments of the slices, and under `torchTensorRef`.
+Each accelerator is a process, whose engines are tracks, with a slice (`B` and its `E`) for each
+operator, copy and stall; evictions are instants; residency is a counter. What the host runs is with
+the first. Times are in microseconds from the beginning. What a replay needs stands in the arguments
+of the slices, and under `torchTensorRef`.
 """
 
 from __future__ import annotations
@@ -18,39 +19,57 @@ VERSION = 1
 #: Tracks by their numbers, in the order in which they are shown.
 TRACKS = {1: "compute", 2: "stalls", 3: "host to device", 4: "device to host", 5: "host"}
 COMPUTE, STALLS, H2D, D2H, HOST = TRACKS
+#: Of the first accelerator; the others follow.
 _PID = 1
 
 
 def chrome_trace(timeline: Any, manager: Any, stats_before: dict[str, Any]) -> dict[str, Any]:
     """Put a timeline together as an object that is a Chrome trace in JSON."""
     books = manager.residency.books
-    main, stats = books.main, manager.stats()
-    slices: list[tuple[int, str, str, int, int, dict[str, Any]]] = []
+    stats, devices = manager.stats(), timeline.devices or [books.main]
+    pids = {device.name: _PID + place for place, device in enumerate(devices)}
+    slices: list[tuple[int, int, str, str, int, int, dict[str, Any]]] = []
     points: list[dict[str, Any]] = []
     name_of = _namer(timeline)
     for happening, ran in timeline.events:
         name = name_of(happening.block_id) if happening.block_id else happening.name
-        _add(happening, ran, name, slices, points, timeline.began_ns, main.name)
-    points += [_counter(nbytes, at_ns - timeline.began_ns) for at_ns, nbytes in timeline.resident]
+        _add(happening, ran, name, slices, points, timeline.began_ns, pids)
+    points += [
+        _counter(nbytes, at_ns - timeline.began_ns, pids[name])
+        for at_ns, name, nbytes in timeline.resident
+    ]
     happened = [*_pairs(slices, timeline.began_ns), *points]
+    rows = [_about(device, timeline, books) for device in devices]
     return {
-        "traceEvents": [*_heads(main.name), *sorted(happened, key=_when)],
+        "traceEvents": [
+            *(head for name, pid in pids.items() for head in _heads(name, pid)),
+            *sorted(happened, key=_when),
+        ],
         "displayTimeUnit": "ns",
         "torchTensorRef": {
             "version": VERSION,
             "strategy": stats["strategy"],
-            "device": main.name,
-            "spec": _spec_of(main),
-            "clock": "virtual" if main.has_virtual_clock else "wall",
-            "budget_nbytes": stats["budget_nbytes"],
+            **rows[0],
+            "others": rows[1:],
             "is_cut": timeline.is_cut,
             "stats": since(stats_before, stats),
-            "resident_at_first": timeline.resident_at_first,
             "blocks": {
                 number: [name_of(number), nbytes, is_persistent]
                 for number, (nbytes, is_persistent) in timeline.blocks.items()
             },
         },
+    }
+
+
+def _about(device: Any, timeline: Any, books: Any) -> dict[str, Any]:
+    """What there is to say of one accelerator."""
+    ledger = books.ledgers.get(device)
+    return {
+        "device": device.name,
+        "spec": _spec_of(device),
+        "clock": "virtual" if device.has_virtual_clock else "wall",
+        "budget_nbytes": ledger.limit_nbytes if ledger else device.capacity_nbytes,
+        "resident_at_first": timeline.resident_at_first.get(device.name, []),
     }
 
 
@@ -112,26 +131,26 @@ def _add(
     slices: list[Any],
     points: list[dict[str, Any]],
     began_ns: int,
-    main: str,
+    pids: dict[str, int],
 ) -> None:
     kind, start_ns = happening.kind, happening.start_ns
-    end_ns = max(happening.end_ns, start_ns)
+    end_ns, pid = max(happening.end_ns, start_ns), pids.get(happening.device, _PID)
     if kind == "op":
         args = {"module": happening.module, "nbytes": happening.nbytes, **ran._asdict()}
         args["place"] = len(slices)  # two tracks may show two operators at one moment
-        track = COMPUTE if happening.device == main else HOST
-        slices.append((track, name, "op", start_ns, end_ns, args))
+        track = COMPUTE if happening.device in pids else HOST
+        slices.append((pid, track, name, "op", start_ns, end_ns, args))
     elif kind == "stall":
         args = {"cause": happening.cause, "module": happening.module, "name": name}
-        slices.append((STALLS, f"waits for {name}", "stall", start_ns, end_ns, args))
+        slices.append((pid, STALLS, f"waits for {name}", "stall", start_ns, end_ns, args))
     elif kind in ("fetch", "write_back"):
         word = kind if not happening.is_ahead else "prefetch"
         args = {"block": happening.block_id, "nbytes": happening.nbytes, "cause": happening.cause}
         args["name"] = name
         track = D2H if kind == "write_back" else H2D
-        slices.append((track, f"{word} {name}", word, start_ns, end_ns, args))
+        slices.append((pid, track, f"{word} {name}", word, start_ns, end_ns, args))
     elif kind != "drop":  # it stands there as an eviction
-        point = _point(f"{kind} {name}", kind, start_ns - began_ns)
+        point = _point(f"{kind} {name}", kind, start_ns - began_ns, pid)
         point["args"] = {"nbytes": happening.nbytes, "cause": happening.cause, "name": name}
         point["args"]["block"] = happening.block_id
         points.append(point)
@@ -140,33 +159,36 @@ def _add(
 def _pairs(slices: list[Any], began_ns: int) -> list[dict[str, Any]]:
     """Give each slice its beginning and its end; those of a track follow one another."""
     events = []
-    free_ns = dict.fromkeys(TRACKS, began_ns)
-    for track, name, kind, start_ns, end_ns, args in sorted(slices, key=lambda s: (s[0], s[3])):
+    free_ns: dict[tuple[int, int], int] = {}
+    in_order = sorted(slices, key=lambda s: (s[0], s[1], s[5]))
+    for pid, track, name, kind, start_ns, end_ns, args in in_order:
         # Those of a real device overlap where their ends are seen late.
-        start_ns = max(start_ns, free_ns[track])
-        free_ns[track] = end_ns = max(end_ns, start_ns)
-        head = {"pid": _PID, "tid": track, "name": name, "cat": kind}
+        start_ns = max(start_ns, free_ns.get((pid, track), began_ns))
+        free_ns[pid, track] = end_ns = max(end_ns, start_ns)
+        head = {"pid": pid, "tid": track, "name": name, "cat": kind}
         events.append({**head, "ph": "B", "ts": (start_ns - began_ns) / 1000, "args": args})
         events.append({**head, "ph": "E", "ts": (end_ns - began_ns) / 1000})
     return events
 
 
-def _counter(nbytes: int, at_ns: int) -> dict[str, Any]:
+def _counter(nbytes: int, at_ns: int, pid: int) -> dict[str, Any]:
     at = max(at_ns, 0) / 1000
-    return {"pid": _PID, "ph": "C", "name": "resident", "ts": at, "args": {"bytes": nbytes}}
+    return {"pid": pid, "ph": "C", "name": "resident", "ts": at, "args": {"bytes": nbytes}}
 
 
-def _point(name: str, kind: str, at_ns: int) -> dict[str, Any]:
+def _point(name: str, kind: str, at_ns: int, pid: int) -> dict[str, Any]:
     at = max(at_ns, 0) / 1000
-    return {"pid": _PID, "tid": COMPUTE, "ph": "i", "s": "t", "name": name, "cat": kind, "ts": at}
+    return {"pid": pid, "tid": COMPUTE, "ph": "i", "s": "t", "name": name, "cat": kind, "ts": at}
 
 
-def _heads(device: str) -> list[dict[str, Any]]:
+def _heads(device: str, pid: int) -> list[dict[str, Any]]:
     heads: list[dict[str, Any]] = [
-        {"pid": _PID, "ph": "M", "name": "process_name", "args": {"name": device}}
+        {"pid": pid, "ph": "M", "name": "process_name", "args": {"name": device}}
     ]
     for number, name in TRACKS.items():
-        head = {"pid": _PID, "tid": number, "ph": "M"}
+        if number == HOST and pid != _PID:
+            continue  # there is one host
+        head = {"pid": pid, "tid": number, "ph": "M"}
         heads.append({**head, "name": "thread_name", "args": {"name": name}})
         heads.append({**head, "name": "thread_sort_index", "args": {"sort_index": number}})
     return heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -91,41 +91,73 @@ def _told(
     is_asked = recorders or listeners.wants("op") or listeners.wants("stall")
     if plan.is_true_view or not is_asked:
         return run(plan, args, kwargs, placed)
-    main, host = tensorsManager.residency.books.main, tensorsManager.residency.books.host
+    books = tensorsManager.residency.books
     blocks = {ref._ttr_block for ref in tree_leaves((args, kwargs)) if isinstance(ref, TensorRef)}
-    missing = [block for block in blocks if block.readable_on(main) is None]
-    began_ns, clocks, stalled_ns = main.now_ns(), main.clocks(), main.stall_ns
-    counts = tensorsManager.residency.books.counts
-    on_host_count = counts.host_op_count + sum(counts.host_fallbacks.values())
+    seen = [_Before.of(device, blocks) for device in books.accelerators or [books.main]]
+    on_host_count = books.counts.host_op_count + sum(books.counts.host_fallbacks.values())
     result = run(plan, args, kwargs, placed)
     if result is SLOW:
         return result  # nothing has happened
-    after = main.clocks()
-    took_ns = after.compute_ns - clocks.compute_ns
+    before = _at_work(seen, result)
+    device, began_ns = before.device, before.now_ns
+    after = device.clocks()
+    took_ns = after.compute_ns - before.compute_ns
     if took_ns:  # else it has run on the host, or there is only the host's clock
         began_ns, ended_ns = after.compute_free_ns - took_ns, after.compute_free_ns
     else:
-        ended_ns = main.now_ns()
+        ended_ns = device.now_ns()
     counts = tensorsManager.residency.books.counts
     was_on_host = counts.host_op_count + sum(counts.host_fallbacks.values()) > on_host_count
     happening = Happening(
         "op",
         plan.name,
         sum(block.nbytes for block in blocks),
-        (host if was_on_host else main).name,
+        (books.host if was_on_host else device).name,
         "",
         began_ns,
         ended_ns,
         module=module_here(blocks),
     )
-    waited_ns = main.stall_ns - stalled_ns
+    waited_ns = device.stall_ns - before.stall_ns
     if waited_ns:
         start_ns = began_ns - waited_ns if took_ns else began_ns
-        listeners.tell(_stall(happening, missing, start_ns, start_ns + waited_ns))
+        stall = _stall(happening, before.missing, start_ns, start_ns + waited_ns)
+        listeners.tell(stall._replace(device=device.name))
     listeners.tell(happening)
     for recorder in list(recorders):
         recorder.operator(plan, args, kwargs, result, happening)
     return result
+
+
+class _Before(NamedTuple):
+    """What an accelerator was like before an operator, and which operands it did not have."""
+
+    device: Device
+    now_ns: int
+    compute_ns: int
+    stall_ns: int
+    missing: list[Block]
+
+    @classmethod
+    def of(cls, device: Device, blocks: set[Block]) -> _Before:
+        missing = [block for block in blocks if block.readable_on(device) is None]
+        return cls(device, device.now_ns(), device.clocks().compute_ns, device.stall_ns, missing)
+
+
+def _at_work(seen: list[_Before], result: Any) -> _Before:
+    """Which of several accelerators has run an operator; where only their results tell, by those.
+
+    The first one, if none has.
+    """
+    if len(seen) > 1:
+        for before in seen:
+            if before.device.clocks().compute_ns > before.compute_ns:
+                return before
+        made = [leaf._ttr_block for leaf in tree_leaves(result) if isinstance(leaf, TensorRef)]
+        for before in seen:
+            if any(block.readable_on(before.device) is not None for block in made):
+                return before
+    return seen[0]
 
 
 def _stall(happening: Happening, missing: list[Block], start_ns: int, end_ns: int) -> Happening:

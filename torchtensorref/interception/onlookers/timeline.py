@@ -20,6 +20,7 @@ from ...base.event_sinks import say
 from ...base.listeners import Happening, listeners
 from ...base.option_parsers import path_to_write
 from ...devices.base import Event
+from ...memory.device_times import DeviceTimes
 from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
 from ...operators.plan import OpPlan, ReadyWay
@@ -73,8 +74,8 @@ class Timeline(AbstractContextManager["Timeline"]):
         self.blocks: dict[int, tuple[int, bool]] = {}
         #: What the program calls them: the model may be gone when the file is written.
         self.names: dict[int, str] = {}
-        #: Bytes on the accelerator, with the times.
-        self.resident: list[tuple[int, int]] = []
+        #: Bytes on an accelerator, by its name, with the times.
+        self.resident: list[tuple[int, str, int]] = []
         self._manager = manager
         self._limit = limit
         self._dead: deque[int] = deque()
@@ -90,13 +91,15 @@ class Timeline(AbstractContextManager["Timeline"]):
         manager = self._manager
         manager.names.look()
         books = manager.residency.books
-        self._ledger = books.ledgers[books.main]
-        self.began_ns = manager._reached_ns()
+        self.devices = list(books.accelerators)
+        self._ledgers = {device.name: books.ledgers[device] for device in self.devices}
+        self.began_ns = min(DeviceTimes.of(d).reached_ns for d in self.devices or [books.main])
         self._stats = manager.stats()
         with books.lock:
-            self.resident_at_first = [
-                block.block_id for block in books.blocks_on(books.main) if self._meet(block)
-            ]
+            self.resident_at_first = {
+                device.name: [b.block_id for b in books.blocks_on(device) if self._meet(b)]
+                for device in self.devices
+            }
         listeners.add_sink(self.note)
         recorders.append(self)
         watch.want(f"timeline {id(self)}", True)
@@ -132,7 +135,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             self._open_copies.append((len(self.events), copy))
         self.events.append((happening, None))
         if happening.kind in ("fetch", "evict"):
-            self.resident.append((happening.start_ns, self._ledger.resident_nbytes))
+            self._count(happening.device, happening.start_ns)
 
     def operator(
         self, plan: OpPlan, args: Any, kwargs: Any, result: Any, happening: Happening
@@ -168,7 +171,14 @@ class Timeline(AbstractContextManager["Timeline"]):
             parts_of(plan, args, kwargs),
         )
         self.events.append((happening, ran))
-        self.resident.append((happening.end_ns, self._ledger.resident_nbytes))
+        self._count(happening.device, happening.end_ns)
+
+    def _count(self, name: str, at_ns: int) -> None:
+        """Note what is on an accelerator; after what the host has run, on the first of them."""
+        if name not in self._ledgers:
+            name = next(iter(self._ledgers), "")
+        if name:
+            self.resident.append((at_ns, name, self._ledgers[name].resident_nbytes))
 
     def _has_room(self) -> bool:
         if len(self.events) < self._limit:

@@ -23,11 +23,18 @@ def tiles_are_alike(dtype: torch.dtype, step: int) -> bool:
     return _are_alike(dtype, step, torch.get_num_threads())
 
 
+#: Of what was asked: (dtype, step) of tiles that have other bits here, so that nothing was cut.
+unlike: set[tuple[torch.dtype, int]] = set()
+
+
 @cache
 def _are_alike(dtype: torch.dtype, step: int, _: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     terms = INNER_OF_HALF if dtype.itemsize == 2 else INNER
-    return all(_is_alike(dtype, step, inner, generator) for inner in terms)
+    are_alike = all(_is_alike(dtype, step, inner, generator) for inner in terms)
+    if not are_alike:
+        unlike.add((dtype, step))
+    return are_alike
 
 
 def _is_alike(dtype: torch.dtype, step: int, inner: int, generator: torch.Generator) -> bool:
