@@ -119,8 +119,9 @@ def why_not(choice: str) -> str:
 
 
 def _obstacle(torch: str, compiler: str | None) -> str:
-    if not torch_versions.has(torch_versions.MANAGEMENT, torch):
-        return f"it needs {torch_versions.WANTED}, and this is {torch or 'absent'}"
+    needed = torch_versions.ROWS[torch_versions.CPP_LIBRARY]
+    if not needed.is_in(torch):
+        return f"it needs torch {needed.torches}, and this is {torch or 'absent'}"
     if os.name != "posix":
         return "it is built on Linux and macOS only"
     if compiler is None:

@@ -46,11 +46,11 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("torch", "is_refused"), [("2.8.0", True), ("2.9.1", False), ("2.13.0+cpu", False), ("", True)]
+    ("torch", "is_refused"), [("2.9.1", True), ("2.10.0", False), ("2.13.0+cpu", False), ("", True)]
 )
 def test_a_torch_too_old_is_named(monkeypatch, torch, is_refused):
     monkeypatch.setattr(core_build, "_torch_version", lambda: torch)
-    assert ("needs torch 2.9" in of_this_process().obstacle) is is_refused
+    assert ("needs torch 2.10" in of_this_process().obstacle) is is_refused
 
 
 @pytest.mark.parametrize(
