@@ -10,10 +10,10 @@ from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["as_refusal"]
+__all__ = ["BAD_USAGE", "as_refusal"]
 
 #: Exit status of Python itself for what it was told and does not understand.
-_BAD_USAGE = 2
+BAD_USAGE = 2
 
 
 def as_refusal(error: ConfigError) -> BaseException:
@@ -22,7 +22,7 @@ def as_refusal(error: ConfigError) -> BaseException:
         return error.with_traceback(None)
     if sys.stderr is not None:
         sys.stderr.write(f"torchtensorref: {error}\n")
-    return SystemExit(_BAD_USAGE)
+    return SystemExit(BAD_USAGE)
 
 
 def _is_our_command() -> bool:

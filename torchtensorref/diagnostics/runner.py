@@ -25,6 +25,7 @@ from ..base.errors import ConfigError, TensorRefError
 from ..base.event_sinks import say
 from ..base.option_parsers import budget_by_device, path_to_write
 from ..base.options import OPTIONS, settings
+from ..base.refused_import import BAD_USAGE
 from ..devices.registry import REAL_KINDS, known_names
 from ..devices.sim.cards import SPECS
 from ..inject.inject_to import check_known, injectTo
@@ -33,8 +34,6 @@ from . import children, looking_on
 from .arguments import Parser
 from .ending import Ending, report_place
 
-#: Exit status of Python itself for arguments it does not understand.
-BAD_USAGE = 2
 #: Options that take no value.
 FLAGS = ("-h", "--help", "--no-children", "--live", "--progress")
 #: From our options to the settings that they are.

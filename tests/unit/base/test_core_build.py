@@ -6,8 +6,13 @@ import sys
 
 import pytest
 
-from torchTensorRef.base import core_build
+from torchTensorRef.base import core_build, torch_versions
 from torchTensorRef.base.core_build import begin, build, of_this_process, why_not
+
+needs_new_torch = pytest.mark.skipif(
+    not torch_versions.has(torch_versions.CPP_LIBRARY, core_build._torch_version()),
+    reason=torch_versions.ROWS[torch_versions.CPP_LIBRARY].reason,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +40,7 @@ def test_each_torch_and_compiler_has_its_own(monkeypatch, tmp_path):
     assert len(folders) == 4
 
 
+@needs_new_torch
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -93,6 +99,7 @@ def test_of_two_that_build_one_does(monkeypatch):
     assert sorted(path.name for path in wanted.folder.iterdir()) == ["lock", wanted.library.name]
 
 
+@needs_new_torch
 def test_everything_runs_without_a_compiler_and_says_so_once(tmp_path):
     program = (
         "import torchTensorRef, torch\n"
