@@ -146,6 +146,28 @@ def test_modes_see_the_functions_of_the_program(right):
     right(program)
 
 
+class FunctionsWithin(Functions):
+    """Stays on while the function that it sees runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        with self:
+            return torch.overrides.redispatch_function(func, types, args, kwargs)
+
+
+@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="newer torch")
+def test_modes_that_stay_on_see_the_functions_of_the_program(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(40, 40))
+        with FunctionsWithin() as functions:
+            y = torch.relu(x @ x).sum(0)
+            x.mul_(2)
+            z = torch.ones(40) + y.exp()
+        return [functions.seen, x, y, z]
+
+    right(program)
+
+
 def test_counted_work(right):
     def program(bring: Bring) -> Any:
         model = bring(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(144, 3)))

@@ -24,7 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.activation import watch
 from ..interception.entry import dispatch
-from ..interception.guards import may_bypass, may_exchange_formula, records_gradient
+from ..interception.guards import (
+    below_function_modes,
+    may_bypass,
+    may_exchange_formula,
+    records_gradient,
+)
 from ..interception.onlookers.passing import pass_onlookers
 from ..interception.ready_path import SLOW, WAYS
 from ..interception.tracebacks import hides, shorten
@@ -204,7 +209,6 @@ def composites_with_out() -> list[str]:
 
 
 _is_grad_enabled = torch.is_grad_enabled
-_function_modes = torch._C._len_torch_function_stack
 
 
 def ahead(op: OpOverload) -> Treatment:
@@ -221,7 +225,7 @@ def ahead(op: OpOverload) -> Treatment:
         try:
             if not is_noted and may_bypass(function_modes=False):
                 result = way(plan, args, kwargs)
-                if result is SLOW and not _function_modes():
+                if result is SLOW:
                     result = run_watched(plan, args, kwargs)
                 if result is not SLOW:
                     return result
@@ -250,7 +254,7 @@ def _is_only_looked_on_at() -> bool:
 
 def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
     result = WAYS[plan.ready_way](plan, args, kwargs)
-    if result is SLOW and not _function_modes():
+    if result is SLOW:
         result = run_watched(plan, args, kwargs)
     return run_promised(plan, args, kwargs) if result is SLOW else result
 
@@ -382,7 +386,7 @@ def install() -> Callable[[], None]:
     everything.fallback(torch.library.fallthrough_kernel)
     for op in (row.op for row in ROWS if row.peak_nbytes is not None):
         kernel = ahead(op)
-        ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
+        ours.impl(op, below_function_modes(FIRST[op](kernel) if op in FIRST else kernel))
     return functools.partial(_destroy, [*libraries, everything])
 
 
@@ -391,6 +395,7 @@ def _destroy(libraries: list[torch.library.Library]) -> None:
         library._destroy()
 
 
+@below_function_modes
 def _below_our_key(treatment: Treatment, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(KEYS):
         return treatment(*args, **kwargs)

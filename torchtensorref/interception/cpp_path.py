@@ -25,12 +25,11 @@ from ..operators.row import Special
 from ..operators.substitutes import ByDevice, Substitute, stand_ins
 from .entry import dispatch
 from .fallback import settled
+from .guards import below_function_modes
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
 from .tracebacks import shorten
 from .watched_path import run_promised, run_watched
-
-_function_modes = torch._C._len_torch_function_stack
 
 
 class Peak(enum.IntEnum):
@@ -66,6 +65,7 @@ def give_functions() -> None:
     core.library.set_up(dispatch, run_whole, describe, bear, adopt, written)
 
 
+@below_function_modes
 def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operator as one where it has to be seen; NotImplemented: in its parts."""
     try:
@@ -85,7 +85,7 @@ def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _run_ready(plan: OpPlan, args: Any, kwargs: Any, placed: Any = None) -> Any:
     result = WAYS[plan.ready_way](plan, args, kwargs)
-    if result is SLOW and not _function_modes():
+    if result is SLOW:
         result = run_watched(plan, args, kwargs)
     return run_promised(plan, args, kwargs) if result is SLOW and watch.is_slow else result
 
@@ -144,6 +144,7 @@ def _may_be_ready(plan: OpPlan) -> bool:
 def _doubting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have an error that comes at any line of a function repaired: C++ only hands it on."""
 
+    @below_function_modes
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         try:

@@ -22,6 +22,7 @@ from ..memory.plain_views import KEY_NAME
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, plan_of
 from .by_value import run_with_numbers
+from .guards import below_function_modes
 from .higher_order import run_higher_order
 from .onlookers.passing import deliver, note_written, pass_onlookers
 from .ready_path import SLOW, WAYS, known_peak
@@ -29,7 +30,6 @@ from .slow_path import SlowPath
 from .tracebacks import shorten
 from .watched_path import run_watched
 
-_function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _get_mode = torch._C._get_dispatch_mode
 _is_inference_mode = torch.is_inference_mode_enabled
@@ -46,6 +46,7 @@ _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _OURS = torch._C._dispatch_key_parse(KEY_NAME)
 
 
+@below_function_modes
 def dispatch(
     op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None, *, as_one: bool = False
 ) -> Any:
@@ -75,7 +76,7 @@ def dispatch(
             and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
         ):
             result = way(plan, args, kwargs)
-            if result is SLOW and not _function_modes():
+            if result is SLOW:
                 result = _run_lacking_little(plan, args, kwargs)
             if result is not SLOW:
                 return result
@@ -129,7 +130,7 @@ def take_usual_path(
         and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
     ):
         result = way(plan, args, kwargs)
-        if result is SLOW and not _function_modes():
+        if result is SLOW:
             result = _run_lacking_little(plan, args, kwargs)
         if result is not SLOW:
             return result
@@ -157,10 +158,6 @@ def _kept_from_modes(call: SlowPath) -> Any:
     if is_view and not call.args[0].is_inference():
         # Also in inference mode a view of a normal tensor is normal: autograd counts its versions.
         with torch.inference_mode(False):
-            return call.run()
-    if _function_modes():
-        # They have seen the call already. What the runtime does to storages is not for them.
-        with torch._C.DisableTorchFunction():
             return call.run()
     return call.run()
 

@@ -27,8 +27,8 @@ go different ways: a method steps aside for autograd, a formula is there for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -41,6 +41,9 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_autocast = torch._C._is_any_autocast_enabled
 _is_tracing = torch._C._is_tracing
 _forward_ad = torch.autograd.forward_ad
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def may_bypass(function_modes: bool = True, autocast: bool = True, observers: bool = True) -> bool:
@@ -69,6 +72,23 @@ def may_bypass(function_modes: bool = True, autocast: bool = True, observers: bo
         or (function_modes and _function_modes())
         or (autocast and _is_autocast())
     )
+
+
+def below_function_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep what a function does from the modes of this thread: they have seen what it is for.
+
+    Torch takes the mode that it asks off their stack meanwhile, but one can put itself back there
+    (`torch.overrides.redispatch_function`).
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if _function_modes():
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def records_gradient(tensors: Iterable[Any]) -> bool:

@@ -34,7 +34,6 @@ _NO_KWARGS: dict[str, Any] = {}
 _Tensor = torch.Tensor
 _strided = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
-_function_modes = torch._C._len_torch_function_stack
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -87,7 +86,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         residency.books.tick = tick
         if is_logged:
             residency.feed.uses.note_all(tick, plan.kind, args, (first,) if writes else ())
-        run = plan.op if _function_modes() else plan.binding
+        run = plan.binding
         if listed_count:
             out = run(
                 plain_args[:listed_count], *plain_args[listed_count:], **(kwargs or _NO_KWARGS)
@@ -202,7 +201,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         residency.books.tick = tick
         if is_logged:
             residency.feed.uses.note_all(tick, plan.kind, flat, targets(plan, args))
-        run = plan.op if _function_modes() else plan.binding
+        run = plan.binding
         out = run(*folded(plan, args, plain), **kwargs)
         has_written = bool(plan.writes)
         if plan.counts_lists:
@@ -339,9 +338,7 @@ def _view(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if _is_inference_mode() and not first.is_inference():
         return SLOW
     try:
-        if _function_modes():
-            out = plan.op(first._ttr_plain, *args[1:], **(kwargs or _NO_KWARGS))
-        elif plan.spreads_sizes and args[1]:
+        if plan.spreads_sizes and args[1]:
             out = plan.binding(first._ttr_plain, *args[1])
         else:
             out = plan.binding(first._ttr_plain, *args[1:], **(kwargs or _NO_KWARGS))
