@@ -40,6 +40,11 @@ from .ready_path import SLOW, WAYS, all_owned
 _Tensor = torch.Tensor
 
 
+def may_lack(residency: Residency) -> bool:
+    """Whether operators lack operands by and by: memory is short, or everything is given back."""
+    return residency.books.is_pressed or residency.feed.gives_back
+
+
 def may_be_watched(residency: Residency) -> bool:
     """Whether the strategy only wants to hear of uses of what is there, and decides nothing.
 
@@ -60,7 +65,7 @@ def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
-    if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
+    if not may_lack(residency) or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):
@@ -90,7 +95,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         and all(_may_be_written(block, device) for block in written)
     ):
         return _run_opened(*call, closed)
-    if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
+    if may_be_fetched(residency) and _lacks_operands_only(plan, args, kwargs, closed):
         return _run_fetched(*call)
     return SLOW
 
@@ -138,8 +143,10 @@ def _may_be_written(block: Block, device: Device) -> bool:
     )
 
 
-def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:
-    if not plan.may_be_fetched:
+def _lacks_operands_only(
+    plan: OpPlan, args: tuple[Any, ...], kwargs: Any, closed: Sequence[Block]
+) -> bool:
+    if not plan.may_be_fetched(args, kwargs or {}):
         return False
     for block in closed:
         if not (block.exposure is None and block.sharers is None and block.promise is None):
