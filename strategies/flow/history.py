@@ -4,8 +4,9 @@ The record is the sequence of accesses to persistent blocks. A *sticky cursor* p
 past: the future is taken to be what followed there. While the program does what it did then, the
 cursor only moves on, through nested periods too (the optimizer after four micro-steps, the decoder
 after twenty denoising steps). An access to another block by an equal operator is a substitution
-and moves it on as well, unless the record knows the last accesses in this very order; anything else
-puts it where the recent past agrees with the record longest.
+and moves it on as well, unless the record knows the last accesses in this very order; results that
+are accessed now and were not then are passed over (`tolerance.py`); anything else puts it where the
+recent past agrees with the record longest.
 
 A record is a hint. It never holds a block alive, and a wrong forecast may cost time, nothing else.
 """
@@ -18,11 +19,10 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from .allocation_sites import AllocationSites
+from .tolerance import PROGRAM_AGREEMENT, Tolerance
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
 GRAM_LENGTHS = (24, 8, 3, 1)
-#: So many accesses in the order of the record are the program's order; fewer may be routed alike.
-PROGRAM_AGREEMENT = 96
 #: Places remembered per context.
 PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
@@ -31,8 +31,6 @@ INDEXED_RUN = 24
 LONGEST_AGREEMENT = 4096
 #: Accesses to results of operators that may be missing from what was foreseen, one after another.
 MADE_RUN = 8
-#: Substitutions tolerated among the last 16 accesses.
-SUBSTITUTION_LIMIT = 10
 #: Weight of the past in `History.confidence`, per access.
 CONFIDENCE_DECAY = 1 - 1 / 48
 
@@ -83,7 +81,7 @@ class History:
         self._grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
         self._older_grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
         self._index_until = INDEXED_RUN
-        self._substitutions = 0  # one bit per access, newest lowest
+        self._tolerance = Tolerance()
         self._is_exact = False
         self._temporary_count = 0  # entries that belong to temporaries
         self._names = AllocationSites()
@@ -111,7 +109,7 @@ class History:
         if self.cursor >= 0 and self._symbols[index] == symbol:
             self._append(symbol, struct)
             self.cursor += 1
-            self._substitutions = (self._substitutions << 1) & 0xFFFF
+            self._tolerance.match()
             self._is_exact = True
             if self.end <= self._index_until:
                 self._index()
@@ -162,7 +160,8 @@ class History:
         if self.cursor < 0:
             return False
         is_made = block_id in self._names.made
-        index = self._made_before(symbol, nbytes, struct, is_made=is_made)
+        made_id = block_id if is_made else None
+        index = self._made_before(symbol, nbytes, struct, made_id)
         if index >= 0:
             other = self._symbols[index]
             if other != symbol and is_new:
@@ -170,8 +169,8 @@ class History:
             self.cursor = self.start + index + 1
             self._is_exact = True
             self._judge(nbytes, nbytes)
-        elif is_made and self._substitutions.bit_count() < SUBSTITUTION_LIMIT:
-            self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+        elif is_made and self._tolerance.takes_extra:
+            self._tolerance.note_extra()
         else:
             return False
         self._append(symbol, struct)
@@ -179,7 +178,7 @@ class History:
         self._index()
         return True
 
-    def _made_before(self, symbol: int, nbytes: int, struct: int, *, is_made: bool) -> int:
+    def _made_before(self, symbol: int, nbytes: int, struct: int, made_id: int | None) -> int:
         """Return where the record soon has this access to what an operator made; -1 if nowhere."""
         first, names, grown = self.cursor - self.start, self._names, -1
         for index in range(first, min(first + MADE_RUN, len(self._symbols))):
@@ -188,7 +187,9 @@ class History:
                 return index
             if other not in names.born_at:
                 break
-            if is_made and self._bearer_of.get(other, other) not in self._nbytes:
+            if made_id is None or self._bearer_of.get(other, other) in self._nbytes:
+                continue
+            if names.is_made_near(made_id, other, self.start + index):
                 if self._structs[index] == struct:
                     return index
                 if grown < 0 and names.is_alike(other, nbytes):
@@ -203,14 +204,14 @@ class History:
         self._append(symbol, struct)
         self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
-        is_in_place = is_substitute and self._substitutions.bit_count() < SUBSTITUTION_LIMIT
+        is_in_place = is_substitute and self._tolerance.takes_substitute
         place = self._find_place(PROGRAM_AGREEMENT if is_in_place else 1)
         if is_in_place and place < 0:
             self.cursor += 1
-            self._substitutions = (self._substitutions << 1 | 1) & 0xFFFF
+            self._tolerance.note_substitute()
         else:
             before, self.cursor = self.cursor, place
-            self._substitutions = 0
+            self._tolerance.begin()
             self.leap_count += before >= 0 or self.cursor >= 0
         self._index()
 

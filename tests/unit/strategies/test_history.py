@@ -197,6 +197,51 @@ def test_what_is_to_be_made_until_then_is_passed_over():
     assert list(history.next_ones(5)) == [1, made, 3], "something else comes in its place"
 
 
+def training_step(history, step, tracked, layers=12):
+    """Four micro-steps over equal layers, each of which makes four results; then the optimizer.
+
+    Which results are accessed as what stays is `tracked(step, micro_step, layer)`. Weights have
+    the numbers from 0, the optimizer's state those from 100.
+    """
+    number = 1000 * (1 + step)
+    for micro in range(4):
+        made = []
+        for layer in range(layers):
+            history.access(2 * layer, 8, 1)
+            history.access(2 * layer + 1, 8, 2)
+            for place in range(4):
+                number += 1
+                history.birth(number, 8, place)
+            made.append((layer, range(number - 3, number + 1)))
+        for layer, results in reversed(made):
+            for block_id in results if tracked(step, micro, layer) else ():
+                history.access(block_id, 8, 3)
+            history.access(2 * layer, 8, 4)
+            for block_id in results:
+                history.death(block_id)
+    for layer in range(2 * layers):
+        history.access(layer, 8, 5)
+        history.access(100 + layer, 8, 5)
+
+
+@pytest.mark.parametrize("way", ["by step", "by micro-step", "at random"])
+def test_activations_that_come_and_go_are_no_other_micro_step(way):
+    rng = random.Random(0)
+    tracked = {
+        "by step": lambda step, micro, layer: step > 3,
+        "by micro-step": lambda step, micro, layer: (micro + step) % 2,
+        "at random": lambda step, micro, layer: rng.random() < 0.5,
+    }[way]
+    history = History()
+    for step in range(4):
+        training_step(history, step, tracked)
+    for step in range(4, 9):
+        leaps, before = history.leap_count, history.end
+        training_step(history, step, tracked)
+        assert history.leap_count == leaps
+        assert abs(history.period - (history.end - before)) <= 8  # a step, and no micro-step
+
+
 def test_what_outlives_its_birth_place_gets_an_identity_of_its_own():
     """Optimizer state is born once, where a step makes something short-lived each time."""
     history = told(sweep(0, 4, 0) * 2)
