@@ -27,8 +27,10 @@ from .entry import dispatch
 from .fallback import settled
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
-from .tracebacks import shorten
+from .tracebacks import hides, shorten
 from .watched_path import run_promised, run_watched
+
+__tracebackhide__ = hides
 
 _function_modes = torch._C._len_torch_function_stack
 
