@@ -31,7 +31,7 @@ from ..memory.ref import TensorRef
 from .gradients import Bundle, CompiledEntry, are_ours
 from .layers import has_hooks, repeated_blocks
 from .learning import learn
-from .reachable import Cells, holds_refs, modules_of
+from .reachable import Cells, holds_refs, modules_of, reaches_refs
 from .region import (
     Part,
     Region,
@@ -132,7 +132,7 @@ class CompiledCall:
             owned = [tensor for module in modules for tensor in tensors_of(module)]
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
-                return self._compiled
+                return self._function if reaches_refs(self._function) else self._compiled
             if any(not isinstance(tensor, TensorRef) or tensor.is_inference() for tensor in owned):
                 return self._function
         if self._elsewhere_count or not self._may_run_natively():

@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from ..memory.ref import TensorRef
+from .slots import tensors_of
+from .tensor_tree import CLOSED, DICT, OBJECT, kind_of
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
+#: What holds more values than this is taken to hold a TensorRef: to look on takes milliseconds.
+MOST_VALUES = 10_000
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Cells:
@@ -84,6 +89,28 @@ def holds_refs(function: Any) -> bool:
     return any(
         isinstance(part, TensorRef) and id(part) not in in_cells for part in _held(function, 0)
     )
+
+
+def reaches_refs(function: Any) -> bool:
+    """Whether what a function holds has TensorRefs inside: an object, a list, an optimizer."""
+    seen: set[int] = set()
+    return any(_has_refs(part, seen, 0) for part in _held(function, 0))
+
+
+def _has_refs(value: Any, seen: set[int], depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, TensorRef)
+    if isinstance(value, nn.Module):
+        return any(isinstance(tensor, TensorRef) for tensor in tensors_of(value))
+    kind = kind_of(value)
+    is_ours = type(value).__module__.startswith(_PACKAGE)
+    if kind is CLOSED or is_ours or depth > DEPTH or id(value) in seen:
+        return False
+    seen.add(id(value))
+    if len(seen) > MOST_VALUES:
+        return True
+    parts = value.values() if kind is DICT else vars(value).values() if kind is OBJECT else value
+    return any(_has_refs(part, seen, depth + 1) for part in [*parts])
 
 
 def _is_of_program(part: Any) -> bool:
