@@ -556,3 +556,23 @@ def test_a_function_that_reaches_plain_tensors_only_stays_compiled(manage):
         torch.ones(2)  # there has been a TensorRef
         call()
     assert backend.call_count == 1
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_an_object_holds_is_used_later_only(manage, is_module):
+    """The compiler was given the memory of a TensorRef, and ended the process or raised."""
+    manage("lru")
+    with injected(), one_thread():
+        holder = Holder()
+        holder.used, part = False, nn.Linear(WIDTH, WIDTH) if is_module else holder.weight
+        holder.part = part
+        take = part if is_module else lambda x: x @ part
+        call = torch.compile(lambda x: use(holder, x) if holder.used else x * 2)
+
+        def use(holder: Any, x: torch.Tensor) -> torch.Tensor:
+            return holder.part(x) if is_module else x @ holder.part
+
+        for number, x in enumerate(batches(5)):
+            holder.used = number >= 3
+            expected = take(x) if holder.used else x * 2
+            torch.testing.assert_close(call(x), expected)

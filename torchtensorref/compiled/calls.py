@@ -181,6 +181,9 @@ class CompiledCall:
             out = learn(
                 self._manager, whole, structure, inputs, args, kwargs, call, gradients=notes
             )
+            if reaches_refs(self._function, {id(module) for module in whole.modules()}):
+                # Whether it uses these can depend on a flag, and the compiler asks for memory.
+                structure.doubt = structure.doubt or "it holds objects or lists with tensors"
             if cells.are_rebound:
                 structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from .tensor_tree import CLOSED, DICT, OBJECT, kind_of
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
-#: What holds more values than this is taken to hold a TensorRef: to look on takes milliseconds.
+#: Objects that are looked into at most: some hold the whole program.
 MOST_VALUES = 10_000
-_PACKAGE = __name__.partition(".")[0]
+#: Where classes come from whose objects are not looked into: ours, and Python's own (loggers).
+_NO_PROGRAMS = sys.stdlib_module_names - {"argparse", "builtins", "collections", "types"} | {
+    __name__.partition(".")[0]
+}
 
 
 class Cells:
@@ -91,26 +95,32 @@ def holds_refs(function: Any) -> bool:
     )
 
 
-def reaches_refs(function: Any) -> bool:
-    """Whether what a function holds has TensorRefs inside: an object, a list, an optimizer."""
+def reaches_refs(function: Any, besides: Container[int] = ()) -> bool:
+    """Whether a function holds TensorRefs inside something: an object, a list, an optimizer.
+
+    Parameters
+    ----------
+    besides : container of int
+        The ids of modules that are not looked into: what they hold is exchanged.
+    """
     seen: set[int] = set()
-    return any(_has_refs(part, seen, 0) for part in _held(function, 0))
+    parts = (part for part in _held(function, 0) if not isinstance(part, torch.Tensor))
+    return any(_has_refs(part, seen, besides, 0) for part in parts)
 
 
-def _has_refs(value: Any, seen: set[int], depth: int) -> bool:
+def _has_refs(value: Any, seen: set[int], besides: Container[int], depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return isinstance(value, TensorRef)
     if isinstance(value, nn.Module):
-        return any(isinstance(tensor, TensorRef) for tensor in tensors_of(value))
+        own = () if id(value) in besides else tensors_of(value)
+        return any(isinstance(tensor, TensorRef) for tensor in own)
     kind = kind_of(value)
-    is_ours = type(value).__module__.startswith(_PACKAGE)
-    if kind is CLOSED or is_ours or depth > DEPTH or id(value) in seen:
+    is_closed = kind is CLOSED or type(value).__module__.partition(".")[0] in _NO_PROGRAMS
+    if is_closed or depth > DEPTH or id(value) in seen or len(seen) > MOST_VALUES:
         return False
     seen.add(id(value))
-    if len(seen) > MOST_VALUES:
-        return True
     parts = value.values() if kind is DICT else vars(value).values() if kind is OBJECT else value
-    return any(_has_refs(part, seen, depth + 1) for part in [*parts])
+    return any(_has_refs(part, seen, besides, depth + 1) for part in [*parts])
 
 
 def _is_of_program(part: Any) -> bool:
