@@ -560,19 +560,29 @@ def test_a_function_that_reaches_plain_tensors_only_stays_compiled(manage):
 
 @pytest.mark.parametrize("is_module", [False, True])
 def test_what_an_object_holds_is_used_later_only(manage, is_module):
-    """The compiler was given the memory of a TensorRef, and ended the process or raised."""
-    manage("lru")
-    with injected(), one_thread():
-        holder = Holder()
-        holder.used, part = False, nn.Linear(WIDTH, WIDTH) if is_module else holder.weight
-        holder.part = part
-        take = part if is_module else lambda x: x @ part
-        call = torch.compile(lambda x: use(holder, x) if holder.used else x * 2)
+    """The compiler was given the memory of a TensorRef, and raised or ended the process."""
 
-        def use(holder: Any, x: torch.Tensor) -> torch.Tensor:
-            return holder.part(x) if is_module else x @ holder.part
+    def program() -> Any:
+        holder, results = Holder(), []
+        holder.is_used, holder.model = False, nn.Linear(WIDTH, WIDTH) if is_module else None
 
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if not holder.is_used:
+                return x * 2
+            return holder.model(x) if is_module else x * 2 + holder.weight[0]
+
+        call = torch.compile(step)
         for number, x in enumerate(batches(5)):
-            holder.used = number >= 3
-            expected = take(x) if holder.used else x * 2
-            torch.testing.assert_close(call(x), expected)
+            holder.is_used = number >= 3
+            result = call(x.requires_grad_())
+            result.sum().backward()
+            results += [result.detach(), x.grad]
+        return results
+
+    plain = plain_result(program)
+    torch._dynamo.reset()
+    manage("lru")
+    seed()
+    with injected(), one_thread():
+        for expected, found in zip(plain, program(), strict=True):
+            torch.testing.assert_close(tensorsManager.release(found), expected)
