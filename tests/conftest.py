@@ -60,6 +60,15 @@ def the_default_device_is_given_back() -> Iterator[None]:
         del context.device_context
 
 
+@pytest.fixture(autouse=True)
+def budgets_by_name_are_given_back() -> Iterator[None]:
+    """Leave the next test no budget of devices that it does not use: it would be warned of it."""
+    yield
+    manager = getattr(sys.modules.get("torchTensorRef.memory.manager"), "tensorsManager", None)
+    if manager is not None and isinstance(manager._budget_setting, dict):
+        manager.budget = None
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., str]:
     """Write a program that has never heard of us; return its path."""
@@ -112,6 +121,7 @@ def manage(times_are_not_kept: None) -> Iterator[Callable[..., Any]]:
             SimDevice(spec, number, machine=machine, poison=True, name=name)
             for number, name in enumerate(names)
         ]
+        tensorsManager.budget = None  # it may name devices that go now
         tensorsManager.device = devices if count > 1 else devices[0]
         tensorsManager.budget = nbytes
         tensorsManager.strategy = strategy

@@ -15,7 +15,7 @@ from collections.abc import Container
 BIRTHS_PER_SLOT = 256
 #: Share by which what is made anew at one place may differ in size: caches that grow.
 GROWTH = 0.5
-#: What is made at slots up to so far apart can be the same, where accesses between have come or gone.
+#: What is made at slots so far apart can be the same: accesses in between may have come or gone.
 NEAR_SLOTS = 8
 
 

@@ -13,6 +13,7 @@ from torchTensorRef.interception.blocks import Blocks
 from torchTensorRef.operators.blocked import probe, products
 
 from ..support.differential import bits, differences
+from ..support.processes import python
 
 aten = torch.ops.aten
 
@@ -579,3 +580,20 @@ def test_a_sparse_gradient_that_shares_an_operands_indices_survives_an_eviction(
     manager = manage("genoa", 25_600)
     assert torch.equal(expected, manager.release(trained(manager.adopt)))
     manager.check()
+
+
+def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
+    """Torch foretells results in Python, and imports its compiler for it: a second and more."""
+    program = """
+        import sys
+        import torchTensorRef, torch
+        from torchTensorRef import tensorsManager
+        tensorsManager.device, tensorsManager.budget = "sim", 100_000
+        x = torch.ones(200, 200)
+        y = torch.nn.functional.gelu(x + x * 2).mul_(x)
+        assert y.dtype is torch.float32 and (x > y).dtype is torch.bool
+        assert tensorsManager.stats()["blocked_op_count"] >= 4
+        assert "torch._dynamo" not in sys.modules, "the compiler"
+        """
+    done = python(script(program))
+    assert done.returncode == 0, done.stderr

@@ -481,3 +481,108 @@ def test_what_was_learned_with_a_flag_is_not_taken_for_calls_without(ours):
         return [x.detach() for x in (*found, p.grad)]
 
     ours(results)
+
+
+class Holder:
+    """An object that is no module, and has tensors."""
+
+    def __init__(self) -> None:
+        self.weight, self.parts = torch.rand(WIDTH, WIDTH), {"shift": [torch.rand(WIDTH)]}
+
+    def result(self) -> torch.Tensor:
+        return (self.weight + self.parts["shift"][0]).relu()
+
+
+def of_an_optimizer() -> Any:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True)
+    step = torch.compile(lambda: optimizer.step())
+    for x in batches(3):
+        model(x).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def of_a_holder() -> Any:
+    holder = Holder()
+    call, results = torch.compile(holder.result), []
+    with torch.no_grad():
+        for _ in range(3):
+            results.append(call())
+            holder.weight.mul_(0.5)
+    return results
+
+
+def of_a_list() -> Any:
+    weights = [torch.rand(WIDTH, WIDTH) for _ in range(3)]
+    call = torch.compile(lambda: sum(weight.sum(0) for weight in weights))
+    with torch.no_grad():
+        return [call() for _ in range(3)]
+
+
+def of_a_module_in_an_object() -> Any:
+    holder = Holder()
+    holder.parts = {"model": nn.Linear(WIDTH, WIDTH)}
+    call = torch.compile(lambda: holder.parts["model"].weight * 2)
+    with torch.no_grad():
+        return [call() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "program", [of_an_optimizer, of_a_holder, of_a_list, of_a_module_in_an_object]
+)
+def test_what_is_reached_through_objects_is_intercepted(manage, program):
+    """Torch's own compiler asked a TensorRef for memory that it has not got, in C++."""
+
+    def not_compiled() -> Any:
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(torch, "compile", lambda function: function)
+            return program()
+
+    plain, manager = plain_result(not_compiled), manage("lru", 1 << 14)
+    seed()
+    with injected(), one_thread():
+        found = program()
+    manager.check()
+    assert differences(plain, found) == []
+
+
+def test_a_function_that_reaches_plain_tensors_only_stays_compiled(manage):
+    manage("lru")
+    holder, backend = Holder(), Backend()  # made here, where injection is off
+    with injected(), torch.no_grad():
+        call = torch.compile(holder.result, backend=backend)
+        torch.ones(2)  # there has been a TensorRef
+        call()
+    assert backend.call_count == 1
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_an_object_holds_is_used_later_only(manage, is_module):
+    """The compiler was given the memory of a TensorRef, and raised or ended the process."""
+
+    def program() -> Any:
+        holder, results = Holder(), []
+        holder.is_used, holder.model = False, nn.Linear(WIDTH, WIDTH) if is_module else None
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if not holder.is_used:
+                return x * 2
+            return holder.model(x) if is_module else x * 2 + holder.weight[0]
+
+        call = torch.compile(step)
+        for number, x in enumerate(batches(5)):
+            holder.is_used = number >= 3
+            result = call(x.requires_grad_())
+            result.sum().backward()
+            results += [result.detach(), x.grad]
+        return results
+
+    plain = plain_result(program)
+    torch._dynamo.reset()
+    manage("lru")
+    seed()
+    with injected(), one_thread():
+        for expected, found in zip(plain, program(), strict=True):
+            torch.testing.assert_close(tensorsManager.release(found), expected)

@@ -131,6 +131,10 @@ def test_a_script_that_begins_with_a_tensor(script):
     assert done.returncode == 0, done.stderr
     assert "[2.0, 2.0, 2.0]" in done.stdout
     assert "rtx3060" in done.stdout
+    # It runs at home, where calls take no virtual time: "1000000000.00 /s", "0.00x" said nothing.
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("rtx3060"))
+    assert row.split()[-3:] == ["-", "-", "calls"]
+    assert "which the host's calls takes: it runs at home" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,11 @@ import torchTensorRef
 from torchTensorRef.autograd import overrides
 from torchTensorRef.base.errors import TransferError
 from torchTensorRef.base.options import options
-from torchTensorRef.interception import slow_path
+from torchTensorRef.inject import classes, devices, factories
+from torchTensorRef.interception import cpp_path, slow_path
+from torchTensorRef.tensor import attributes, numbers, protocols, tensor_ref
+
+from ..support.injection import injected
 
 OURS = str(Path(torchTensorRef.__file__).parent)
 
@@ -57,10 +61,48 @@ def test_a_mistake_of_the_programs(manager: Any, name: str, grad: bool, is_there
             assert frames_of_ours(program) != []
 
 
-def test_pytest_leaves_our_frames_out() -> None:
-    assert overrides.__tracebackhide__(None)
+#: Where Python of ours stands between a program, or torch's own Python, and torch's C++.
+BETWEEN = (overrides, cpp_path, classes, devices, factories, attributes, numbers, protocols)
+
+
+@pytest.mark.parametrize("module", [*BETWEEN, tensor_ref], ids=lambda module: module.__name__)
+def test_pytest_leaves_our_frames_out(module: Any) -> None:
+    assert module.__tracebackhide__(None)
     with options(tracebacks="whole"):
-        assert not overrides.__tracebackhide__(None)
+        assert not module.__tracebackhide__(None)
+
+
+def seen_by_pytest(program: Callable[[], Any]) -> list[str]:
+    """Run a program that ends in an error; name our files that pytest shows of its traceback."""
+    with injected(), pytest.raises((RuntimeError, ValueError, OSError)) as caught:
+        program()
+    files = [str(entry.path) for entry in caught.traceback.filter(caught)]
+    return [file for file in files if file.startswith(OURS)]
+
+
+def backward_twice() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = (x * x).sum()
+    y.backward()
+    y.backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        backward_twice,
+        lambda: torch.load("nowhere.pt"),
+        lambda: torch.rand(10**14),
+        lambda: torch.tensor([[1], [2, 3]]),
+        lambda: torch.ones(2).new_empty(-1),
+        lambda: torch.ones(2, requires_grad=True).numpy(),
+        lambda: torch.nn.Parameter(torch.ones(2, dtype=torch.int)),
+    ],
+)
+def test_pytest_shows_mistakes_without_our_frames(manager: Any, program: Any) -> None:
+    assert seen_by_pytest(program) == []
+    with options(tracebacks="whole"):
+        assert seen_by_pytest(program) != []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, TransferError])

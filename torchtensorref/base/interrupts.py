@@ -52,6 +52,9 @@ _PROGRAMS = (
 _SWALLOWING_FILES = tuple(
     os.path.join(os.path.dirname(os.__file__), name) for name in ("weakref.py", "_weakrefset.py")
 )
+#: What torch's C++ calls in the middle of an operator, on the path in Python: what a handler
+#: computed there would have no gradients.
+_IN_OPERATORS = os.path.join("torch", "_library", "simple_registry.py")
 #: After these, and at these, Python itself looks for signals.
 _CALLS = frozenset(opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") if name in opmap)
 _LOOPS = frozenset(number for name, number in opmap.items() if name.startswith("JUMP_BACKWARD"))
@@ -103,7 +106,7 @@ def _outermost(frame: FrameType | None) -> FrameType | None:
                 break
             if not name.startswith(_PROGRAMS):
                 found = frame
-        elif _is_callback(code):
+        elif name.endswith(_IN_OPERATORS) or _is_callback(code):
             found = frame
         frame = frame.f_back
     return found

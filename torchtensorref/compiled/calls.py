@@ -31,7 +31,7 @@ from ..memory.ref import TensorRef
 from .gradients import Bundle, CompiledEntry, are_ours
 from .layers import has_hooks, repeated_blocks
 from .learning import learn
-from .reachable import Cells, holds_refs, modules_of
+from .reachable import Cells, holds_refs, modules_of, reaches_refs
 from .region import (
     Part,
     Region,
@@ -132,7 +132,7 @@ class CompiledCall:
             owned = [tensor for module in modules for tensor in tensors_of(module)]
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
-                return self._compiled
+                return self._function if reaches_refs(self._function) else self._compiled
             if any(not isinstance(tensor, TensorRef) or tensor.is_inference() for tensor in owned):
                 return self._function
         if self._elsewhere_count or not self._may_run_natively():
@@ -181,6 +181,9 @@ class CompiledCall:
             out = learn(
                 self._manager, whole, structure, inputs, args, kwargs, call, gradients=notes
             )
+            if reaches_refs(self._function, {id(module) for module in whole.modules()}):
+                # Whether it uses these can depend on a flag, and the compiler asks for memory.
+                structure.doubt = structure.doubt or "it holds objects or lists with tensors"
             if cells.are_rebound:
                 structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):

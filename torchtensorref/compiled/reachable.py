@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..memory.ref import TensorRef
+from .slots import tensors_of
+from .tensor_tree import CLOSED, DICT, OBJECT, kind_of
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
+#: Objects that are looked into at most: some hold the whole program.
+MOST_VALUES = 10_000
+#: Where classes come from whose objects are not looked into: ours, and Python's own (loggers).
+_NO_PROGRAMS = sys.stdlib_module_names - {"argparse", "builtins", "collections", "types"} | {
+    __name__.partition(".")[0]
+}
 
 
 class Cells:
@@ -84,6 +93,34 @@ def holds_refs(function: Any) -> bool:
     return any(
         isinstance(part, TensorRef) and id(part) not in in_cells for part in _held(function, 0)
     )
+
+
+def reaches_refs(function: Any, besides: Container[int] = ()) -> bool:
+    """Whether a function holds TensorRefs inside something: an object, a list, an optimizer.
+
+    Parameters
+    ----------
+    besides : container of int
+        The ids of modules that are not looked into: what they hold is exchanged.
+    """
+    seen: set[int] = set()
+    parts = (part for part in _held(function, 0) if not isinstance(part, torch.Tensor))
+    return any(_has_refs(part, seen, besides, 0) for part in parts)
+
+
+def _has_refs(value: Any, seen: set[int], besides: Container[int], depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, TensorRef)
+    if isinstance(value, nn.Module):
+        own = () if id(value) in besides else tensors_of(value)
+        return any(isinstance(tensor, TensorRef) for tensor in own)
+    kind = kind_of(value)
+    is_closed = kind is CLOSED or type(value).__module__.partition(".")[0] in _NO_PROGRAMS
+    if is_closed or depth > DEPTH or id(value) in seen or len(seen) > MOST_VALUES:
+        return False
+    seen.add(id(value))
+    parts = value.values() if kind is DICT else vars(value).values() if kind is OBJECT else value
+    return any(_has_refs(part, seen, besides, depth + 1) for part in [*parts])
 
 
 def _is_of_program(part: Any) -> bool:

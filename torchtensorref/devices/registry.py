@@ -165,7 +165,7 @@ def _open(name: str) -> Device:
     if kind == "sim":
         return _open_simulated(name, rest)
     if kind in REAL_KINDS and (not rest or rest.isdecimal()):
-        return _open_real(name, REAL_KINDS[kind], int(rest or 0))
+        return _open_real(name, kind, int(rest or 0))
     raise no_such_device(name, known_names())
 
 
@@ -238,8 +238,13 @@ def _simulate(spec: DeviceSpec, index: int, name: str) -> Device:
     )
 
 
-def _open_real(name: str, kind: str, index: int) -> Device:
+def _open_real(name: str, called: str, index: int) -> Device:
+    kind = REAL_KINDS[called]
     canonical = f"{kind}:{index}"
+    if called != kind:
+        from .accelerator.vendor import module_of
+
+        module_of(kind, called)  # where there is none, that is said by its name
     same = _same_as(canonical, name)
     if same is not None:
         return same

@@ -102,12 +102,14 @@ def table(seen: list[Forecast], new_tokens: int) -> str:
     lines, longer = [f"{head} {'floor':>6} bound"], []
     for one in seen:
         step, first = one.steady, one.steps[0]
-        floor_ns, _ = one.floor_ns(step)
+        times = one.times_floor(step)
+        rate = "-" if times is None else f"{1e9 / max(step.time_ns, 1):.2f}"
+        against = "-" if times is None else f"{times:.2f}x"
         lines.append(
             f"{one.spec.name:14} {format_nbytes(one.budget_nbytes):>10} "
             f"{format_nbytes(one.peak_nbytes):>10} {format_ns(first.time_ns):>9} "
-            f"{format_ns(step.time_ns):>9} {1e9 / max(step.time_ns, 1):7.2f} "
-            f"{step.time_ns / max(floor_ns, 1):5.2f}x {BOUNDS[one.bound_by(step)]}"
+            f"{format_ns(step.time_ns):>9} {rate:>7} "
+            f"{against:>6} {BOUNDS[one.bound_by(step)]}"
         )
         later = max(new_tokens - len(one.steps), 0) * step.time_ns
         longer.append(f"{one.spec.name} {format_ns(one.time_ns + later)}")

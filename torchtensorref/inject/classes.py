@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from ..base.interrupts import lets_program_run
+from ..interception.tracebacks import hides
 from .factories import _core, is_plain_world
 from .hooks import is_disabled, is_ref, load, state
 from .inject_to import injectTo
 from .registration import module_behind
+
+__tracebackhide__ = hides
 
 
 def subclass_wrapper(

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from ..devices.accelerator.streams import note_streams
+from ..interception.tracebacks import hides
 from ..operators.layouts import SPARSE
 from ..tensor.device_names import canonical, is_foreign, of_legacy_type, stand_in, take_out
 from .factories import _core, is_plain_world, takes_part, with_known_device
 from .hooks import PACKAGE, is_disabled, is_ref, state
+
+__tracebackhide__ = hides
 
 
 def then_note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

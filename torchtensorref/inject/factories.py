@@ -23,9 +23,12 @@ from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..base.progress import Bar
 from ..base.units import format_nbytes
+from ..interception.tracebacks import hides
 from ..tensor.device_names import canonical, is_foreign
 from .hooks import disabled, is_disabled, is_ref, load, state
 from .inject_to import check_known, injectTo
+
+__tracebackhide__ = hides
 
 _log = logging.getLogger("torchTensorRef")
 

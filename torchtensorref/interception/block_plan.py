@@ -15,7 +15,7 @@ from ..operators.blocked.sums import HALF
 from ..operators.blocked.table import rule_of
 from ..operators.costs import touched_nbytes
 from ..operators.plan import OpPlan
-from .layouts import as_kernels_lay_out
+from .layouts import as_kernels_lay_out, as_operands_lie
 from .operands import Operands
 
 #: An operand of which a call takes less than this share of its block is packed, and not fetched.
@@ -126,13 +126,15 @@ class Plan:
         kwargs = {name: _without_bytes(arg) for name, arg in operands.kwargs.items()}
         op = operands.plan.op
         run = getattr(op, "op", op)
+        is_elementwise = rule_of(op) is elementwise
+        out = as_operands_lie(run, args, kwargs) if is_elementwise and cut.is_flat else None
         try:
-            out = run(*args, **kwargs)
+            out = run(*args, **kwargs) if out is None else out
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
             return False  # the program's own mistake is raised where it really runs
         found = list(out) if isinstance(out, (list, tuple)) else [out]
         self.fresh = [one for one in found if isinstance(one, torch.Tensor)]
-        if rule_of(op) is elementwise and not cut.is_flat:  # else it is like its operands
+        if is_elementwise and not cut.is_flat:  # else it is like its operands
             self.fresh = as_kernels_lay_out(run, args, kwargs, self.fresh)
         self.results = cut.results or tuple((None,) * like.dim() for like in self.fresh)
         if len(self.fresh) != len(self.results):

@@ -28,8 +28,10 @@ from .fallback import settled
 from .guards import below_function_modes
 from .onlookers.passing import pass_onlookers
 from .ready_path import SLOW, WAYS
-from .tracebacks import shorten
+from .tracebacks import hides, shorten
 from .watched_path import run_promised, run_watched
+
+__tracebackhide__ = hides
 
 
 class Peak(enum.IntEnum):

@@ -33,22 +33,60 @@ def as_kernels_lay_out(
     The small operands have what a kernel goes by: which strides and sizes are equal, which are less
     than others, which are 0, and whether there are gaps.
     """
+    out = _of_small_ones(op, args, kwargs, _small_of(args, kwargs))
+    if out is None:
+        return list(foretold)
+    return [
+        _like(made, like.size(), strides_of_whole(like, made))
+        for like, made in zip(foretold, _tensors_in(out), strict=True)
+    ]
+
+
+def as_operands_lie(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what results will be like, without bytes, where they are laid out as the operands.
+
+    Those are of one layout, or have one element. None where the host has no kernel, or it lays out
+    results otherwise.
+
+    Notes
+    -----
+    Torch foretells them in Python, and loads its compiler for the first one: a second and more.
+    """
+    small_of = _small_of(args, kwargs)
+    whole = max(_tensors_in((args, kwargs)), key=torch.Tensor.numel)
+    out = _of_small_ones(op, args, kwargs, small_of)
+    wanted = _small(whole, small_of)
+    if out is None or any(
+        (x.size(), x.stride()) != (wanted.size(), wanted.stride()) for x in _tensors_in(out)
+    ):
+        return None
+    return tree_map_only(torch.Tensor, lambda made: _like(made, whole.size(), whole.stride()), out)
+
+
+def _small_of(args: Any, kwargs: dict[str, Any]) -> dict[int, int]:
     sizes = {n for x in _tensors_in((args, kwargs)) for n in x.size() if n > 1}
-    small_of = {n: at for at, n in enumerate(sorted(sizes), 2)}
+    return {n: at for at, n in enumerate(sorted(sizes), 2)}
+
+
+def _of_small_ones(
+    op: Callable[..., Any], args: Any, kwargs: dict[str, Any], small_of: dict[int, int]
+) -> Any:
+    """Return what the host's kernel makes of small operands; None where it has none."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         small_args, small_kwargs = tree_map_only(
             torch.Tensor, lambda x: _small(x, small_of), (args, kwargs)
         )
         try:
-            out = op(*small_args, **small_kwargs)
+            return op(*small_args, **small_kwargs)
         except (RuntimeError, TypeError, ValueError, IndexError):
-            return list(foretold)
-        return [
-            torch._C._VariableFunctions.empty_strided(
-                like.size(), strides_of_whole(like, made), dtype=like.dtype, device="meta"
-            )
-            for like, made in zip(foretold, _tensors_in(out), strict=True)
-        ]
+            return None
+
+
+def _like(made: torch.Tensor, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch._C._VariableFunctions.empty_strided(
+            sizes, strides, dtype=made.dtype, device="meta"
+        )
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:

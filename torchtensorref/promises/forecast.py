@@ -25,6 +25,8 @@ from .teaching import teach
 
 __all__ = ["Forecast", "forecast"]
 
+#: What bounds a part of many small operators: the device is issued them one by one.
+CALLS = "the host's calls"
 #: What bounds a part that waits for management.
 HOSTS_TIME = "the host's own time"
 
@@ -163,9 +165,19 @@ class Forecast:
         missing_nbytes = max(0, weights_nbytes - self.budget_nbytes)
         link_ns = int(missing_nbytes / self.spec.h2d_bytes_per_s * 1e9)
         issue_ns = step.op_count * self.spec.dispatch_ns
-        bounds = {"the link": link_ns, "compute": step.compute_ns, "the host's calls": issue_ns}
+        bounds = {"the link": link_ns, "compute": step.compute_ns, CALLS: issue_ns}
         bound = max(bounds, key=bounds.__getitem__)
         return bounds[bound], bound
+
+    def times_floor(self, step: StepCost) -> float | None:
+        """Return how many times the floor a part takes; None where it takes less than its calls.
+
+        Then operators ran at home, where virtual time counts no calls: it says nothing.
+        """
+        floor_ns, bound = self.floor_ns(step)
+        if step.time_ns < floor_ns and bound == CALLS:
+            return None
+        return step.time_ns / max(floor_ns, 1)
 
     def bound_by(self, step: StepCost) -> str:
         """Return what bounds a part under this strategy: of the floor, or the host's own time."""
@@ -180,7 +192,6 @@ class Forecast:
     def report(self) -> str:
         """Say what is to be expected, as text that fits a screen."""
         step = self.steady
-        floor_ns, bound = self.floor_ns(step)
         alive = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in self.at_most_alive.items())
         lines = [
             f"{self.strategy} on {self.spec.name}, budget {format_nbytes(self.budget_nbytes)}: "
@@ -188,8 +199,7 @@ class Forecast:
             f"  needs      {alive}; {format_nbytes(self.least_nbytes)} is the least budget, "
             f"{format_nbytes(self.enough_nbytes)} is enough",
             f"  peak       {format_nbytes(self.peak_nbytes)}",
-            f"  floor      {step.name}: {step.time_ns / max(floor_ns, 1):.2f} times "
-            f"{format_ns(floor_ns)}, which {bound} takes",
+            f"  floor      {step.name}: {self._against_floor(step)}",
         ]
         if self.budget_nbytes < self.least_nbytes and step.fallback_count:
             said = f"{step.fallback_count} of {step.op_count} operators run on the host"
@@ -212,6 +222,11 @@ class Forecast:
             for s in rows
         ]
         return Text("\n".join(fitted(lines)))
+
+    def _against_floor(self, step: StepCost) -> str:
+        times, (floor_ns, bound) = self.times_floor(step), self.floor_ns(step)
+        least = f"{format_ns(floor_ns)}, which {bound} takes"
+        return f"{times:.2f} times {least}" if times else f"less than {least}: it runs at home"
 
     def to_json(self) -> dict[str, Any]:
         """Return what is to be expected as plain data."""

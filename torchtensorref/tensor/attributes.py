@@ -15,10 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from .patched_function import PatchedFunction
+
+__tracebackhide__ = hides
 
 #: What every class has in its body, also an empty one.
 _OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from ..interception.tracebacks import hides
 from ..memory.manager import tensorsManager
 from ..memory.ref import is_ref
 from .patched_function import PatchedFunction
+
+__tracebackhide__ = hides
 
 #: Left out where C++ fills a tensor from a list, together with all keys of ours.
 _LEFT_OUT = torch._C.DispatchKey.Python

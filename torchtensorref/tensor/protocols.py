@@ -17,11 +17,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 from ..autograd.of_class import OfClass
 from ..base.units import format_nbytes
 from ..interception.guards import may_bypass
+from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
 from .device_names import take_out
 from .printing import text_of
+
+__tracebackhide__ = hides
 
 #: Torch's own, where ours do a part only.
 _register_hook = Tensor.register_hook

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..interception import cpp_path
 from ..interception.entry import dispatch
+from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import alias_of, replace_metadata
@@ -18,6 +19,8 @@ from . import sparse as sparse
 from .attributes import attach_to_class, attach_to_tensors
 from .device_names import names_any_accelerator
 from .protocols import Protocols
+
+__tracebackhide__ = hides
 
 
 class ProxyInfo(NamedTuple):

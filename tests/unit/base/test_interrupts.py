@@ -34,9 +34,9 @@ def handlers() -> Iterator[None]:
     signal.signal(ALARM, before)
 
 
-def ours(source: str, **names: Any) -> dict[str, Any]:
-    """Run source as if it stood in a file of the package."""
-    code = compile(source, interrupts._PACKAGE + "memory/imagined.py", "exec")
+def ours(source: str, file: str = "", **names: Any) -> dict[str, Any]:
+    """Run source as if it stood in a file of the package, or in another one."""
+    code = compile(source, file or interrupts._PACKAGE + "memory/imagined.py", "exec")
     module = types.ModuleType("imagined")
     vars(module).update(signal=signal, ALARM=ALARM, time=time, **names)
     exec(code, vars(module))
@@ -68,6 +68,15 @@ def test_a_handler_waits_for_our_code_and_raises_into_the_program():
         log.append("the program went on")
     assert log == ["begun", "ended", "called"]
     assert sys.gettrace() is None
+
+
+def test_a_handler_waits_for_the_python_that_torch_calls_within_an_operator():
+    """There autograd is shut out: a handler that took a gradient had none."""
+    log: list[str] = []
+    signal.signal(ALARM, lambda signum, frame: log.append("called"))
+    file = sys.modules["torch._library.simple_registry"].__file__
+    ours(HALFWAY, file)["section"](log)
+    assert log == ["begun", "ended", "called"]
 
 
 def test_a_handler_that_returns_lets_the_program_go_on():

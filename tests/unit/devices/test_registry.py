@@ -112,8 +112,9 @@ def test_a_number_must_be_a_number():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this torch has cuda")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "hip", torch.device("cuda")])
 def test_a_kind_this_torch_lacks_says_what_to_do(name):
-    with pytest.raises(ConfigError, match="use 'sim'"):
+    with pytest.raises(ConfigError, match="use 'sim'") as caught:
         resolve(name)
+    assert f"no usable '{str(name).partition(':')[0]}'" in str(caught.value)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this torch has an accelerator")

@@ -25,6 +25,7 @@ def two(manager, monkeypatch):
     manager.budget = None
     manager.device = devices
     yield devices
+    manager.budget = None
     manager.device = LateDevice()
 
 

@@ -287,18 +287,7 @@ class Vendor:
         ConfigError
             This torch, or this machine, has no such accelerator.
         """
-        import torch
-
-        try:
-            module = torch.get_device_module(kind)
-        except RuntimeError:
-            module = None
-        if module is None or not module.is_available():
-            raise ConfigError(
-                f"This torch ({torch.__version__}) finds no usable {kind!r} device. Install a "
-                "build of torch and a driver for it, or use 'sim', which simulates one.",
-                name=kind,
-            )
+        module = module_of(kind)
         count = int(module.device_count())
         if index >= count:
             raise ConfigError(
@@ -306,6 +295,30 @@ class Vendor:
                 name=f"{kind}:{index}",
             )
         return cls(module, device, kind, index)
+
+
+def module_of(kind: str, called: str = "") -> Any:
+    """Return torch's module of a kind of device, which may be called otherwise ("hip").
+
+    Raises
+    ------
+    ConfigError
+        This torch, or this machine, has none; said by the name that it was called by.
+    """
+    import torch
+
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:
+        module = None
+    if module is None or not module.is_available():
+        name = called or kind
+        raise ConfigError(
+            f"This torch ({torch.__version__}) finds no usable {name!r} device. Install a "
+            "build of torch and a driver for it, or use 'sim', which simulates one.",
+            name=name,
+        )
+    return module
 
 
 def has_expandable_segments() -> bool:
