@@ -15,8 +15,6 @@ from collections.abc import Container
 BIRTHS_PER_SLOT = 256
 #: Share by which what is made anew at one place may differ in size: caches that grow.
 GROWTH = 0.5
-#: What is made at slots so far apart can be the same: accesses in between may have come or gone.
-NEAR_SLOTS = 8
 
 
 class AllocationSites:
@@ -31,7 +29,6 @@ class AllocationSites:
         self.bearer_of: dict[int, int] = {}  # symbol -> block, where they differ
         #: Living results of operators -> slot of their birth.
         self.made: dict[int, int] = {}
-        self._expected_at: dict[int, int] = {}  # likewise -> the slot that theirs was to repeat
         #: Of results that were accessed as persistent ones: symbol -> slots of the births.
         self.born_at: dict[int, array[int]] = {}
         self._births: dict[int, list[tuple[int, int, int]]] = {}  # slot -> place, nbytes, symbol
@@ -48,7 +45,6 @@ class AllocationSites:
         if len(born) >= BIRTHS_PER_SLOT:
             return False
         self.made[block_id] = slot
-        self._expected_at[block_id] = before
         symbol = block_id
         if 0 <= before != slot:
             symbol = self._born_before(place, nbytes, born, before, block_id)
@@ -81,7 +77,6 @@ class AllocationSites:
     def death(self, block_id: int) -> None:
         """Note that a block is gone."""
         self.made.pop(block_id, None)
-        self._expected_at.pop(block_id, None)
         symbol = self.symbol_of.pop(block_id, block_id)
         if self.bearer_of.get(symbol) == block_id:
             del self.bearer_of[symbol]
@@ -92,13 +87,6 @@ class AllocationSites:
             return False
         self.born_at[symbol] = array("q", [self.made[block_id]])
         return True
-
-    def is_made_near(self, block_id: int, symbol: int, position: int) -> bool:
-        """Whether a block was made about where that was which is used at a position."""
-        expected_at = self._expected_at.get(block_id, -1)
-        slots = self.born_at[symbol]
-        index = bisect_right(slots, position) - 1
-        return expected_at < 0 or (index >= 0 and abs(slots[index] - expected_at) <= NEAR_SLOTS)
 
     def is_alike(self, symbol: int, nbytes: int) -> bool:
         """Whether what was made last under a symbol had about this size."""

@@ -160,8 +160,7 @@ class History:
         if self.cursor < 0:
             return False
         is_made = block_id in self._names.made
-        made_id = block_id if is_made else None
-        index = self._made_before(symbol, nbytes, struct, made_id)
+        index = self._made_before(symbol, nbytes, struct, is_made=is_made)
         if index >= 0:
             other = self._symbols[index]
             if other != symbol and is_new:
@@ -178,7 +177,7 @@ class History:
         self._index()
         return True
 
-    def _made_before(self, symbol: int, nbytes: int, struct: int, made_id: int | None) -> int:
+    def _made_before(self, symbol: int, nbytes: int, struct: int, *, is_made: bool) -> int:
         """Return where the record soon has this access to what an operator made; -1 if nowhere."""
         first, names, grown = self.cursor - self.start, self._names, -1
         for index in range(first, min(first + MADE_RUN, len(self._symbols))):
@@ -187,9 +186,7 @@ class History:
                 return index
             if other not in names.born_at:
                 break
-            if made_id is None or self._bearer_of.get(other, other) in self._nbytes:
-                continue
-            if names.is_made_near(made_id, other, self.start + index):
+            if is_made and self._bearer_of.get(other, other) not in self._nbytes:
                 if self._structs[index] == struct:
                     return index
                 if grown < 0 and names.is_alike(other, nbytes):

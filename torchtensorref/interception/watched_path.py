@@ -95,7 +95,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         and all(_may_be_written(block, device) for block in written)
     ):
         return _run_opened(*call, closed)
-    if may_be_fetched(residency) and _lacks_operands_only(plan, args, kwargs, closed):
+    if may_be_fetched(residency) and _lacks_operands_only(plan, args, closed):
         return _run_fetched(*call)
     return SLOW
 
@@ -143,10 +143,8 @@ def _may_be_written(block: Block, device: Device) -> bool:
     )
 
 
-def _lacks_operands_only(
-    plan: OpPlan, args: tuple[Any, ...], kwargs: Any, closed: Sequence[Block]
-) -> bool:
-    if not plan.may_be_fetched(args, kwargs or {}):
+def _lacks_operands_only(plan: OpPlan, args: tuple[Any, ...], closed: Sequence[Block]) -> bool:
+    if not plan.may_be_fetched:
         return False
     for block in closed:
         if not (block.exposure is None and block.sharers is None and block.promise is None):

@@ -129,10 +129,11 @@ class OpPlan:
         for name in self.write_names:
             torch.autograd.graph.increment_version(self.argument(name, args, kwargs))
 
-    def may_be_fetched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    @property
+    def may_be_fetched(self) -> bool:
         """Whether a call that lacks operands runs where they are brought to, whatever they are."""
-        is_placed = self.reads_part or self.reads_groups or self.host_operands
-        return not (is_placed or self.special is not None or self.draws_random(args, kwargs))
+        is_placed = self.reads_part or self.reads_groups or self.is_random or self.host_operands
+        return not is_placed and self.special is None
 
     def allows(self, kwargs: dict[str, Any], first: Any) -> bool:
         """Whether a call with such keywords, and this first operand, may take the ready path."""

@@ -198,5 +198,4 @@ def _may_be_ready(plan: OpPlan, operands: Operands) -> bool:
 
 
 def _may_be_fetched(plan: OpPlan, operands: Operands) -> bool:
-    is_plain = operands.adopted or operands.unmanaged
-    return not is_plain and plan.may_be_fetched(operands.args, operands.kwargs)
+    return plan.may_be_fetched and not (operands.adopted or operands.unmanaged)

@@ -221,7 +221,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
     refs = (arg for arg in flattened(plan, args) if isinstance(arg, TensorRef))
     known = {
         "ready": plan.ready_way != ReadyWay.NONE and plan.allows(kwargs, first),
-        "fetched": plan.may_be_fetched(args, kwargs),
+        "fetched": plan.may_be_fetched,
         "on_host": draws and is_ref and first.device.type == "cpu",
         "overwrites": overwritten_of(plan, first, refs) is not None,
         "reads_part": plan.reads_part,
