@@ -1,8 +1,8 @@
 // Before torch 2.13: torch's way to Python, with our key left in.
 //
-// Torch calls a mode, or a tensor of another class (jagged ones, DTensor), with all keys shut out that stand above Python's. There
-// kBelow is one of them, and operators on a TensorRef inside would look for its bytes. All such calls are made through one object,
-// which stands for Python: ours hands on what torch's does, and such a call with our key let in again.
+// Torch calls a mode, or a tensor of another class (jagged ones, DTensor), with all keys shut out that stand above Python's, as kBelow
+// does there: operators on a TensorRef inside would look for its bytes. All such calls are made through one object, which stands for
+// Python. Ours hands on what torch's does, and such a call with our key let in again.
 #pragma once
 
 #include "ref.h"
@@ -13,13 +13,13 @@ namespace ttr {
 
 constexpr bool kIsOlder = kBelow > DispatchKey::Python;
 
-#define TTR_SAME(type, name, parameters, ...) type name parameters const override { return torchs->name(__VA_ARGS__); }
+#define TTR_SAME(type, name, parameters, ...) type name parameters const { return torchs->name(__VA_ARGS__); }
 #define TTR_SAME_OF(type, name) TTR_SAME(type, name, (const c10::TensorImpl* self), self)
 #define TTR_SAME_IN(type, name) TTR_SAME(type, name, (const c10::TensorImpl* self, at::MemoryFormat format), self, format)
 #define TTR_SAME_TRACE(name) TTR_SAME(void, trace_gpu_##name, (c10::DeviceType device, uintptr_t a), device, a)
 #define TTR_SAME_TRACE_OF_2(name) TTR_SAME(void, trace_gpu_##name, (c10::DeviceType device, uintptr_t a, uintptr_t b), device, a, b)
 
-// A template, since a torch that has no use for it may ask for more than it has.
+// A template without `override`: what a torch does not ask for is not made, and one that has no use for it may ask for more.
 template <class Base>
 struct Python final : Base {
   explicit Python(const Base* of) : torchs(of) {}
@@ -30,8 +30,8 @@ struct Python final : Base {
     c10::impl::ForceDispatchKeyGuard let_in(keys.included_, keys.excluded_.remove(kBelow));
     torchs->dispatch(op, stack);
   }
-  TTR_SAME(void, incref, (PyObject* object), object) TTR_SAME(void, decref, (PyObject* object), object)
-  TTR_SAME(bool, try_incref, (const c10::impl::PyObjectSlot& slot), slot) TTR_SAME(size_t, refcnt, (PyObject* object), object)
+  TTR_SAME(void, incref, (PyObject* of), of) TTR_SAME(void, decref, (PyObject* of), of) TTR_SAME(size_t, refcnt, (PyObject* of), of)
+  TTR_SAME(void, decref, (PyObject* of, bool slot), of, slot) TTR_SAME(bool, try_incref, (const c10::impl::PyObjectSlot& slot), slot)
   TTR_SAME(std::string, name, ()) TTR_SAME(void, reportErrorCallback, (PyObject* callback, DispatchKey key), callback, key)
   TTR_SAME(void, python_op_registration_trampoline,
            (const c10::OperatorHandle& op, DispatchKey key, DispatchKeySet keys, torch::jit::Stack* stack, bool a, bool b), op, key, keys, stack, a, b)
