@@ -60,14 +60,6 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
-// (tick, number of the block, operator, whether it was written) of the uses noted since the last time.
-py::list take_uses() {
-  py::list taken;
-  for (const Use& use : use_log.take())
-    taken.append(py::make_tuple(use.tick, use.number, py::handle(use.op), use.is_written));
-  return taken;
-}
-
 int64_t peak_of(int kind, const std::vector<std::optional<at::Tensor>>& arguments) {
   const Stack values(arguments.begin(), arguments.end());
   return peak_nbytes(static_cast<Peak>(kind), values.data());
@@ -113,6 +105,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     WithFactories here(true);
     return function(*args, **kwargs);
   });
-  module.def("take_uses", &take_uses);
+  module.def("take_uses", [] { return use_log.take(); });
   module.def("peak_nbytes", &peak_of);
 }

@@ -5,7 +5,6 @@
 
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <unordered_map>
 #include <vector>

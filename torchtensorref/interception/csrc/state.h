@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
-#include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <mutex>
@@ -139,12 +139,9 @@ class BlockPtr {
   Block* block_ = nullptr;
 };
 
-// Uses of blocks that are told to a strategy later, all of them together, in the order of operators.
-struct Use {
-  int64_t tick, number;
-  PyObject* op;  // torch.ops' object, which stays
-  bool is_written;
-};
+// Uses of blocks that are told to a strategy later, all of them together, in the order of operators: tick, number of the block,
+// operator (torch.ops' object, which stays), whether it was written.
+using Use = std::tuple<int64_t, int64_t, py::handle, bool>;
 struct UseLog {
   static constexpr size_t kMost = 4096;  // a strategy that misses some learns anew: it costs time only
   std::mutex lock;
