@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..support.faces import QUIET, failure
-from ..support.older_torch import needs_refs_within_classes
 from ..support.programs import Bring
 
 pytestmark = QUIET
@@ -90,9 +89,7 @@ def test_sparse_gradients(right):
     right(program)
 
 
-@pytest.mark.parametrize(
-    "layout", [torch.strided, pytest.param(torch.jagged, marks=needs_refs_within_classes)]
-)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested(right, layout):
     def program(bring: Bring) -> Any:
         rows = [bring(torch.rand(2, 4)), bring(torch.rand(3, 4))]
@@ -124,7 +121,6 @@ def test_nested_over_the_bytes_of_another(right):
     right(program, plain_because="nested tensors stay plain, and so does what is made of them")
 
 
-@needs_refs_within_classes
 def test_nested_of_rows_with_gradients(right):
     def program(bring: Bring) -> Any:
         rows = [bring(torch.rand(n, 4, requires_grad=True)) for n in (2, 3)]

@@ -25,7 +25,7 @@ def pinned(package: str) -> str:
 CELLS = {
     "oldest": Cell("2.9.1", "3.11", "the oldest torch that setup.cfg takes"),
     "2.10": Cell("2.10.0", "3.11", "the oldest line but one"),
-    "2.12": Cell("2.12.1", "3.11", "the last that takes the path in Python by itself"),
+    "2.12": Cell("2.12.1", "3.11", "the line before the pinned torch"),
     "pinned": Cell(pinned("torch"), "3.11", "the torch that the tests are run with every day"),
     "2.14": Cell("2.14.1", "3.11", "the line between the pinned and the newest torch"),
     "newest": Cell("2.15.0", "3.11", "the newest torch that is published"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ..support import processes
-from ..support.older_torch import needs_refs_within_classes
 from ..support.processes import RUN
 
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -220,7 +219,6 @@ def test_a_model_sent_to_another_process_is_trained_in_parallel(script, tmp_path
     assert ours.stdout.splitlines()[-1] == str([[3.0] * 4] * 2)  # gloo, in torch 2.9, has a word
 
 
-@needs_refs_within_classes
 def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):
     for name, before in (("plain", ()), ("ours", (*RUN, "--budget", "8KiB"))):
         (tmp_path / name).mkdir()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import TensorRef
 from torchTensorRef.memory import core
@@ -137,3 +138,55 @@ def test_a_ref_is_no_fake_tensor(manage):
     assert not getattr(torch._C, "_is_fake_tensor", lambda _: False)(x)
     with fake_tensor.FakeTensorMode() as mode:
         assert fake_tensor.is_fake(mode.from_tensor(torch.ones(2)))
+
+
+class Holding(torch.Tensor):
+    """A tensor of another library that holds one, and no bytes of its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [x.inner if type(x) is cls else x for x in args]
+        return cls(op(*args, **(kwargs or {})))
+
+
+def test_refs_inside_tensors_of_another_class(same):
+    """Before torch 2.13 what torch calls there would not come to us by itself."""
+
+    def program() -> Any:
+        x = torch.rand(4, 4)
+        alone, with_one = Holding(x) * 2, Holding(x) + x.relu()
+        within = Holding(Holding(x)).exp().inner
+        assert type(within) is Holding
+        return [alone.inner, with_one.inner, within.inner]
+
+    same(program)
+
+
+def test_a_mode_reads_refs_of_its_own(same):
+    """It is called for operators on plain tensors, and for those on TensorRefs."""
+
+    def program() -> Any:
+        seen, bias = [], torch.rand(4)
+
+        class Reading(TorchDispatchMode):
+            def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None):
+                done = op(*args, **(kwargs or {}))
+                seen.append((done + bias).sum())
+                return done
+
+        x, y = torch.rand(4), torch.ones(4)
+        with Reading(), Reading():
+            y.mul(2)
+            x.conj().mul(y)
+            torch.ones(4)
+        return seen
+
+    same(program)

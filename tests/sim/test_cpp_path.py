@@ -478,7 +478,7 @@ def test_the_rules_of_peaks_are_those_of_python(adapter, kind):
         refs = [manager.adopt(x.detach()).requires_grad_(x.requires_grad) for x in case]
         expected = rule(*refs)
         padded = [*refs, *[None] * (length - len(refs))]
-        found = core.library.peak_nbytes(number, *padded)
+        found = core.library.peak_nbytes(number, padded)
         assert found == (-1 if expected is None else expected), case
 
 

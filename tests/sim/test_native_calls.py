@@ -25,7 +25,6 @@ from torchTensorRef.compiled.slots import Slots
 from torchTensorRef.inject.built_before import PATIENCE
 
 from ..support.injection import injected
-from ..support.older_torch import needs_refs_within_classes
 from ..support.programs import called_natively
 
 AMPLE_NBYTES = 1 << 24
@@ -798,7 +797,6 @@ def test_forecasts_are_fed_once_per_block(manage: Callable[..., Any]) -> None:
     assert manager.stats()["peak_resident_nbytes"] <= 7_000
 
 
-@needs_refs_within_classes
 def test_subclass_that_an_unseen_branch_leaves_in_a_cache(ample: Any) -> None:
     use = [False]
 

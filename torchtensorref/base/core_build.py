@@ -108,20 +108,9 @@ def cache_folder() -> Path:
     return Path(home) / "torchtensorref"
 
 
-def why_not(choice: str) -> str:
-    """Say why the library is not used where `TTR_CORE` says `choice`; "" where it is."""
-    if choice == "python":
-        return "TTR_CORE=python"
-    usual, torch = torch_versions.ROWS[torch_versions.CPP_PATH], _torch_version()
-    if choice == "auto" and torch and not usual.is_in(torch):
-        return f"torch {torch}; in C++ with {usual.torches}, or TTR_CORE=c++"
-    return ""
-
-
 def _obstacle(torch: str, compiler: str | None) -> str:
-    needed = torch_versions.ROWS[torch_versions.CPP_LIBRARY]
-    if not needed.is_in(torch):
-        return f"it needs torch {needed.torches}, and this is {torch or 'absent'}"
+    if not torch_versions.has(torch_versions.MANAGEMENT, torch):
+        return f"it needs {torch_versions.WANTED}, and this is {torch or 'absent'}"
     if os.name != "posix":
         return "it is built on Linux and macOS only"
     if compiler is None:

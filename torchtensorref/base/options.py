@@ -104,11 +104,11 @@ class Settings:
         "none",
     )
     core: str = row(
-        "auto",
-        texts.one_of("auto", "c++", "python"),
-        "auto, c++, python",
+        "c++",
+        texts.one_of("c++", "python"),
+        "c++, python",
         "run operators on ready operands without Python, by a library in C++ that is built once "
-        "where it is used (`torchtensorref build`), from torch 2.13 on; also before; in Python",
+        "where it is used (`torchtensorref build`); in Python",
         "none",
         instead="",
     )

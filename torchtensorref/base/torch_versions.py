@@ -38,8 +38,6 @@ class Difference(NamedTuple):
 
 
 MANAGEMENT = "management"
-CPP_PATH = "operators in C++"
-CPP_LIBRARY = "operators in C++ where they are asked for"
 TRACED_CLASSES = "torch._functorch._aot_autograd.runtime_wrappers.HANDLED_TYPES"
 DEFAULT_DEVICE = "`torch.get_default_device()` after `torch.set_default_device(None)`"
 
@@ -51,20 +49,6 @@ ROWS = {
             (2, 9),
             None,
             "older ones have never been tried: one warning, and every tensor stays plain",
-        ),
-        Difference(
-            CPP_PATH,
-            (2, 13),
-            None,
-            "before, torch shuts our dispatch key out of what a tensor of another class (jagged, "
-            "torchao's, DTensor) calls on inside: operators take the path in Python, with the same "
-            "results, unless `TTR_CORE=c++` says that there are none",
-        ),
-        Difference(
-            CPP_LIBRARY,
-            (2, 10),
-            None,
-            "in 2.9 torch has no way in C++ to make a tensor's object one of another class",
         ),
         Difference(
             TRACED_CLASSES,

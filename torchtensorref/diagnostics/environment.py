@@ -88,8 +88,8 @@ def _torch() -> Iterator[str]:
 def _core() -> Iterator[str]:
     if "torch" in sys.modules and not settings.disable:
         yield f"operators: {hooks.load('.memory.core').path_in_words()}"
-    elif why_not := core_build.why_not(settings.core):
-        yield f"operators: Python ({why_not})"
+    elif settings.core == "python":
+        yield "operators: Python (TTR_CORE=python)"
     yield f"library in C++: {core_build.of_this_process().state}"
 
 

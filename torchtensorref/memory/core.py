@@ -82,7 +82,7 @@ class PlainBooks:
 #: The library, None on the path in Python.
 library: Any = None
 #: Why that path was taken, in words.
-why = core_build.why_not(settings.core)
+why = "TTR_CORE=python" if settings.core == "python" else ""
 
 
 def _loaded() -> Any:
@@ -112,14 +112,10 @@ def _module(path: str) -> Any:
     return module
 
 
-_is_wanted = not why
 library = _loaded()
 if library is None and settings.core != "python":
-    # That torch is older is no fault of the machine's, and nothing to be done at each start.
-    logging.getLogger("torchTensorRef").log(
-        logging.WARNING if _is_wanted else logging.INFO,
-        "Operators take the path in Python, not that in C++: %s.",
-        why,
+    logging.getLogger("torchTensorRef").warning(
+        "Operators take the path in Python, not that in C++: %s.", why
     )
 
 #: The dispatch keys that TensorRefs carry, which torch itself leaves alone: one above autograd,

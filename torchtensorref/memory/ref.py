@@ -67,10 +67,12 @@ def is_plain(value: Any) -> bool:
 
 def as_parameter(ref: Any) -> Any:
     """Return a TensorRef as a parameter: in Python the same one, marked as torch marks them."""
-    if core.library is not None:
-        return core.library.as_class(ref, torch.nn.Parameter)
-    ref._is_param = True
-    return ref
+    if core.library is None:
+        ref._is_param = True
+        return ref
+    made = core.library.without_python(ref).requires_grad_(ref.requires_grad)
+    made.__class__ = torch.nn.Parameter
+    return made
 
 
 class Wiring:

@@ -6,13 +6,8 @@ import sys
 
 import pytest
 
-from torchTensorRef.base import core_build, torch_versions
-from torchTensorRef.base.core_build import begin, build, of_this_process, why_not
-
-needs_new_torch = pytest.mark.skipif(
-    not torch_versions.has(torch_versions.CPP_LIBRARY, core_build._torch_version()),
-    reason=torch_versions.ROWS[torch_versions.CPP_LIBRARY].reason,
-)
+from torchTensorRef.base import core_build
+from torchTensorRef.base.core_build import begin, build, of_this_process
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +35,6 @@ def test_each_torch_and_compiler_has_its_own(monkeypatch, tmp_path):
     assert len(folders) == 4
 
 
-@needs_new_torch
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -52,26 +46,11 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("torch", "is_refused"), [("2.9.1", True), ("2.10.0", False), ("2.13.0+cpu", False), ("", True)]
+    ("torch", "is_refused"), [("2.8.0", True), ("2.9.1", False), ("2.13.0+cpu", False), ("", True)]
 )
 def test_a_torch_too_old_is_named(monkeypatch, torch, is_refused):
     monkeypatch.setattr(core_build, "_torch_version", lambda: torch)
-    assert ("needs torch 2.10" in of_this_process().obstacle) is is_refused
-
-
-@pytest.mark.parametrize(
-    ("torch", "choice", "reason"),
-    [
-        ("2.12.1", "auto", "torch 2.12.1; in C++ with 2.13 or later, or TTR_CORE=c++"),
-        ("2.12.1", "c++", ""),
-        ("2.13.0+cpu", "auto", ""),
-        ("2.13.0+cpu", "python", "TTR_CORE=python"),
-    ],
-)
-def test_an_older_torch_takes_it_where_it_is_asked_for(monkeypatch, torch, choice, reason):
-    monkeypatch.setattr(core_build, "_torch_version", lambda: torch)
-    assert why_not(choice).endswith(reason)
-    assert bool(why_not(choice)) is bool(reason)
+    assert ("needs torch 2.9" in of_this_process().obstacle) is is_refused
 
 
 def test_a_build_that_fails_says_where_it_has_written_why(monkeypatch):
@@ -99,7 +78,6 @@ def test_of_two_that_build_one_does(monkeypatch):
     assert sorted(path.name for path in wanted.folder.iterdir()) == ["lock", wanted.library.name]
 
 
-@needs_new_torch
 def test_everything_runs_without_a_compiler_and_says_so_once(tmp_path):
     program = (
         "import torchTensorRef, torch\n"

@@ -1,7 +1,7 @@
 // Operators on ready TensorRefs without Python: torchTensorRef's path in C++.
 //
 // One unit of translation, since torch's headers take longer than all that is ours. To be read in this
-// order: state.h, python_types.h, ref.h, plan.h, peaks.h, ready.h, entry.h.
+// order: state.h, python_types.h, ref.h, plan.h, peaks.h, ready.h, older.h, entry.h.
 #include "entry.h"
 
 namespace ttr {
@@ -52,13 +52,6 @@ at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
   return at::Tensor(std::move(made));
 }
 
-// The same TensorRef as an object of another class, as `Tensor._make_subclass` makes it of a plain one.
-py::object as_class(const at::Tensor& tensor, py::handle type) {
-  at::Tensor made = without_python(tensor);
-  made.set_requires_grad(tensor.requires_grad());
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(made, reinterpret_cast<PyTypeObject*>(type.ptr())));
-}
-
 // A TensorRef with such metadata over a block of which no plain tensor is at hand; `like` has the dtype.
 at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
                     py::handle block, c10::Device label) {
@@ -67,17 +60,8 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
-// (tick, number of the block, operator, whether it was written) of the uses noted since the last time.
-py::list take_uses() {
-  py::list taken;
-  for (const Use& use : use_log.take())
-    taken.append(py::make_tuple(use.tick, use.number, py::handle(use.op), use.is_written));
-  return taken;
-}
-
-int64_t peak_of(int kind, const py::args& arguments) {
-  Stack values;
-  for (auto argument : arguments) values.push_back(argument.is_none() ? IValue() : IValue(argument.cast<at::Tensor>()));
+int64_t peak_of(int kind, const std::vector<std::optional<at::Tensor>>& arguments) {
+  const Stack values(arguments.begin(), arguments.end());
   return peak_nbytes(static_cast<Peak>(kind), values.data());
 }
 
@@ -91,10 +75,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   add_class(module, "BooksBase", books_type);
   module.def("open", [] {
     static auto* kept = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Plans>()));
-    register_for<&above>(DispatchKey::DeferredInit);
-    register_for<&below>(DispatchKey::Fake);
+    register_for<&above>(kAbove);
+    register_for<&below>(kBelow);
+    stand_for_python(c10::impl::getGlobalPyInterpreter()->vtable_, true);
   });
-  module.def("close", [] { registered.clear(); });
+  module.def("close", [] {
+    stand_for_python(c10::impl::getGlobalPyInterpreter()->vtable_, false);
+    registered.clear();
+  });
   module.def("set_up", &set_up);
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", &ref_over);
@@ -106,7 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(reinterpret_cast<intptr_t>(storage), storage->nbytes(), storage->resizable());
   });
   module.def("bare_ref", &bare_ref);
-  module.def("as_class", &as_class);
+  module.def("without_python", &without_python);
   module.def("attributes", &attributes);
   // Not pybind's: this is asked of every operand that Python looks at.
   module.add_object("is_ref", py::reinterpret_steal<py::object>(PyCFunction_New(&is_ref_method, nullptr)));
@@ -117,6 +105,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     WithFactories here(true);
     return function(*args, **kwargs);
   });
-  module.def("take_uses", &take_uses);
+  module.def("take_uses", [] { return use_log.take(); });
   module.def("peak_nbytes", &peak_of);
 }

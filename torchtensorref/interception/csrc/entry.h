@@ -5,12 +5,10 @@
 // and comes again below, where it runs if it is ready, and is handed to Python if it is not.
 #pragma once
 
+#include "older.h"
 #include "ready.h"
 
-#include <c10/core/impl/PyInterpreterHooks.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/utils/tensor_memoryformats.h>
 #include <torch/library.h>
 
 namespace torch::jit {  // pybind_utils.h has them, and takes half a minute to compile
@@ -38,12 +36,10 @@ inline py::object to_python(const IValue& value, const c10::Argument& argument) 
   if (value.isNone()) return py::none();
   const c10::Type* type = argument.real_type().get();
   if (type->kind() == c10::TypeKind::OptionalType) type = type->containedTypes()[0].get();
-  auto borrowed = [](auto* object) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(object)); };
   switch (type->kind()) {
-    case c10::TypeKind::ScalarTypeType: return borrowed(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt())));
-    case c10::TypeKind::LayoutType: return borrowed(torch::getTHPLayout(static_cast<c10::Layout>(value.toInt())));
-    case c10::TypeKind::MemoryFormatType:
-      return borrowed(torch::utils::getTHPMemoryFormat(static_cast<c10::MemoryFormat>(value.toInt())));
+    case c10::TypeKind::ScalarTypeType: return py::cast(value.toScalarType());
+    case c10::TypeKind::LayoutType: return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPLayout(value.toLayout())));
+    case c10::TypeKind::MemoryFormatType: return py::cast(value.toMemoryFormat());
     default: return torch::jit::toPyObject(value);
   }
 }
@@ -80,10 +76,7 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
     else if (i >= plan.positional_count && !is_default(argument(i), as))
       kwargs[py::str(as.name())] = to_python(argument(i), as);
   }
-  const py::tuple types;
-  PyObject* arguments[] = {plan.op, types.ptr(), args.ptr(), kwargs.ptr()};
-  auto out = py::reinterpret_steal<py::object>(PyObject_Vectorcall(function, arguments, 4, nullptr));
-  if (!out) throw py::error_already_set();
+  py::object out = py::handle(function)(py::handle(plan.op), py::tuple(), args, kwargs);
   if (out.ptr() == Py_NotImplemented) return false;
   torch::jit::drop(*stack, plan.arg_count);
   const auto& returns = schema.returns();
@@ -129,11 +122,8 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  // Before torch 2.13, whose own way to Python would shut this key out of what a mode or a class calls on.
-  if (kBelow > DispatchKey::Python && keys.has(DispatchKey::Python)) {
-    c10::impl::ExcludeDispatchKeyGuard those_above(DispatchKeySet(DispatchKeySet::FULL) ^ DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow).add(kBelow));
-    return (*c10::impl::getGlobalPyInterpreter())->dispatch(op, stack);
-  }
+  // Modes and other classes come first. Before torch 2.13 their key does not.
+  if (kIsOlder && keys.has(DispatchKey::Python)) return op.redispatchBoxed(keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kBelow), stack);
   const Plan& plan = plan_of(op);
   auto is_plain = [](const at::Tensor& operand, bool) { return !is_ref(operand); };
   if (WithFactories::are_taken() && plan.each_tensor(plan.arguments(*stack), is_plain)) return pass_on(op, plan, keys, stack);

@@ -67,14 +67,6 @@ constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"comes_in_parts", &Plan::comes_in_parts}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
-inline bool holds_tensors(const c10::Type& type, bool& is_list) {
-  if (type.kind() == c10::TypeKind::TensorType) return is_list = false, true;
-  if (type.kind() != c10::TypeKind::ListType && type.kind() != c10::TypeKind::OptionalType) return false;
-  bool inner = false;
-  if (!holds_tensors(*type.containedTypes()[0], inner)) return false;
-  return is_list = inner || type.kind() == c10::TypeKind::ListType, true;
-}
-
 inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   py::gil_scoped_acquire gil;
@@ -97,12 +89,11 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   plan->arg_count = arguments.size();
   plan->is_composite = op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) && !op.hasKernelForDispatchKey(DispatchKey::CPU);
   for (size_t i = 0; i < arguments.size(); ++i) {
-    bool is_list = false;
-    const auto& type = *arguments[i].real_type();
+    const std::string type = arguments[i].real_type()->str();
     plan->positional_count += !arguments[i].kwarg_only();
-    if (holds_tensors(type, is_list))
-      plan->slots.push_back({static_cast<uint16_t>(i), is_list, false});
-    else if (type.str().find("Device") != std::string::npos)
+    if (type.find("Tensor") != std::string::npos)
+      plan->slots.push_back({static_cast<uint16_t>(i), type.find('[') != std::string::npos, false});
+    else if (type.find("Device") != std::string::npos)
       plan->devices.push_back(static_cast<uint16_t>(i));
   }
   ask_python(*plan, op);
@@ -129,18 +120,16 @@ inline const Plan& plan_of(const c10::OperatorHandle& op) {
   const uint64_t forgotten = Plans::forgotten.load(std::memory_order_acquire);
   auto& [its_key, since, its_plan] = near[(reinterpret_cast<uintptr_t>(key) >> 6) & 1023];
   if (C10_LIKELY(its_key == key && since == forgotten)) return *its_plan;
-  const Plan* plan = nullptr;
-  {
-    std::lock_guard guard(Plans::lock);
-    if (auto found = Plans::all.find(key); found != Plans::all.end()) plan = found->second;
+  std::unique_lock guard(Plans::lock);
+  auto found = Plans::all.find(key);
+  if (found == Plans::all.end()) {
+    guard.unlock();
+    const Plan* made = make_plan(op);  // asks Python, so not under the lock; who comes second has made one more
+    guard.lock();
+    found = Plans::all.emplace(key, made).first;
   }
-  if (!plan) {
-    plan = make_plan(op);  // asks Python, so not under the lock; who comes second has made one more
-    std::lock_guard guard(Plans::lock);
-    plan = Plans::all.emplace(key, plan).first->second;
-  }
-  its_key = key, since = forgotten, its_plan = plan;
-  return *plan;
+  its_key = key, since = forgotten, its_plan = found->second;
+  return *its_plan;
 }
 
 }  // namespace ttr

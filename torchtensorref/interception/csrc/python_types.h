@@ -5,7 +5,6 @@
 
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <unordered_map>
 #include <vector>
@@ -59,7 +58,10 @@ inline Ledger* ledger_of(PyObject* self) { return reinterpret_cast<PyLedger*>(se
 inline World* world_of(PyObject*) { return &world; }
 
 template <auto of, auto member>
-PyObject* get_number(PyObject* self, void*) { return PyLong_FromLongLong(of(self)->*member); }
+PyObject* get_number(PyObject* self, void*) {
+  const int64_t number = of(self)->*member;
+  return std::is_same_v<decltype(of(self)->*member), std::atomic<bool>&> ? PyBool_FromLong(number) : PyLong_FromLongLong(number);
+}
 template <auto of, auto member>
 int set_number(PyObject* self, PyObject* value, void*) {
   const int64_t number = PyLong_AsLongLong(value);
@@ -67,9 +69,7 @@ int set_number(PyObject* self, PyObject* value, void*) {
   return of(self)->*member = number, 0;
 }
 template <auto of, auto member>
-PyObject* get_flag(PyObject* self, void*) { return PyBool_FromLong((of(self)->*member).load()); }
-template <auto of, auto member>
-int set_flag(PyObject* self, PyObject* value, void*) { return (of(self)->*member).store(PyObject_IsTrue(value) == 1), 0; }
+constexpr PyGetSetDef number(const char* name) { return {name, get_number<of, member>, set_number<of, member>}; }
 
 // -- blocks ---------------------------------------------------------------------------------------
 
@@ -156,11 +156,8 @@ inline int set_adopted(PyObject* self, PyObject* value, void*) {
 }
 
 inline PyGetSetDef block_fields[] = {
-    {"ready", get_ready, set_ready}, {"users", get_number<core_of, &Block::users>},
-    {"owned", get_flag<core_of, &Block::owned>, set_flag<core_of, &Block::owned>},
-    {"logged_as", get_number<core_of, &Block::logged_as>, set_number<core_of, &Block::logged_as>},
-    {"last_use", get_number<core_of, &Block::last_use>, set_number<core_of, &Block::last_use>},
-    {"born", get_number<core_of, &Block::born>, set_number<core_of, &Block::born>},
+    {"ready", get_ready, set_ready}, {"users", get_number<core_of, &Block::users>}, number<core_of, &Block::owned>("owned"),
+    number<core_of, &Block::logged_as>("logged_as"), number<core_of, &Block::last_use>("last_use"), number<core_of, &Block::born>("born"),
     {"nbytes", get_number<core_of, &Block::nbytes>, set_nbytes},
     {"result", get_result, set_result}, {"adopted", get_adopted, set_adopted},
     {"births", get_births, set_part<&PyBlock::births>},
@@ -193,10 +190,8 @@ inline void free_ledger(PyObject* self) {
 }
 
 inline PyGetSetDef ledger_fields[] = {
-    {"counted_nbytes", get_number<ledger_of, &Ledger::counted_nbytes>, set_number<ledger_of, &Ledger::counted_nbytes>},
-    {"newborn_nbytes", get_number<ledger_of, &Ledger::newborn_nbytes>},
-    {"tiny_nbytes", get_number<ledger_of, &Ledger::tiny_nbytes>, set_number<ledger_of, &Ledger::tiny_nbytes>},
-    {"high_nbytes", get_number<ledger_of, &Ledger::high_nbytes>, set_number<ledger_of, &Ledger::high_nbytes>},
+    {"newborn_nbytes", get_number<ledger_of, &Ledger::newborn_nbytes>}, number<ledger_of, &Ledger::counted_nbytes>("counted_nbytes"),
+    number<ledger_of, &Ledger::tiny_nbytes>("tiny_nbytes"), number<ledger_of, &Ledger::high_nbytes>("high_nbytes"),
     {},
 };
 
@@ -218,27 +213,21 @@ inline PyObject* recounted_nbytes(PyObject* self, PyObject*) {
 // The living newborns of operators up to a number. Nothing of Python's is made under the lock: it can collect garbage, which comes here.
 inline PyObject* newborns(PyObject* self, PyObject* last) {
   std::vector<BlockPtr> kept;
-  std::vector<PyObject*> halves;
+  std::vector<py::object> halves;
   {
     std::lock_guard guard(ledger_of(self)->lock);
     for (auto [block, until] = std::pair(ledger_of(self)->last, PyLong_AsLongLong(last)); block && block->born <= until; block = block->previous) {
       if (auto alive = BlockPtr::if_alive(block))
         kept.push_back(std::move(alive));
       else if (PyObject* half = block->half.load(); half && Py_REFCNT(half) > 0)
-        halves.push_back(Py_NewRef(half));  // only Python has it
+        halves.push_back(py::reinterpret_borrow<py::object>(half));  // only Python has it
     }
   }
   for (const BlockPtr& block : kept) {
-    PyObject* half = half_of(block.get());
-    if (!half) break;
-    halves.push_back(half);
+    halves.push_back(py::reinterpret_steal<py::object>(half_of(block.get())));
+    if (!halves.back()) return nullptr;
   }
-  PyObject* list = PyErr_Occurred() ? nullptr : PyList_New(0);
-  for (PyObject* half : halves) {
-    if (list && PyList_Append(list, half) < 0) Py_CLEAR(list);
-    Py_DECREF(half);
-  }
-  return list;
+  return py::cast(halves).release().ptr();
 }
 inline PyMethodDef ledger_methods[] = {
     {"count_for", count_for, METH_O, "Count the fresh results of operators on a device."},
@@ -262,10 +251,8 @@ inline void free_books(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 inline PyGetSetDef books_fields[] = {
-    {"tick", get_number<world_of, &World::tick>, set_number<world_of, &World::tick>},
-    {"is_pressed", get_flag<world_of, &World::is_pressed>, set_flag<world_of, &World::is_pressed>},
-    {"labels_differ", get_flag<world_of, &World::labels_differ>, set_flag<world_of, &World::labels_differ>},
-    {"ready_on", get_ready_on, set_ready_on},
+    number<world_of, &World::tick>("tick"), number<world_of, &World::is_pressed>("is_pressed"),
+    number<world_of, &World::labels_differ>("labels_differ"), {"ready_on", get_ready_on, set_ready_on},
     {},
 };
 

@@ -250,7 +250,7 @@ class ReadyCall {
     const auto* storage = out.storage().unsafeGetStorageImpl();
     const c10::Device label = operands_.all[0].ref->device();
     for (const auto& operand : operands_.all) {
-      if (operand.plain.is_same(out)) return at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(operand.ref));
+      if (operand.plain.is_same(out)) return operand.ref->tensor();
       if (operand.plain.storage().unsafeGetStorageImpl() == storage)
         return make_ref(out, operand.block, operands_.device, label);
     }

@@ -44,14 +44,12 @@ inline const void* python_frame() {
 // calls meanwhile (a hook's, our own) are none of these: they have another frame.
 class WithFactories {
  public:
-  explicit WithFactories(bool wanted) : was_(are_taken()), is_other_(was_ != wanted) {
-    if (!is_other_) return;
+  explicit WithFactories(bool wanted) : was_(are_taken()), before_(frame_) {
+    if (was_ == wanted) return;
     c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
-    before_ = frame_;
     if (wanted) frame_ = python_frame();
   }
   ~WithFactories() {
-    if (!is_other_) return;
     c10::impl::tls_set_dispatch_key_included(kBelow, was_);
     frame_ = before_;
   }
@@ -66,8 +64,8 @@ class WithFactories {
 
  private:
   static inline thread_local const void* frame_ = nullptr;
-  const bool was_, is_other_;
-  const void* before_ = nullptr;
+  const bool was_;
+  const void* const before_;
 };
 
 struct RefImpl final : c10::TensorImpl {
@@ -84,9 +82,9 @@ struct RefImpl final : c10::TensorImpl {
                    DispatchKeySet(c10::computeDispatchKey(std::nullopt, c10::kStrided, label)), like.dtype()),
         block(std::move(of)) {
     key_set_ = key_set_ | kOurs | (like.key_set() & kLazyBits);
-    look_like(*like.unsafeGetTensorImpl());
+    set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   }
-  void look_like(const TensorImpl& other) { set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset()); }
+  at::Tensor tensor() const { return at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(const_cast<RefImpl*>(this))); }
   struct Locked {
     explicit Locked(const RefImpl& ref) : flag(ref.lock) {
       while (flag.test_and_set(std::memory_order_acquire)) continue;
@@ -108,15 +106,10 @@ struct RefImpl final : c10::TensorImpl {
     on = its_device;
   }
   // A dispatch mode sees this as the operator `detach`, as it does for plain tensors.
-  c10::intrusive_ptr<TensorImpl> copy_by_mode() const {
-    const auto count = c10::impl::TorchDispatchModeTLS::stack_len();
-    if (!count || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return {};
-    const auto& mode = c10::impl::TorchDispatchModeTLS::get_stack_at(count - 1);
-    return mode->pyinterpreter()->detach(this);
-  }
   c10::intrusive_ptr<TensorImpl> copy(c10::VariableVersion version, bool may_change) const {
-    auto seen = copy_by_mode();
-    if (!seen) return twin(std::move(version), may_change);
+    const auto modes = c10::impl::TorchDispatchModeTLS::stack_len();
+    if (!modes || c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return twin(std::move(version), may_change);
+    auto seen = c10::impl::TorchDispatchModeTLS::get_stack_at(modes - 1)->pyinterpreter()->detach(this);
     if (!seen->is_inference()) {
       seen->set_version_counter(std::move(version));
       seen->set_allow_tensor_metadata_change(may_change);
@@ -124,9 +117,7 @@ struct RefImpl final : c10::TensorImpl {
     return seen;
   }
   c10::intrusive_ptr<TensorImpl> twin(c10::VariableVersion version, bool may_change) const {
-    auto twin = c10::make_intrusive<RefImpl>(at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(
-                                                 const_cast<RefImpl*>(this))),
-                                             block, device());
+    auto twin = c10::make_intrusive<RefImpl>(tensor(), block, device());
     copy_tensor_metadata(this, twin.get(), std::move(version), may_change);
     twin->point_at_the_same(*this);
     return twin;
@@ -173,50 +164,38 @@ inline RefImpl* ref_in(PyObject* self) {
   if (!ref) PyErr_SetString(PyExc_AttributeError, "it is a plain tensor, and no TensorRef");
   return ref;
 }
-inline PyObject* get_block(PyObject* self, void*) {
-  RefImpl* ref = ref_in(self);
-  return ref ? half_of(ref->block.get()) : nullptr;
-}
-inline int set_block(PyObject* self, PyObject* value, void*) {
-  RefImpl* ref = ref_in(self);
-  if (!ref) return -1;
+inline PyObject* block_in(RefImpl& ref) { return half_of(ref.block.get()); }
+inline void set_block(RefImpl& ref, PyObject* value) {
   BlockPtr given(core_of(value));
-  if (given.get() != ref->block.get()) {
-    ref->set_storage_keep_dtype(given->face_on(ref->device()));
-    RefImpl::Locked guard(*ref);
-    std::swap(ref->block, given);
-  }
-  return 0;
+  if (given.get() == ref.block.get()) return;
+  ref.set_storage_keep_dtype(given->face_on(ref.device()));
+  RefImpl::Locked guard(ref);
+  std::swap(ref.block, given);
 }
 template <size_t place>
-PyObject* get_plain(PyObject* self, void*) {
-  RefImpl* ref = ref_in(self);
-  return ref ? or_none(std::get<place>(ref->views())) : nullptr;
-}
+PyObject* plain_in(RefImpl& ref) { return or_none(std::get<place>(ref.views())); }
 template <at::Tensor RefImpl::*member>
-int set_plain(PyObject* self, PyObject* value, void*) {
-  RefImpl* ref = ref_in(self);
-  if (!ref) return -1;
+void set_plain(RefImpl& ref, PyObject* value) {
   at::Tensor given = tensor_in(value);
-  RefImpl::Locked guard(*ref);
-  if (member == &RefImpl::plain) ref->on = nullptr;  // until it is said where the new one is
-  return std::swap(ref->*member, given), 0;
+  RefImpl::Locked guard(ref);
+  if (member == &RefImpl::plain) ref.on = nullptr;  // until it is said where the new one is
+  std::swap(ref.*member, given);
 }
-inline PyObject* get_device(PyObject* self, void*) {
-  RefImpl* ref = ref_in(self);
-  return ref ? object_of(ref->on) : nullptr;
-}
-inline int set_device(PyObject* self, PyObject* value, void*) {
-  RefImpl* ref = ref_in(self);
-  if (!ref) return -1;
+inline PyObject* device_in(RefImpl& ref) { return object_of(ref.on); }
+inline void set_device(RefImpl& ref, PyObject* value) {
   Device* device = device_of(value);
-  RefImpl::Locked guard(*ref);
-  return ref->on = device, 0;
+  RefImpl::Locked guard(ref);
+  ref.on = device;
+}
+template <auto get, auto set>
+constexpr PyGetSetDef ref_field(const char* name) {
+  return {name,
+          [](PyObject* self, void*) -> PyObject* { RefImpl* ref = ref_in(self); return ref ? get(*ref) : nullptr; },
+          [](PyObject* self, PyObject* value, void*) -> int { RefImpl* ref = ref_in(self); return ref ? set(*ref, value), 0 : -1; }};
 }
 inline PyGetSetDef ref_fields[] = {
-    {"_ttr_block", get_block, set_block}, {"_ttr_device", get_device, set_device},
-    {"_ttr_plain", get_plain<0>, set_plain<&RefImpl::plain>},
-    {"_ttr_home", get_plain<1>, set_plain<&RefImpl::home>},
+    ref_field<block_in, set_block>("_ttr_block"), ref_field<device_in, set_device>("_ttr_device"),
+    ref_field<plain_in<0>, set_plain<&RefImpl::plain>>("_ttr_plain"), ref_field<plain_in<1>, set_plain<&RefImpl::home>>("_ttr_home"),
     {},
 };
 

@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
-#include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <mutex>
@@ -92,7 +92,7 @@ struct Block {
     if (face && face.device() == label) return face;
     c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
     made.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        "Cannot access data pointer of a TensorRef (tensorsManager.release(x) has it; before torch 2.13, within other classes: TTR_CORE=python)");
+        "Cannot access data pointer of a TensorRef (tensorsManager.release(x) has it)");
     if (!face) face = made;  // nobody else has the block yet, or the GIL is held
     return made;
   }
@@ -139,27 +139,22 @@ class BlockPtr {
   Block* block_ = nullptr;
 };
 
-// Uses of blocks that are told to a strategy later, all of them together, in the order of operators.
-struct Use {
-  int64_t tick, number;
-  PyObject* op;  // torch.ops' object, which stays
-  bool is_written;
-};
-class UseLog {
- public:
+// Uses of blocks that are told to a strategy later, all of them together, in the order of operators: tick, number of the block,
+// operator (torch.ops' object, which stays), whether it was written.
+using Use = std::tuple<int64_t, int64_t, py::handle, bool>;
+struct UseLog {
+  static constexpr size_t kMost = 4096;  // a strategy that misses some learns anew: it costs time only
+  std::mutex lock;
+  std::vector<Use> uses;
+
   void note(const Use& use) {
-    std::lock_guard guard(lock_);
-    if (uses_.size() < kMost) uses_.push_back(use);
+    std::lock_guard guard(lock);
+    if (uses.size() < kMost) uses.push_back(use);
   }
   std::vector<Use> take() {
-    std::lock_guard guard(lock_);
-    return std::exchange(uses_, {});
+    std::lock_guard guard(lock);
+    return std::exchange(uses, {});
   }
-
- private:
-  static constexpr size_t kMost = 4096;  // a strategy that misses some learns anew: it costs time only
-  std::mutex lock_;
-  std::vector<Use> uses_;
 };
 inline UseLog use_log;
 
