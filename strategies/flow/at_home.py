@@ -37,6 +37,7 @@ class AtHome:
         #: What the next operator at home takes, as foreseen, and the longest of late.
         self.next_ns = self.longest_ns = 0.0
         self._share = 0.0  # of those asked about of late, that were computed at home
+        self.is_allowed = True
 
     def use(self, access: Access) -> None:
         """Note which operator uses a block that lasts: the last one says whether it may."""
@@ -59,7 +60,7 @@ class AtHome:
         follows its weights: it runs on the accelerator. What is large is as dear to fetch whoever
         made it: a cache of keys and values is attended where it lies.
         """
-        if not (op.is_movable and op.is_pressed):
+        if not (self.is_allowed and op.is_movable and op.is_pressed):
             return None
         lasting = [b for b in op.missing if b.is_persistent or b.copy_ns > LIGHT_NS]
         home = next((one for one in op.offers if one.device != op.default_device), None)
@@ -89,7 +90,7 @@ class AtHome:
     @property
     def is_open(self) -> bool:
         """Whether enough of what lacks weights is computed at home to plan copies around it."""
-        return self._share > OPEN_SHARE
+        return self.is_allowed and self._share > OPEN_SHARE
 
     def idle_nbytes(self, device: DeviceSnapshot, at_home_ns: float) -> float:
         """Return what the link could bring beyond its queue while the host computes so long.
