@@ -19,6 +19,9 @@ from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
 MOST_COPIES = 4.0
+#: A copy that is on its way would be lost, and costs twice its time: the link could have brought
+#: another, and in its room, until it is evicted, another could have stayed.
+LOST_COPIES = 2.0
 #: Of the operators that lacked a weight of late, this share has to have been better off at home
 #: before copies are planned around what is computed there; "of late" is about so many.
 OPEN_SHARE = 1 / 16
@@ -77,9 +80,8 @@ class AtHome:
         # What operators have made may be others the next time: it has to pay by itself.
         most_copies = MOST_COPIES if largest.is_persistent else 1.0
         is_cheap = cost_ns <= most_copies * sum(block.copy_ns for block in lasting)
-        # A copy that is on its way would be lost, and its room until it is evicted.
-        is_lost = any(block.is_coming for block in lasting)
-        is_sooner = is_cheap and not is_lost and home.end_ns < op.offer(op.default_device).end_ns
+        lost_ns = LOST_COPIES * sum(block.copy_ns for block in lasting if block.is_coming)
+        is_sooner = is_cheap and home.end_ns + lost_ns < op.offer(op.default_device).end_ns
         self._share += (is_sooner - self._share) / OF_LATE_COUNT
         if not is_sooner:
             return None
