@@ -19,9 +19,10 @@ from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
 MOST_COPIES = 4.0
-#: A copy that is on its way would be lost, and costs twice its time: the link could have brought
-#: another, and in its room, until it is evicted, another could have stayed.
-LOST_COPIES = 2.0
+#: A copy that is on its way would be lost, and costs so many times its own: the link could have
+#: brought another, and in its room another could have stayed until it is evicted. More changes
+#: nothing but where the host is so much faster that it should not wait.
+LOST_COPIES = 3.0
 #: Of the operators that lacked a weight of late, this share has to have been better off at home
 #: before copies are planned around what is computed there; "of late" is about so many.
 OPEN_SHARE = 1 / 16
