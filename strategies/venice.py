@@ -28,6 +28,7 @@ from ..strategy import (
     Strategy,
 )
 from .flow import Flow
+from .flow.home_trial import HomeTrial
 
 #: What weights may take of a budget; the rest is for activations.
 WEIGHTS_SHARE = 0.9
@@ -74,10 +75,13 @@ class Venice(Strategy):
         self._made_anew: set[int] = set()  # of what lasts: made each time, as caches that grow are
         self._last = ""  # where the last operator ran
         self._limits: dict[str, int] = {}  # the budgets for which blocks were dealt out
+        self._links: dict[str, float] = {}  # bytes per second, of the same accelerators
         self._filled: set[str] = set()  # accelerators that take no more
         self._is_over = False  # more lives on the last accelerator than its share
         self._is_known = False  # ... and the program begins anew: all of it is known
         self._labels: set[str] = set()
+        self._trial = HomeTrial()
+        self._begins = False  # the program has begun anew, and nobody has looked at the clock
         self._ahead: dict[int, tuple[str, int]] = {}  # fetched ahead, not used yet: where, bytes
         self._ahead_nbytes: dict[str, int] = {}  # of them, by accelerator
         self._ahead_limits: dict[str, float] = {}  # so much may be
@@ -125,6 +129,7 @@ class Venice(Strategy):
         has_changed = any(self._has_changed(device) for device in accelerators)
         if has_changed or self._is_known or not self._limits:
             self._limits = {device.name: device.limit_nbytes for device in accelerators}
+            self._links = {device.name: device.h2d_bytes_per_s for device in accelerators}
             self._deal_again(accelerators)
 
     def _has_changed(self, device: DeviceSnapshot) -> bool:
@@ -196,8 +201,9 @@ class Venice(Strategy):
 
     def on_access(self, access: Access) -> None:
         """Tell the flow of the accelerator that uses it."""
-        if self._is_over and access.block_id == next(iter(self._nbytes), None):
-            self._is_known = True
+        if access.block_id == next(iter(self._nbytes), None):
+            self._is_known |= self._is_over
+            self._begins = True
         self._used_on[access.block_id] = self._last = access.device
         self._forget_ahead(access.block_id)
         self._flow(access.device).on_access(access)
@@ -260,10 +266,22 @@ class Venice(Strategy):
         self, device: DeviceSnapshot, resident: Sequence[BlockSnapshot]
     ) -> Iterable[Prefetch]:
         """Return what the flow of this accelerator asks for, and lives there."""
+        if self._begins:
+            self._begins = False
+            self._try_without_host(max(device.now_ns, device.compute_free_ns))
         if self._ahead_nbytes.get(device.name, 0) > self._ahead_limits.get(device.name, 0.0):
             return ()  # more would take the room of what is used before the program comes to it
         wishes = self._flow(device.name).prefetch(device, resident)
         return [w for w in wishes if self._home.get(w.block_id, device.name) == device.name]
+
+    def _try_without_host(self, now_ns: int) -> None:
+        """Let the host compute where that has paid, or the links could not do without."""
+        flows = [flow for flow in self._flows.values() if isinstance(flow, Flow)]
+        is_used = any(flow.let_home_compute(self._trial.is_allowed) for flow in flows)
+        least_s = [(self._dealt[d] - most) / self._links[d] for d, most in self._limits.items()]
+        is_allowed = self._trial.period(now_ns, max(least_s, default=0.0) * 1e9, is_used=is_used)
+        for flow in flows:
+            flow.let_home_compute(is_allowed)
 
     def expects(self, device: DeviceSnapshot) -> Iterable[int]:
         """Return what the flow of this accelerator expects next, up to what lives elsewhere."""

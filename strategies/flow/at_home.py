@@ -19,6 +19,10 @@ from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
 MOST_COPIES = 4.0
+#: A copy that is on its way would be lost, and costs so many times its own: the link could have
+#: brought another, and in its room another could have stayed until it is evicted. More changes
+#: nothing but where the host is so much faster that it should not wait.
+LOST_COPIES = 3.0
 #: Of the operators that lacked a weight of late, this share has to have been better off at home
 #: before copies are planned around what is computed there; "of late" is about so many.
 OPEN_SHARE = 1 / 16
@@ -37,6 +41,7 @@ class AtHome:
         #: What the next operator at home takes, as foreseen, and the longest of late.
         self.next_ns = self.longest_ns = 0.0
         self._share = 0.0  # of those asked about of late, that were computed at home
+        self.is_allowed = True
 
     def use(self, access: Access) -> None:
         """Note which operator uses a block that lasts: the last one says whether it may."""
@@ -59,7 +64,7 @@ class AtHome:
         follows its weights: it runs on the accelerator. What is large is as dear to fetch whoever
         made it: a cache of keys and values is attended where it lies.
         """
-        if not (op.is_movable and op.is_pressed):
+        if not (self.is_allowed and op.is_movable and op.is_pressed):
             return None
         lasting = [b for b in op.missing if b.is_persistent or b.copy_ns > LIGHT_NS]
         home = next((one for one in op.offers if one.device != op.default_device), None)
@@ -76,8 +81,7 @@ class AtHome:
         # What operators have made may be others the next time: it has to pay by itself.
         most_copies = MOST_COPIES if largest.is_persistent else 1.0
         is_cheap = cost_ns <= most_copies * sum(block.copy_ns for block in lasting)
-        # A copy that is on its way would be lost: the link could have brought another.
-        lost_ns = sum(block.copy_ns for block in lasting if block.is_coming)
+        lost_ns = LOST_COPIES * sum(block.copy_ns for block in lasting if block.is_coming)
         is_sooner = is_cheap and home.end_ns + lost_ns < op.offer(op.default_device).end_ns
         self._share += (is_sooner - self._share) / OF_LATE_COUNT
         if not is_sooner:
@@ -89,7 +93,7 @@ class AtHome:
     @property
     def is_open(self) -> bool:
         """Whether enough of what lacks weights is computed at home to plan copies around it."""
-        return self._share > OPEN_SHARE
+        return self.is_allowed and self._share > OPEN_SHARE
 
     def idle_nbytes(self, device: DeviceSnapshot, at_home_ns: float) -> float:
         """Return what the link could bring beyond its queue while the host computes so long.

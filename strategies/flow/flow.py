@@ -159,6 +159,11 @@ class Flow(Strategy):
         offer = self._at_home.wants(op)
         return op.default_device if offer is None else offer.device
 
+    def let_home_compute(self, is_allowed: bool) -> bool:
+        """Say whether the host may compute from now on; return whether it did much of it."""
+        was_open, self._at_home.is_allowed = self._at_home.is_open, is_allowed
+        return was_open
+
     def victims(
         self, device: DeviceSnapshot, candidates: Sequence[BlockSnapshot], need_nbytes: int
     ) -> Iterable[int]:
