@@ -17,6 +17,7 @@ from torchTensorRef.base.errors import TransferError
 from torchTensorRef.base.options import options
 from torchTensorRef.inject import classes, devices, factories
 from torchTensorRef.interception import cpp_path, slow_path
+from torchTensorRef.memory import core
 from torchTensorRef.tensor import attributes, numbers, protocols, tensor_ref
 
 from ..support.injection import injected
@@ -101,8 +102,9 @@ def backward_twice() -> None:
 )
 def test_pytest_shows_mistakes_without_our_frames(manager: Any, program: Any) -> None:
     assert seen_by_pytest(program) == []
-    with options(tracebacks="whole"):
-        assert seen_by_pytest(program) != []
+    if program is not backward_twice or core.library is not None:  # in Python none of ours runs it
+        with options(tracebacks="whole"):
+            assert seen_by_pytest(program) != []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, TransferError])

@@ -208,33 +208,27 @@ def composites_with_out() -> list[str]:
     return found
 
 
-_is_grad_enabled = torch.is_grad_enabled
-
-
 def ahead(op: OpOverload) -> Treatment:
     """Make the kernel of a composite operator: as one where autograd has nothing to note."""
     any_plan = plan_of(op)
-    any_way = WAYS[any_plan.ready_way]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plan = any_plan if any_plan.reading is None else any_plan.of_call(args, kwargs)
+        is_noted = WAYS[plan.ready_way] is None or _is_noted(args)
+        result = SLOW
+        if not is_noted and may_bypass(function_modes=False):
+            result = _ready_or_watched(plan, args, kwargs)
+        elif not is_noted and _is_only_looked_on_at():
+            result = pass_onlookers(plan, args, kwargs, _ready_or_slow)
+        if result is not SLOW:
+            return result
+        with torch._C._ExcludeDispatchKeyGuard(KEYS):
+            return op(*args, **kwargs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        plan, way = any_plan, any_way
-        if plan.reading is not None:
-            plan = plan.of_call(args, kwargs)
-            way = WAYS[plan.ready_way]
-        is_noted = way is None or (_is_grad_enabled() and _any_wants_gradients(args))
         try:
-            if not is_noted and may_bypass(function_modes=False):
-                result = way(plan, args, kwargs)
-                if result is SLOW:
-                    result = run_watched(plan, args, kwargs)
-                if result is not SLOW:
-                    return result
-            elif not is_noted and _is_only_looked_on_at():
-                result = pass_onlookers(plan, args, kwargs, _ready_or_slow)
-                if result is not SLOW:
-                    return result
-            with torch._C._ExcludeDispatchKeyGuard(KEYS):
-                return op(*args, **kwargs)
+            with below_function_modes():
+                return run(*args, **kwargs)
         except BaseException as error:
             tensorsManager.doubt()  # it may have come at any line
             shorten(error)
@@ -252,10 +246,13 @@ def _is_only_looked_on_at() -> bool:
     )
 
 
-def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
+def _ready_or_watched(plan: OpPlan, args: Any, kwargs: Any) -> Any:
     result = WAYS[plan.ready_way](plan, args, kwargs)
-    if result is SLOW:
-        result = run_watched(plan, args, kwargs)
+    return run_watched(plan, args, kwargs) if result is SLOW else result
+
+
+def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
+    result = _ready_or_watched(plan, args, kwargs)
     return run_promised(plan, args, kwargs) if result is SLOW else result
 
 
@@ -267,17 +264,18 @@ def _whole_batches(multiply: Treatment) -> Treatment:
     """
 
     def treat(tensor: Any, other: Any) -> Any:
-        are_batches = tensor.dim() == 3 == other.dim()
-        is_single = are_batches and other.size(0) == 1 != tensor.size(0)
-        if is_single and not other.requires_grad and may_exchange_formula((tensor, other)):
-            other = other.expand(tensor.size(0), -1, -1)
+        with below_function_modes():
+            are_batches = tensor.dim() == 3 == other.dim()
+            is_single = are_batches and other.size(0) == 1 != tensor.size(0)
+            if is_single and not other.requires_grad and may_exchange_formula((tensor, other)):
+                other = other.expand(tensor.size(0), -1, -1)
         return multiply(tensor, other)
 
     return treat
 
 
-def _any_wants_gradients(values: Any) -> bool:
-    return any(getattr(value, "requires_grad", False) for value in values)
+def _is_noted(values: Any) -> bool:
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values)
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -386,7 +384,7 @@ def install() -> Callable[[], None]:
     everything.fallback(torch.library.fallthrough_kernel)
     for op in (row.op for row in ROWS if row.peak_nbytes is not None):
         kernel = ahead(op)
-        ours.impl(op, below_function_modes(FIRST[op](kernel) if op in FIRST else kernel))
+        ours.impl(op, FIRST[op](kernel) if op in FIRST else kernel)
     return functools.partial(_destroy, [*libraries, everything])
 
 
@@ -395,7 +393,6 @@ def _destroy(libraries: list[torch.library.Library]) -> None:
         library._destroy()
 
 
-@below_function_modes
 def _below_our_key(treatment: Treatment, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(KEYS):
+    with below_function_modes(), torch._C._ExcludeDispatchKeyGuard(KEYS):
         return treatment(*args, **kwargs)

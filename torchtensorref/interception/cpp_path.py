@@ -67,17 +67,17 @@ def give_functions() -> None:
     core.library.set_up(dispatch, run_whole, describe, bear, adopt, written)
 
 
-@below_function_modes
 def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run a composite operator as one where it has to be seen; NotImplemented: in its parts."""
     try:
-        plan = plan_of(op).of_call(args, kwargs)
-        if not watch.on:
-            result = _run_ready(plan, args, kwargs)
-        elif watch.takes_apart:
-            result = SLOW
-        else:
-            result = pass_onlookers(plan, args, kwargs, _run_ready)
+        with below_function_modes():
+            plan = plan_of(op).of_call(args, kwargs)
+            if not watch.on:
+                result = _run_ready(plan, args, kwargs)
+            elif watch.takes_apart:
+                result = SLOW
+            else:
+                result = pass_onlookers(plan, args, kwargs, _run_ready)
     except BaseException as error:
         tensorsManager.doubt()  # it may have come at any line
         shorten(error)
@@ -146,11 +146,11 @@ def _may_be_ready(plan: OpPlan) -> bool:
 def _doubting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have an error that comes at any line of a function repaired: C++ only hands it on."""
 
-    @below_function_modes
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         try:
-            return function(*args)
+            with below_function_modes():
+                return function(*args)
         except BaseException:
             tensorsManager.doubt()
             raise

@@ -46,47 +46,47 @@ _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _OURS = torch._C._dispatch_key_parse(KEY_NAME)
 
 
-@below_function_modes
 def dispatch(
     op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None, *, as_one: bool = False
 ) -> Any:
     """Run one operator in which at least one operand is a TensorRef; a composite one `as_one`."""
     try:
-        try:
-            plan = op._ttr_plan
-        except AttributeError:
-            if not isinstance(op, OpOverload):
-                return run_higher_order(op, args, kwargs or {})
-            plan = plan_of(op)
-        if _dispatch_modes():
-            return _below_dispatch_modes(op, types, args, kwargs)
-        if plan.reading is not None:
-            plan = plan.of_call(args, kwargs or {})
-        way = WAYS[plan.ready_way]
-        in_parts = (
-            plan.comes_in_parts
-            and _is_inference_mode()
-            and not as_one
-            and _is_for_parts(plan, args, kwargs)
-        )
-        if (
-            way is not None
-            and not watch.on
-            and not in_parts
-            and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
-        ):
-            result = way(plan, args, kwargs)
-            if result is SLOW:
-                result = _run_lacking_little(plan, args, kwargs)
-            if result is not SLOW:
-                return result
-        if in_parts:
-            with _Sees(_VIEWS, False), _Sees(_OURS, False):
-                # Not `decompose`: some operators have another, in Python, that is preferred there.
-                return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
-        if watch.on:
-            return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
-        return _take_slow_path(plan, args, kwargs or {})
+        with below_function_modes():
+            try:
+                plan = op._ttr_plan
+            except AttributeError:
+                if not isinstance(op, OpOverload):
+                    return run_higher_order(op, args, kwargs or {})
+                plan = plan_of(op)
+            if _dispatch_modes():
+                return _below_dispatch_modes(op, types, args, kwargs)
+            if plan.reading is not None:
+                plan = plan.of_call(args, kwargs or {})
+            way = WAYS[plan.ready_way]
+            in_parts = (
+                plan.comes_in_parts
+                and _is_inference_mode()
+                and not as_one
+                and _is_for_parts(plan, args, kwargs)
+            )
+            if (
+                way is not None
+                and not watch.on
+                and not in_parts
+                and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
+            ):
+                result = way(plan, args, kwargs)
+                if result is SLOW:
+                    result = _run_lacking_little(plan, args, kwargs)
+                if result is not SLOW:
+                    return result
+            if in_parts:
+                with _Sees(_VIEWS, False), _Sees(_OURS, False):
+                    # Not `decompose`: some operators have another in Python, preferred there.
+                    return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+            if watch.on:
+                return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
+            return _take_slow_path(plan, args, kwargs or {})
     except BaseException as error:
         _left_halfway(op, args, kwargs or {}, error)
         shorten(error)

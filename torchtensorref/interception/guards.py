@@ -27,8 +27,9 @@ go different ways: a method steps aside for autograd, a formula is there for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -42,8 +43,7 @@ _is_autocast = torch._C._is_any_autocast_enabled
 _is_tracing = torch._C._is_tracing
 _forward_ad = torch.autograd.forward_ad
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_NOTHING = nullcontext()
 
 
 def may_bypass(function_modes: bool = True, autocast: bool = True, observers: bool = True) -> bool:
@@ -74,21 +74,13 @@ def may_bypass(function_modes: bool = True, autocast: bool = True, observers: bo
     )
 
 
-def below_function_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep what a function does from the modes of this thread: they have seen what it is for.
+def below_function_modes() -> AbstractContextManager[Any]:
+    """Keep what is done from the function modes of this thread: they have seen what it is for.
 
     Torch takes the mode that it asks off their stack meanwhile, but one can put itself back there
     (`torch.overrides.redispatch_function`).
     """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if _function_modes():
-            with torch._C.DisableTorchFunction():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
+    return torch._C.DisableTorchFunction() if _function_modes() else _NOTHING
 
 
 def records_gradient(tensors: Iterable[Any]) -> bool:
