@@ -19,6 +19,10 @@ from .latest_start import LatestStart
 
 #: What takes longer at home than so many copies is never computed there.
 MOST_COPIES = 4.0
+#: A copy that is on its way would be lost, and costs so many times its own: the link could have
+#: brought another, and in its room another could have stayed until it is evicted. More changes
+#: nothing but where the host is so much faster that it should not wait.
+LOST_COPIES = 3.0
 #: Of the operators that lacked a weight of late, this share has to have been better off at home
 #: before copies are planned around what is computed there; "of late" is about so many.
 OPEN_SHARE = 1 / 16
@@ -77,8 +81,7 @@ class AtHome:
         # What operators have made may be others the next time: it has to pay by itself.
         most_copies = MOST_COPIES if largest.is_persistent else 1.0
         is_cheap = cost_ns <= most_copies * sum(block.copy_ns for block in lasting)
-        # A copy that is on its way would be lost: the link could have brought another.
-        lost_ns = sum(block.copy_ns for block in lasting if block.is_coming)
+        lost_ns = LOST_COPIES * sum(block.copy_ns for block in lasting if block.is_coming)
         is_sooner = is_cheap and home.end_ns + lost_ns < op.offer(op.default_device).end_ns
         self._share += (is_sooner - self._share) / OF_LATE_COUNT
         if not is_sooner:

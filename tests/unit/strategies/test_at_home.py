@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from torchTensorRef.strategies.flow.at_home import LIGHT_NS, AtHome
+from torchTensorRef.strategies.flow.at_home import LIGHT_NS, LOST_COPIES, AtHome
 from torchTensorRef.strategies.flow.latest_start import LatestStart
 from torchTensorRef.strategy import Access, DeviceSnapshot, MissingBlock, Offer, OpSnapshot
 
@@ -97,9 +97,9 @@ def test_at_home_where_that_ends_sooner():
 
 
 def test_a_copy_that_is_on_its_way_is_not_lost_for_a_little():
-    at_home = AtHome()
-    assert at_home.wants(asked(500, 500 + NBYTES, is_coming=True)) is None
-    assert at_home.wants(asked(500, 501 + NBYTES, is_coming=True)).device == "cpu"
+    at_home, lost_ns = AtHome(), LOST_COPIES * NBYTES
+    assert at_home.wants(asked(500, 500 + lost_ns, is_coming=True)) is None
+    assert at_home.wants(asked(500, 501 + lost_ns, is_coming=True)).device == "cpu"
 
 
 def test_what_is_light_follows_what_is_at_home():
