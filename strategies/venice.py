@@ -278,7 +278,7 @@ class Venice(Strategy):
         """Let the host compute where that has paid, or the links could not do without."""
         flows = [flow for flow in self._flows.values() if isinstance(flow, Flow)]
         is_used = any(flow.let_home_compute(self._trial.is_allowed) for flow in flows)
-        least_s = [(self._dealt[d] - self._limits[d]) / link for d, link in self._links.items()]
+        least_s = [(self._dealt[d] - most) / self._links[d] for d, most in self._limits.items()]
         is_allowed = self._trial.period(now_ns, max(least_s, default=0.0) * 1e9, is_used=is_used)
         for flow in flows:
             flow.let_home_compute(is_allowed)
