@@ -134,7 +134,7 @@ def step_ns(
     budgets: Sequence[int],
     links: Sequence[float],
     strategy: Any,
-    count: int = TOKENS,
+    count: int | None = None,
     **machine: float | None,
 ) -> tuple[float, list[int]]:
     """Return what a token takes in the later half, and the tokens."""
@@ -144,7 +144,7 @@ def step_ns(
     tensorsManager.strategy = strategy
     tensorsManager.budget = {d.name: n for d, n in zip(devices, budgets, strict=True)}
     model = tensorsManager.adopt(made())
-    tokens, times = decode(model, devices[0].now_ns, count)
+    tokens, times = decode(model, devices[0].now_ns, count or TOKENS)
     tensorsManager.check()
     del model
     later = times[len(times) // 2 :]
@@ -167,7 +167,7 @@ def measured(rows: Sequence[str]) -> dict[str, dict[str, float]]:
     """Measure rows; AssertionError if a token differs from plain torch's."""
     plain = made()
     nbytes = sum(p.numel() * p.element_size() for p in plain.parameters())
-    expected, _ = decode(plain, lambda: 0, TOKENS_WITH_HOST)
+    expected, _ = decode(plain, lambda: 0, max(TOKENS, TOKENS_WITH_HOST))
     found: dict[str, dict[str, float]] = {}
     one_ns, tokens = step_ns([2 * nbytes], [0.5], "flow")
     assert tokens == expected[:TOKENS]
