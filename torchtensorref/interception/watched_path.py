@@ -40,11 +40,6 @@ from .ready_path import SLOW, WAYS, all_owned
 _Tensor = torch.Tensor
 
 
-def may_lack(residency: Residency) -> bool:
-    """Whether operators lack operands by and by: memory is short, or everything is given back."""
-    return residency.books.is_pressed or residency.feed.gives_back
-
-
 def may_be_watched(residency: Residency) -> bool:
     """Whether the strategy only wants to hear of uses of what is there, and decides nothing.
 
@@ -65,7 +60,7 @@ def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
-    if not may_lack(residency) or books.main not in books.ready_on or plan.is_true_view:
+    if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     promises = tensorsManager.promises
     if promises is not None and promises.takes(args, kwargs or {}):

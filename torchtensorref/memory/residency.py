@@ -227,11 +227,12 @@ class Residency:
         self, device: Device, blocks: Sequence[Block], expected: int, why: str
     ) -> None:
         books = self.books
+        missing, need_nbytes = [], 0
         with books.lock:
-            missing = [block for block in blocks if block.replicas[device].state is INVALID]
-            # Last what is still on its way home: it is waited for, and the link need not idle.
-            missing.sort(key=lambda block: block.readable_on(books.host) is None)
-            need_nbytes = sum([block.nbytes for block in missing])
+            for block in blocks:
+                if block.replicas[device].state is INVALID:
+                    missing.append(block)
+                    need_nbytes += block.nbytes
             books.counts.miss_count += len(missing)
             books.counts.slow_hit_count += len(blocks) - len(missing)
             # Also where nothing is missing: the budget may have been lowered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..devices.sim.device import SimDevice
-from ..interception.watched_path import closed_among, may_be_fetched, may_be_watched, may_lack
+from ..interception.watched_path import closed_among, may_be_fetched, may_be_watched
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.residency import Residency
@@ -30,8 +30,8 @@ class Replay(Protocol):
 
 def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     """Run an operator whose blocks only have to be opened or fetched; False if there is more."""
-    residency, device = replayer.residency, replayer.device
-    if not (op.may_be_ready and may_lack(residency)):
+    residency, device, books = replayer.residency, replayer.device, replayer.residency.books
+    if not (op.may_be_ready and books.is_pressed):
         return False
     closed = closed_among(blocks, residency, device)
     if not closed:
