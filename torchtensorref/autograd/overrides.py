@@ -33,7 +33,7 @@ from ..interception.guards import (
 from ..interception.onlookers.passing import pass_onlookers
 from ..interception.ready_path import SLOW, WAYS
 from ..interception.tracebacks import hides, shorten
-from ..interception.watched_path import run_promised, run_watched
+from ..interception.watched_path import run_promised, run_ready_or_watched
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME, KEYS
@@ -217,7 +217,7 @@ def ahead(op: OpOverload) -> Treatment:
         is_noted = WAYS[plan.ready_way] is None or _is_noted(args)
         result = SLOW
         if not is_noted and may_bypass(function_modes=False):
-            result = _ready_or_watched(plan, args, kwargs)
+            result = run_ready_or_watched(plan, args, kwargs)
         elif not is_noted and _is_only_looked_on_at():
             result = pass_onlookers(plan, args, kwargs, _ready_or_slow)
         if result is not SLOW:
@@ -246,13 +246,8 @@ def _is_only_looked_on_at() -> bool:
     )
 
 
-def _ready_or_watched(plan: OpPlan, args: Any, kwargs: Any) -> Any:
-    result = WAYS[plan.ready_way](plan, args, kwargs)
-    return run_watched(plan, args, kwargs) if result is SLOW else result
-
-
 def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
-    result = _ready_or_watched(plan, args, kwargs)
+    result = run_ready_or_watched(plan, args, kwargs)
     return run_promised(plan, args, kwargs) if result is SLOW else result
 
 

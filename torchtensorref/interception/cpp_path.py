@@ -27,9 +27,9 @@ from .entry import dispatch
 from .fallback import settled
 from .guards import below_function_modes
 from .onlookers.passing import pass_onlookers
-from .ready_path import SLOW, WAYS
+from .ready_path import SLOW
 from .tracebacks import hides, shorten
-from .watched_path import run_promised, run_watched
+from .watched_path import run_promised, run_ready_or_watched
 
 __tracebackhide__ = hides
 
@@ -86,9 +86,7 @@ def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_ready(plan: OpPlan, args: Any, kwargs: Any, placed: Any = None) -> Any:
-    result = WAYS[plan.ready_way](plan, args, kwargs)
-    if result is SLOW:
-        result = run_watched(plan, args, kwargs)
+    result = run_ready_or_watched(plan, args, kwargs)
     return run_promised(plan, args, kwargs) if result is SLOW and watch.is_slow else result
 
 

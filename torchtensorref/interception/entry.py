@@ -62,22 +62,14 @@ def dispatch(
                 return _below_dispatch_modes(op, types, args, kwargs)
             if plan.reading is not None:
                 plan = plan.of_call(args, kwargs or {})
-            way = WAYS[plan.ready_way]
             in_parts = (
                 plan.comes_in_parts
                 and _is_inference_mode()
                 and not as_one
                 and _is_for_parts(plan, args, kwargs)
             )
-            if (
-                way is not None
-                and not watch.on
-                and not in_parts
-                and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
-            ):
-                result = way(plan, args, kwargs)
-                if result is SLOW:
-                    result = _run_lacking_little(plan, args, kwargs)
+            if not (watch.on or in_parts):
+                result = _run_short(plan, args, kwargs)
                 if result is not SLOW:
                     return result
             if in_parts:
@@ -122,31 +114,28 @@ def take_usual_path(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Device | None
 ) -> Any:
     """Run an operator that is looked on at as if it were not, or where it was placed."""
-    way = WAYS[plan.ready_way]
-    if (
-        placed is None
-        and way is not None
-        and not watch.is_slow
-        and not (plan.minds_labels and tensorsManager.residency.books.labels_differ)
-    ):
-        result = way(plan, args, kwargs)
-        if result is SLOW:
-            result = _run_lacking_little(plan, args, kwargs)
+    if placed is None and not watch.is_slow:
+        result = _run_short(plan, args, kwargs)
         if result is not SLOW:
             return result
     return _take_slow_path(plan, args, kwargs, placed)
 
 
-def _run_lacking_little(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run an operator that lacks only numbers, or that the strategy hears of it; else `SLOW`."""
-    result = run_with_numbers(plan, args, kwargs)
+def _run_short(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run a ready operator, or one that lacks only numbers, or that is to be told; else `SLOW`."""
+    way = WAYS[plan.ready_way]
+    if way is None or (plan.minds_labels and tensorsManager.residency.books.labels_differ):
+        return SLOW
+    result = way(plan, args, kwargs)
+    if result is SLOW:
+        result = run_with_numbers(plan, args, kwargs)
     return run_watched(plan, args, kwargs) if result is SLOW else result
 
 
 def _take_slow_path(
     plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Device | None = None
 ) -> Any:
-    """Run an operator in six phases, kept from the modes of this thread; tell what it has done."""
+    """Run an operator in six phases; tell what it has done."""
     result = _kept_from_modes(SlowPath(plan, args, kwargs, tensorsManager, placed))
     if listeners.waiting:
         deliver(plan, args, kwargs)

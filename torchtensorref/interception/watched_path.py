@@ -57,6 +57,12 @@ def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     return result
 
 
+def run_ready_or_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run an operator that has a ready way by it, or by this path, or return `SLOW`."""
+    result = WAYS[plan.ready_way](plan, args, kwargs)
+    return run_watched(plan, args, kwargs) if result is SLOW else result
+
+
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
