@@ -39,11 +39,10 @@ from .region import (
     choices_of,
     forgetter,
     key_of,
-    same_state,
     stand_in_of,
     state_of,
 )
-from .slots import Slots, tensors_of
+from .slots import Slots, same_state, tensors_of
 from .tensor_tree import Exchange
 
 #: Gives the compiled form of a function, as the program has asked for.

@@ -19,10 +19,11 @@ from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_over
-from ..memory.ref import TensorRef, as_parameter, is_plain
+from ..memory.ref import TensorRef, as_parameter, attributes_given, is_plain
 from .hold import Hold
-from .region import Region, Structure, attributes_of, same_state, state_of
-from .slots import Place
+from .recorder import version_of
+from .region import Region, Structure, attributes_of, state_of
+from .slots import Place, same_state
 from .tensor_tree import Exchange
 
 _CPU = torch.device("cpu")
@@ -112,10 +113,16 @@ class Entry(Hold):
         known = self.inside.get(id(ref))
         if known is not None:
             return known  # modules ask whether they are given the same tensor twice
-        plain = plain_on(ref, self.device)
+        plain, given = self._stand_in(ref), attributes_given(ref)
+        if given:
+            plain = plain if plain.requires_grad else plain.detach()  # the view of it is kept
+            vars(plain).update(given)
         self.inside[id(ref)] = plain
-        self.unwrapped.append((plain, ref, _version(plain)))
+        self.unwrapped.append((plain, ref, version_of(plain)))
         return plain
+
+    def _stand_in(self, ref: Any) -> torch.Tensor:
+        return plain_on(ref, self.device)
 
     def _exchange_parameters(self) -> None:
         slots = self.region.slots
@@ -211,10 +218,25 @@ class Entry(Hold):
                     self.residency.copier.written(ref._ttr_block, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._ttr_block)
+            self._note_what_it_became(plain, ref)
         if self.structure.writes_inputs:
             for block in self.given:
                 if not block.owned:
                     self.residency.copier.written(block, self.device)
+
+    def _note_what_it_became(self, plain: torch.Tensor, ref: Any) -> None:
+        """Let what is given have the layout and the attributes that an unforeseen branch gave."""
+        layout = plain.size(), plain.stride(), plain.storage_offset()
+        if layout != (ref.size(), ref.stride(), ref.storage_offset()):
+            self._doubt("it changes the layout of what it is given")
+            with torch.no_grad():
+                ref.as_strided_(*layout)
+        given = attributes_given(plain)
+        if not same_state(given, attributes_given(ref)):
+            self._doubt("it changes the attributes of what it is given")
+            for name in given:
+                delattr(plain, name)  # the view of it may be kept
+            vars(ref).update(self.exchange.wrap(given, self.ref_for))
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
@@ -281,7 +303,3 @@ def _copied(plain: torch.Tensor) -> torch.Tensor:
         if copy.stride() == plain.stride():
             return copy
         return view_over(plain, bytes_of(plain).clone().untyped_storage())
-
-
-def _version(plain: torch.Tensor) -> int:
-    return 0 if plain.is_inference() else plain._version

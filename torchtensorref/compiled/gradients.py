@@ -21,7 +21,7 @@ from ..base.activation import disabled
 from ..base.interrupts import lets_program_run
 from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager, tensorsManager
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, attributes_given
 from .entry import Entry
 from .region import Region, Structure, state_of
 from .slots import Slots
@@ -65,6 +65,8 @@ class CompiledEntry(Entry):
         self.leaves: dict[int, tuple[Any, torch.Tensor]] = {}
         #: Results that have one, each with the edge of the graph inside that leads to it.
         self.results: list[tuple[Any, Any]] = []
+        #: Results that are views: TensorRefs, each with that of what it is a view of.
+        self.views: list[tuple[Any, Any]] = []
 
     @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -78,7 +80,7 @@ class CompiledEntry(Entry):
         finally:
             self.call = call  # no cycle: what is let go of is gone at once
         self._connect()
-        return out
+        return self._as_views(out, args, kwargs)
 
     @lets_program_run
     def _run_noting(self, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,12 +88,11 @@ class CompiledEntry(Entry):
         with saved_tensors_hooks(partial(_pack, self.saved), _unpack):
             return call(*args, **kwargs)
 
-    def _plain_input(self, ref: Any) -> torch.Tensor:
-        if not (self.notes and ref.requires_grad) or id(ref) in self.inside:
-            return super()._plain_input(ref)
-        plain = super()._plain_input(ref).detach().requires_grad_()
-        self.inside[id(ref)] = plain
-        self.leaves[id(ref)] = ref, plain
+    def _stand_in(self, ref: Any) -> torch.Tensor:
+        plain = super()._stand_in(ref)
+        if self.notes and ref.requires_grad:
+            plain = plain.detach().requires_grad_()
+            self.leaves[id(ref)] = ref, plain
         return plain
 
     def _wrap(self, out: Any, args: Any, kwargs: Any) -> Any:
@@ -138,6 +139,12 @@ class CompiledEntry(Entry):
         if not (self.notes and plain.requires_grad) or plain.grad_fn is None:
             return super().ref_for(plain)
         ref = super().ref_for(plain.data)  # a block must not hold the graph that holds blocks
+        base = plain._base
+        if base is not None and base.dtype is plain.dtype and isinstance(ref, TensorRef):
+            base_ref = self.exchange.wrap_one(base, self.ref_for)
+            if isinstance(base_ref, TensorRef):
+                self.views.append((ref, base_ref))
+                return ref
         if isinstance(ref, TensorRef):
             self.results.append((ref, get_gradient_edge(plain)))
             return ref
@@ -154,6 +161,22 @@ class CompiledEntry(Entry):
         read = {id(r): r for r in (*self.refs, *given, *results) if r._ttr_block in kept}
         _Node.apply(Backward(self), results, [*read.values()], *refs)
         self.results = []
+
+    def _as_views(self, out: Any, args: Any, kwargs: Any) -> Any:
+        """Make the results that are views ones of the TensorRefs of what they are views of.
+
+        Autograd has to know: where one is written, the gradients of the other change.
+        """
+        if not self.views:
+            return out
+        made = {}
+        for ref, base in self.views:
+            view = base.as_strided(ref.size(), ref.stride(), ref.storage_offset())
+            vars(view).update(attributes_given(ref))
+            made[id(ref)] = view
+        out = self.exchange.put((out, args, kwargs), made)[0]
+        self.views = []
+        return out
 
 
 class Bundle(CompiledEntry):

@@ -13,10 +13,10 @@ from torch.autograd import graph
 
 from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
-from ..memory.ref import TensorRef
-from .recorder import Recorder
+from ..memory.ref import TensorRef, attributes_given
+from .recorder import Recorder, version_of
 from .region import Structure, attributes_of
-from .slots import tensors_of
+from .slots import same_state, tensors_of
 from .tensor_tree import Exchange
 
 _autograd = torch._C._autograd
@@ -60,7 +60,7 @@ def learn(
         return call(*args, **kwargs)
     before_ns = residency.books.main.clocks().compute_ns
     before_ops = residency.books.counts.slow_op_count
-    had_gradients = [ref.requires_grad for ref in inputs]
+    before = [_seen_of(ref) for ref in (*refs, *inputs)]
     try:
         with _noting(recorder) if gradients else nullcontext():
             out = call(*args, **kwargs)
@@ -69,8 +69,10 @@ def learn(
             residency.recorder = None
             residency.books.sees_all = False
             residency.books.reopen()
-    if had_gradients != [ref.requires_grad for ref in inputs]:
-        recorder.mistrust("it decides whether what it is given has a gradient")
+    for ref, seen in zip((*refs, *inputs), before, strict=True):
+        for what, was, now in zip(_SEEN, seen, _seen_of(ref), strict=True):
+            if not same_state(was, now):
+                recorder.mistrust(f"it changes the {what} of a tensor that was there before")
     structure.call_count += 1
     structure.input_nbytes = max(
         structure.input_nbytes, sum(ref._ttr_block.nbytes for ref in inputs)
@@ -85,6 +87,16 @@ def learn(
         manager, recorder, module, own, (args, kwargs), out
     )
     return out
+
+
+#: What `_seen_of` looks at.
+_SEEN = ("need for a gradient", "layout", "attributes")
+
+
+def _seen_of(ref: Any) -> tuple[Any, ...]:
+    """Return what of a TensorRef is its own, and would be its stand-in's during a native run."""
+    layout = ref.size(), ref.stride(), ref.storage_offset()
+    return ref.requires_grad, layout, attributes_given(ref)
 
 
 @contextmanager
@@ -118,7 +130,15 @@ def _noting(recorder: Recorder) -> Iterator[None]:
         graph.disable_saved_tensors_hooks = refuse
 
 
-def _as_saved(tensor: torch.Tensor) -> torch.Tensor:
+def _as_saved(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Give back what was saved; with hooks, torch itself no longer minds that it was written."""
+    tensor, version = saved
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
     return tensor
 
 

@@ -24,6 +24,11 @@ class Use(NamedTuple):
     writes: bool
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written; 0 where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Recorder:
     """Written to by every operator while a compiled function is being learned."""
 
@@ -98,12 +103,12 @@ class Recorder:
         self.most_nbytes = max(self.most_nbytes, self._alive_nbytes)
         weakref.finalize(block, self._died, id(block), nbytes).atexit = False
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note what autograd saves for a backward pass, as a hook of its."""
+    def save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Note what autograd saves for a backward pass, as a hook of its; with its version."""
         block = getattr(tensor, "_ttr_block", None)
         if block is not None:
             self._saved.add(block)
-        return tensor
+        return tensor, version_of(tensor)
 
     def mistrust(self, why: str) -> None:
         """Note what speaks against running the module natively."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..memory.block import Block
 from .recorder import Use
-from .slots import Place, Slots
+from .slots import Place, Slots, same_state
 
 
 @dataclass
@@ -148,14 +148,6 @@ class Region:
             return False
         self.outline = Outline(self.parts)
         return True
-
-
-def same_state(now: object, before: object) -> bool:
-    """Whether attributes hold the same objects, or equal ones."""
-    try:
-        return bool(now == before)
-    except Exception:
-        return False  # what cannot be compared (tensors, arrays) is not the same object
 
 
 def stand_in_of(module: nn.Module) -> Any:

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..devices.base import Device
 from ..memory.adoption import StoodFor, ref_behind
 from ..memory.plain_views import plain_on, view_of
+from ..memory.ref import attributes_given
 
 #: A dictionary of parameters or buffers, and a name in it.
 Place = tuple[dict[str, Any], str]
@@ -65,6 +66,8 @@ class Slots:
         #: The plain tensors that hang there during a call, and the views they were made of.
         self._plains: list[Any] = [None] * len(refs)
         self._views: list[Any] = [...] * len(refs)  # as yet of nothing
+        #: What the program has noted on the TensorRefs, and so stands on the plain tensors.
+        self._given: list[dict[str, Any]] = []
 
     def hold(self) -> bool:
         """Whether the same TensorRefs hang where they did, over the same blocks, and no others."""
@@ -93,7 +96,9 @@ class Slots:
         )
         if not fit:
             self._renew(refs, device)
+            self._given = []
         plains = self._plains
+        self._give_attributes(refs, plains)
         if [*map(_needs_gradient, plains)] != [*map(_needs_gradient, refs)]:
             for plain, ref in zip(plains, refs, strict=True):
                 if plain.requires_grad != ref.requires_grad:
@@ -110,8 +115,27 @@ class Slots:
                     plain._ttr_ref = StoodFor(ref, view)  # who keeps it is to have the TensorRef
                 self._views[i], self._plains[i] = view, plain
 
+    def _give_attributes(self, refs: list[Any], plains: list[Any]) -> None:
+        """Let the stand-ins have what the program has noted on the TensorRefs."""
+        given = [*map(attributes_given, refs)]
+        if same_state(given, self._given):
+            return
+        for plain, own in zip(plains, given, strict=True):
+            for name in attributes_given(plain):
+                delattr(plain, name)
+            vars(plain).update(own)
+        self._given = given
+
     def _hanging(self) -> list[Any]:
         return [*chain.from_iterable(map(_values_of, self._registries))]
+
+
+def same_state(now: object, before: object) -> bool:
+    """Whether attributes hold the same objects, or equal ones."""
+    try:
+        return bool(now == before)
+    except Exception:
+        return False  # what cannot be compared (tensors, arrays) is not the same object
 
 
 def _ids_of(hanging: list[Any]) -> array[int]:

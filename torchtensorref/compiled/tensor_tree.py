@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, attributes_given
 
 DEPTH = 8
 
@@ -138,20 +138,30 @@ class Exchange:
 
     def wrap(self, value: Any, ref_of: Callable[[torch.Tensor], Any]) -> Any:
         """Put TensorRefs in the place of plain tensors, the same ones for what was unwrapped."""
+        return self._walk(
+            value, lambda tensor: self.wrap_one(tensor, ref_of), set(), 0, before=None
+        )
 
-        def swap(tensor: torch.Tensor) -> Any:
-            known = self.known.get(id(tensor))
-            if known is not None:
-                return tensor if known[1] is None else known[1]
-            if isinstance(tensor, TensorRef):
-                return tensor
-            ref = self.hung.get(id(tensor))
-            if ref is None:
-                ref = ref_of(tensor)
-            self.known[id(tensor)] = (tensor, ref)
-            return ref
+    def wrap_one(self, tensor: torch.Tensor, ref_of: Callable[[torch.Tensor], Any]) -> Any:
+        """Return what `wrap` puts in the place of one tensor."""
+        known = self.known.get(id(tensor))
+        if known is not None:
+            return tensor if known[1] is None else known[1]
+        if isinstance(tensor, TensorRef):
+            return tensor
+        ref = self.hung.get(id(tensor))
+        if ref is None:
+            ref = ref_of(tensor)
+        self.known[id(tensor)] = (tensor, ref)
+        if ref is not tensor and (given := attributes_given(tensor)):
+            vars(ref).update(self.wrap(given, ref_of))
+        return ref
 
-        return self._walk(value, swap, set(), 0, before=None)
+    def put(self, value: Any, others: dict[int, Any]) -> Any:
+        """Put other tensors in the place of those with some ids."""
+        return self._walk(
+            value, lambda tensor: others.get(id(tensor), tensor), set(), 0, before=None
+        )
 
     def restore(self) -> None:
         """Put every container back as it was before `unwrap`."""

@@ -65,6 +65,18 @@ def is_plain(value: Any) -> bool:
     return type(value) in _TORCHS_OWN and not isinstance(value, TensorRef)
 
 
+def attributes_given(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the program has given a tensor.
+
+    Left out is what we keep about it there, and torch's mark of a parameter.
+    """
+    return {
+        name: value
+        for name, value in vars(tensor).items()
+        if not name.startswith("_ttr_") and name != "_is_param"
+    }
+
+
 def as_parameter(ref: Any) -> Any:
     """Return a TensorRef as a parameter: in Python the same one, marked as torch marks them."""
     if core.library is None:

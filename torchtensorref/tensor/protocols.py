@@ -20,7 +20,7 @@ from ..interception.guards import may_bypass
 from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef, as_parameter
+from ..memory.ref import TensorRef, as_parameter, attributes_given
 from .device_names import take_out
 from .printing import text_of
 
@@ -201,7 +201,7 @@ class Protocols:
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
         plain = tensorsManager.ownership.plain_to_serialise(self)
-        state = _of_the_program(self.__dict__)
+        state = attributes_given(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
         elif self.requires_grad:  # a transform of functorch refuses to hear of it
@@ -218,7 +218,7 @@ class Protocols:
             twin.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             twin = as_parameter(twin)
-        twin.__dict__.update(_of_the_program(self.__dict__))
+        twin.__dict__.update(attributes_given(self))
         return twin
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
@@ -241,7 +241,7 @@ class Protocols:
         memo[id(self)] = twin
         if self.requires_grad:
             twin.requires_grad_()
-        for name, value in _of_the_program(self.__dict__).items():
+        for name, value in attributes_given(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
@@ -356,12 +356,3 @@ def reduce_for_process(ref: Any) -> Any:
     if isinstance(ref, torch.nn.Parameter):
         plain = torch.nn.Parameter(plain, requires_grad=ref.requires_grad)
     return reduce_tensor(plain.requires_grad_(ref.requires_grad))
-
-
-def _of_the_program(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a TensorRef keeps about itself, and torch's mark of a parameter."""
-    return {
-        name: value
-        for name, value in attributes.items()
-        if not name.startswith("_ttr_") and name != "_is_param"
-    }

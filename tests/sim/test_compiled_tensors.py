@@ -1,0 +1,171 @@
+"""What a compiled function does to tensors beside computing: layouts, attributes, views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from .test_compiler import fresh_compiler, ours
+
+__all__ = ["fresh_compiler", "ours"]
+
+ROUNDS = 4
+
+
+def compiled(function: Any, backend: str = "aot_eager") -> Any:
+    return torch.compile(function, backend=backend)
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    x.t_()
+    return x + 1
+
+
+def _with_one_dimension_more(x: torch.Tensor) -> torch.Tensor:
+    x.unsqueeze_(0)
+    return x * 2
+
+
+def _resized(x: torch.Tensor) -> torch.Tensor:
+    x.resize_(12)
+    x.fill_(2)
+    return x + 1
+
+
+def _marked(x: Any) -> torch.Tensor:
+    x.mark = x.mark + 1 if hasattr(x, "mark") else 7
+    return x * x.mark
+
+
+@pytest.mark.parametrize("function", [_transposed, _with_one_dimension_more, _resized, _marked])
+def test_what_an_argument_becomes_is_seen(ours, function):
+    def program() -> Any:
+        call, found = compiled(function), []
+        for _ in range(ROUNDS):
+            x: Any = torch.rand(2, 3)
+            found += [call(x), x, x + 0, getattr(x, "mark", None)]
+        return found
+
+    ours(program)
+
+
+@pytest.mark.parametrize("change", [_transposed, _with_one_dimension_more, _marked])
+def test_what_an_argument_becomes_where_nobody_expected_it_is_seen(ours, change):
+    """In the call that is looked at, and in the first that run natively, it becomes nothing."""
+
+    def function(x: torch.Tensor, number: int) -> torch.Tensor:
+        return change(x) if number > 2 else x * 3
+
+    def program() -> Any:
+        call, found = compiled(function), []
+        for number in range(6):
+            x: Any = torch.rand(2, 3)
+            found += [call(x, number), x, x + 0, getattr(x, "mark", None)]
+        return found
+
+    ours(program)
+
+
+def test_an_out_that_grows(ours):
+    def function(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        torch.add(x, 1, out=out)
+        return out * 2
+
+    def program() -> Any:
+        call, found = compiled(function), []
+        for _ in range(ROUNDS):
+            out = torch.empty(0)
+            found += [call(torch.rand(3), out), out]
+        return found
+
+    ours(program)
+
+
+def test_attributes_of_arguments_parameters_and_results(ours):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight: Any = nn.Parameter(torch.rand(3))
+            self.weight.scale = 3.0
+
+        def forward(self, x: Any) -> Any:
+            y: Any = x * self.weight * self.weight.scale * x.scale
+            y.scale = 5
+            return y
+
+    def program() -> Any:
+        module = Scaled()
+        call, found = compiled(module), []
+        for number in range(2 * ROUNDS):
+            x: Any = torch.rand(3)
+            x.scale = 2.0
+            if number == ROUNDS:
+                module.weight.scale = 0.5
+            y = call(x)
+            found += [y, y.scale, x.scale, module.weight.scale]
+        return found
+
+    manager = ours(program)
+    assert manager.stats()["native_call_count"] == 2 * ROUNDS - 1
+
+
+def _of_the_argument(x: torch.Tensor) -> Any:
+    return x.view(-1), x * 2
+
+
+def _of_a_result(x: torch.Tensor) -> Any:
+    made = x * 2
+    return made, made[0], {"flat": made.view(-1)}
+
+
+def _of_what_stays_inside(x: torch.Tensor) -> Any:
+    made = x * 2
+    return made[0], made[1:]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("function", [_of_the_argument, _of_a_result, _of_what_stays_inside])
+def test_gradients_where_a_result_that_is_a_view_is_written(ours, function, backend):
+    def program() -> Any:
+        call, found = compiled(function, backend), []
+        for place in range(ROUNDS):
+            x = torch.rand(2, 3, requires_grad=True)
+            given = x * 1
+            results = torch.utils._pytree.tree_leaves(call(given))
+            results[place % len(results)].mul_(3)
+            weighed = [(result * (number + 2)).sum() for number, result in enumerate(results)]
+            (sum(weighed) + given.sum()).backward()
+            found += [*results, given, x.grad]
+        return found
+
+    ours(program)
+
+
+def test_what_shares_a_results_memory_counts_its_writes(ours):
+    def program() -> Any:
+        call, found = compiled(lambda x: (lambda made: (made, made[0]))(x.exp())), []
+        for _ in range(ROUNDS):
+            x = torch.rand(2, 3, requires_grad=True)
+            made, first = call(x)
+            first.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                made.sum().backward()
+            found.append(made.detach())
+        return found
+
+    ours(program)
+
+
+def test_who_writes_what_was_saved_is_told_in_the_first_step_too(ours):
+    def program() -> Any:
+        call = compiled(torch.exp)
+        for _ in range(2):
+            result = call(torch.rand(3, requires_grad=True))
+            result.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+    ours(program)
