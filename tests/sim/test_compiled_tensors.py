@@ -169,3 +169,20 @@ def test_who_writes_what_was_saved_is_told_in_the_first_step_too(ours):
                 result.sum().backward()
 
     ours(program)
+
+
+def test_views_that_are_made_without_gradients(ours):
+    """Of a leaf they say that they require one, in torch."""
+
+    def program() -> Any:
+        call, found = compiled(lambda x: (x[0], x.view(-1)), "eager"), []
+        for _ in range(ROUNDS):
+            x = torch.rand(2, 3, requires_grad=True)
+            with torch.no_grad():
+                results = call(x)
+                results[0].mul_(2)
+            assert all(result._base is not None for result in results)
+            found += [*results, *(result.requires_grad for result in results), x]
+        return found
+
+    ours(program)

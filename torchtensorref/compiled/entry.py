@@ -34,6 +34,9 @@ _count_of_writes = attrgetter("_version")
 class Entry(Hold):
     """One native run of a region: everything held from `acquire` to the end of `run`."""
 
+    #: Whether a result that is a view is one for the program, too.
+    keeps_views = True
+
     def __init__(
         self,
         manager: TensorsManager,
@@ -58,6 +61,8 @@ class Entry(Hold):
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
+        #: Results that are views, and the TensorRefs of what they are views of.
+        self.views: list[tuple[torch.Tensor, Any]] = []
         #: Plain inputs by the ids of their TensorRefs; with these, and their versions before the
         #: call.
         self.inside: dict[int, torch.Tensor] = {}
@@ -82,11 +87,42 @@ class Entry(Hold):
             self._withdraw()
             self._release()
         self.residency.after_operator(device, self.blocks)
-        return out
+        self._connect()
+        return self._as_views(out, args, kwargs)
 
     def _wrap(self, out: Any, args: Any, kwargs: Any) -> Any:
         """Return the result, with TensorRefs in the place of what was made and handed on."""
-        return self.exchange.wrap((out, args, kwargs), self.ref_for)[0]
+        return self.exchange.wrap((out, args, kwargs), self._result_for)[0]
+
+    def _result_for(self, plain: torch.Tensor) -> Any:
+        """Make the TensorRef of a result; one that is a view waits for what it is a view of."""
+        base = plain._base if self.keeps_views else None
+        if base is None or base.dtype is not plain.dtype or not is_plain(plain):
+            return self.ref_for(plain)
+        base_ref = self.exchange.wrap_one(base, self.ref_for)
+        if not isinstance(base_ref, TensorRef):
+            return self.ref_for(plain)
+        self.views.append((plain, base_ref))
+        return plain
+
+    def _connect(self) -> None:
+        """Tell autograd of the results: nothing, where none has a gradient."""
+
+    def _as_views(self, out: Any, args: Any, kwargs: Any) -> Any:
+        """Make the results that are views ones of TensorRefs.
+
+        Autograd has to know: where one is written, the gradients of the other change.
+        """
+        if not self.views:
+            return out
+        made = {}
+        for plain, base in self.views:
+            view = base.as_strided(plain.size(), plain.stride(), plain.storage_offset())
+            vars(view).update(attributes_given(plain))
+            made[id(plain)] = view
+        out = self.exchange.put((out, args, kwargs), made)[0]
+        self.views = []
+        return out
 
     @lets_program_run
     def _run_plain(self, args: Any, kwargs: Any) -> Any:

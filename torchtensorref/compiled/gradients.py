@@ -21,7 +21,7 @@ from ..base.activation import disabled
 from ..base.interrupts import lets_program_run
 from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager, tensorsManager
-from ..memory.ref import TensorRef, attributes_given
+from ..memory.ref import TensorRef
 from .entry import Entry
 from .region import Region, Structure, state_of
 from .slots import Slots
@@ -65,8 +65,6 @@ class CompiledEntry(Entry):
         self.leaves: dict[int, tuple[Any, torch.Tensor]] = {}
         #: Results that have one, each with the edge of the graph inside that leads to it.
         self.results: list[tuple[Any, Any]] = []
-        #: Results that are views: TensorRefs, each with that of what it is a view of.
-        self.views: list[tuple[Any, Any]] = []
 
     @lets_program_run
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -76,11 +74,9 @@ class CompiledEntry(Entry):
         call = self.call
         self.call = partial(self._run_noting, call)
         try:
-            out = super().run(args, kwargs)
+            return super().run(args, kwargs)
         finally:
             self.call = call  # no cycle: what is let go of is gone at once
-        self._connect()
-        return self._as_views(out, args, kwargs)
 
     @lets_program_run
     def _run_noting(self, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,12 +135,6 @@ class CompiledEntry(Entry):
         if not (self.notes and plain.requires_grad) or plain.grad_fn is None:
             return super().ref_for(plain)
         ref = super().ref_for(plain.data)  # a block must not hold the graph that holds blocks
-        base = plain._base
-        if base is not None and base.dtype is plain.dtype and isinstance(ref, TensorRef):
-            base_ref = self.exchange.wrap_one(base, self.ref_for)
-            if isinstance(base_ref, TensorRef):
-                self.views.append((ref, base_ref))
-                return ref
         if isinstance(ref, TensorRef):
             self.results.append((ref, get_gradient_edge(plain)))
             return ref
@@ -152,6 +142,7 @@ class CompiledEntry(Entry):
         return plain
 
     def _connect(self) -> None:
+        """Make the results that have a gradient those of a node in the program's graph."""
         if not self.results:
             return
         refs = [ref for ref, _ in self.leaves.values()]
@@ -161,22 +152,6 @@ class CompiledEntry(Entry):
         read = {id(r): r for r in (*self.refs, *given, *results) if r._ttr_block in kept}
         _Node.apply(Backward(self), results, [*read.values()], *refs)
         self.results = []
-
-    def _as_views(self, out: Any, args: Any, kwargs: Any) -> Any:
-        """Make the results that are views ones of the TensorRefs of what they are views of.
-
-        Autograd has to know: where one is written, the gradients of the other change.
-        """
-        if not self.views:
-            return out
-        made = {}
-        for ref, base in self.views:
-            view = base.as_strided(ref.size(), ref.stride(), ref.storage_offset())
-            vars(view).update(attributes_given(ref))
-            made[id(ref)] = view
-        out = self.exchange.put((out, args, kwargs), made)[0]
-        self.views = []
-        return out
 
 
 class Bundle(CompiledEntry):
@@ -333,6 +308,7 @@ class _BackwardEntry(Bundle):
     """One native run of a backward pass."""
 
     has_gradients = True
+    keeps_views = False
     unpacked: list[Saved]
 
     @lets_program_run
