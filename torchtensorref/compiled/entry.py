@@ -267,8 +267,10 @@ class Entry(Hold):
             self._doubt("it changes the layout of what it is given")
             with torch.no_grad():
                 ref.as_strided_(*layout)
-        given = attributes_given(plain)
-        if not same_state(given, attributes_given(ref)):
+        given, before = attributes_given(plain), attributes_given(ref)
+        for name in [name for name in given if name.startswith("_dynamo_") and name not in before]:
+            del given[name]  # a mark of the compiler's, on what it has seen
+        if not same_state(given, before):
             self._doubt("it changes the attributes of what it is given")
             for name in given:
                 delattr(plain, name)  # the view of it may be kept
