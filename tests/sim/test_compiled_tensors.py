@@ -186,3 +186,47 @@ def test_views_that_are_made_without_gradients(ours):
         return found
 
     ours(program)
+
+
+def test_a_function_that_writes_what_it_has_saved_is_told_each_time(ours):
+    """Where the compiler leaves gradients to autograd, as between two graphs."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = x.exp()
+        made.mul_(2)
+        return made
+
+    def program() -> Any:
+        call = compiled(function, "eager")
+        for _ in range(ROUNDS):
+            result = call(torch.rand(3, requires_grad=True))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+    ours(program)
+
+
+def test_what_is_saved_for_nothing_may_be_written(ours):
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = self.weight * x
+            for _ in range(2):
+                made.sin()  # nobody has its result
+            torch._dynamo.graph_break()
+            return made
+
+    def program() -> Any:
+        module = Summed()
+        call, found = compiled(module, "eager"), []
+        for _ in range(ROUNDS):
+            result = call(torch.rand(3))
+            result.mul_(2)
+            result.sum().backward()
+            found.append(module.weight.grad.clone())
+        return found
+
+    ours(program)

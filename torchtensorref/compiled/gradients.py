@@ -9,6 +9,7 @@ was saved is brought home, and it runs there.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ..memory.ledger import Ledger
 from ..memory.manager import TensorsManager, tensorsManager
 from ..memory.ref import TensorRef
 from .entry import Entry
+from .recorder import SavedVersion
 from .region import Region, Structure, state_of
 from .slots import Slots
 from .tensor_tree import Exchange
@@ -45,13 +47,31 @@ def are_ours() -> bool:
 class Saved:
     """A tensor that autograd keeps for a backward pass."""
 
-    __slots__ = ("kept", "plain")
+    __slots__ = ("__weakref__", "kept", "plain", "written")
 
-    def __init__(self, plain: torch.Tensor) -> None:
-        #: The tensor itself, while a native run holds its bytes.
-        self.plain: torch.Tensor | None = plain
+    def __init__(self, tensor: torch.Tensor) -> None:
+        #: The tensor itself, while a native run holds its bytes. A tensor of its own, and no view,
+        #: which would hold the graph: so it can be told whether somebody else holds the memory.
+        self.plain: torch.Tensor | None = tensor.data
         #: What is kept of it in between: a TensorRef, or a tensor that is not managed.
         self.kept: Any = None
+        #: Whether the function itself has written it, as is asked while it runs, and found then.
+        self.written: SavedVersion | RuntimeError | None = SavedVersion(tensor)
+
+    def end_of_run(self) -> None:
+        """Find out whether it was written in the run that has saved it."""
+        try:
+            self.check()
+            self.written = None
+        except RuntimeError as error:
+            self.written = error.with_traceback(None)
+
+    def check(self) -> None:
+        """Raise what torch raises where the function itself has written it."""
+        if isinstance(self.written, RuntimeError):
+            raise self.written
+        if self.written is not None:
+            self.written.check()
 
 
 class CompiledEntry(Entry):
@@ -61,6 +81,8 @@ class CompiledEntry(Entry):
         super().__init__(*args)
         self.notes = torch.is_grad_enabled()
         self.saved: list[Saved] = []
+        #: All that was saved; what the function has let go of again is gone.
+        self.packed: list[weakref.ref[Saved]] = []
         #: What has a gradient: TensorRefs, each with the leaf that stood for it.
         self.leaves: dict[int, tuple[Any, torch.Tensor]] = {}
         #: Results that have one, each with the edge of the graph inside that leads to it.
@@ -81,7 +103,7 @@ class CompiledEntry(Entry):
     @lets_program_run
     def _run_noting(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         # The graph keeps the hooks, which must not lead back to what holds the graph.
-        with saved_tensors_hooks(partial(_pack, self.saved), _unpack):
+        with saved_tensors_hooks(partial(_pack, self.packed), _unpack):
             return call(*args, **kwargs)
 
     def _stand_in(self, ref: Any) -> torch.Tensor:
@@ -97,6 +119,9 @@ class CompiledEntry(Entry):
         for ref, plain in zip(self.refs, self.plains, strict=True):
             if plain.requires_grad:
                 self.leaves[id(ref)] = ref, plain
+        self.saved = [saved for weak in self.packed if (saved := weak()) is not None]
+        for saved in self.saved:
+            saved.end_of_run()
         others = self._held_by_others(out)
         out = super()._wrap(out, args, kwargs)
         for saved in self.saved:
@@ -332,15 +357,14 @@ def _holder_count(key: int) -> int:
     return count
 
 
-def _pack(several: list[Saved], plain: torch.Tensor) -> Saved:
-    # By a tensor of its own, and no view, which would hold the graph: so it can be told then
-    # whether somebody else holds the memory.
-    saved = Saved(plain.data)
-    several.append(saved)
+def _pack(several: list[weakref.ref[Saved]], tensor: torch.Tensor) -> Saved:
+    saved = Saved(tensor)
+    several.append(weakref.ref(saved))
     return saved
 
 
 def _unpack(saved: Saved) -> Any:
+    saved.check()
     if saved.plain is not None:
         return saved.plain
     return tensorsManager.ownership.plain_at_home(saved.kept)  # it runs at home

@@ -14,7 +14,7 @@ from torch.autograd import graph
 from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
 from ..memory.ref import TensorRef, attributes_given
-from .recorder import Recorder, version_of
+from .recorder import Recorder, SavedVersion
 from .region import Structure, attributes_of
 from .slots import same_state, tensors_of
 from .tensor_tree import Exchange
@@ -130,16 +130,9 @@ def _noting(recorder: Recorder) -> Iterator[None]:
         graph.disable_saved_tensors_hooks = refuse
 
 
-def _as_saved(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Give back what was saved; with hooks, torch itself no longer minds that it was written."""
-    tensor, version = saved
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.dtype}, {list(tensor.shape)}] is at version {tensor._version}; "
-            f"expected version {version} instead"
-        )
-    return tensor
+def _as_saved(saved: SavedVersion) -> torch.Tensor:
+    saved.check()
+    return saved.tensor
 
 
 def kept_in(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:

@@ -29,6 +29,29 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class SavedVersion:
+    """A tensor that is saved for a backward pass, and how often it was written until then.
+
+    With hooks torch itself no longer minds that it is written afterwards.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+
+    def check(self) -> None:
+        """Raise what torch raises where it was written afterwards."""
+        tensor, version = self.tensor, version_of(self.tensor)
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
+                f"{version}; expected version {self.version} instead"
+            )
+
+
 class Recorder:
     """Written to by every operator while a compiled function is being learned."""
 
@@ -103,12 +126,12 @@ class Recorder:
         self.most_nbytes = max(self.most_nbytes, self._alive_nbytes)
         weakref.finalize(block, self._died, id(block), nbytes).atexit = False
 
-    def save(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Note what autograd saves for a backward pass, as a hook of its; with its version."""
+    def save(self, tensor: torch.Tensor) -> SavedVersion:
+        """Note what autograd saves for a backward pass, as a hook of its."""
         block = getattr(tensor, "_ttr_block", None)
         if block is not None:
             self._saved.add(block)
-        return tensor, version_of(tensor)
+        return SavedVersion(tensor)
 
     def mistrust(self, why: str) -> None:
         """Note what speaks against running the module natively."""
