@@ -88,6 +88,9 @@ class Flow(Strategy):
     def on_access(self, access: Access) -> None:
         """Record it; hold what was fetched against what LRU would have fetched."""
         block_id, nbytes = access.block_id, access.nbytes
+        if access.is_in_part:  # no reason to fetch all of it the next time
+            self._stock.use(access)
+            return
         history = self.history
         history.access(block_id, nbytes, access.struct, is_persistent=access.is_persistent)
         if access.is_persistent:

@@ -438,6 +438,31 @@ def test_gradients_of_groups_are_those_of_plain_torch(manage):
     assert manager.stats()["parts_op_count"] == 2  # forward, and the gradient of the rows
 
 
+def test_what_a_prompt_uses_all_of_is_not_fetched_ahead_for_each_token(manage):
+    """Flow, too, lets those groups move that a token uses, though the record has whole tables."""
+    tables = [torch.randn(COUNT, COLUMNS, ROWS) for _ in range(4)]
+    manager = manage("flow", nbytes=4 * BLOCK_NBYTES, h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)
+    layers = [
+        [manager.adopt(one) for one in (table, torch.randn(ROWS, COLUMNS) / 16)]
+        + [manager.adopt(torch.randn(COLUMNS, COLUMNS) / 16) for _ in range(8)]
+        for table in tables
+    ]
+    del tables
+    prompt, tokens = [1] * COUNT, [counts_of(of_7=1, of_4=1), counts_of(of_14=1, of_7=1)] * 4
+    for _ in range(8):
+        manager.reset_stats()
+        for counts in (prompt, *tokens):
+            x = manager.adopt(torch.randn(sum(counts), COLUMNS))
+            ends = manager.adopt(ends_of(*counts))
+            for table, *others in layers:
+                x = torch._grouped_mm(x, table, offs=ends)
+                for weight in others:
+                    x = x @ weight
+    stats = manager.stats()
+    moved_nbytes = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
+    assert moved_nbytes < 2 * (1 + len(tokens)) * BLOCK_NBYTES  # it was four for each token
+
+
 @pytest.mark.parametrize("kind", ["grouped_mm", "no kernel", "batched_mm", "eager"])
 @pytest.mark.parametrize("strategy", ["lru", "genoa", "flow", "venice"])
 def test_a_mixture_of_experts_fetches_those_that_work(manage, monkeypatch, strategy, kind):

@@ -23,7 +23,6 @@ from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on, view_with
 from ..memory.ref import TensorRef
 from ..memory.residency import Residency
-from ..memory.states import INVALID
 from ..operators.blocked.cut import is_dense
 from ..operators.blocked.taken import GROUPS, GROUPS_SHARE, groups_with_rows
 from ..operators.plan import OpPlan, plan_of
@@ -87,6 +86,13 @@ def parts_of(
     )
 
 
+def groups_of(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the number of a table of which a call reads so few groups that these would move."""
+    if not plan.reads_groups:
+        return set()
+    return {block_id for block_id, _, _ in parts_of(plan, args, kwargs)}
+
+
 def _each_nbytes(table: torch.Tensor, ends: torch.Tensor) -> int:
     """Bytes of the matrix of each group; 0 where they do not move one by one."""
     if table.dim() != 3 or ends.numel() != table.size(0) or table.nbytes < LEAST_NBYTES:
@@ -105,12 +111,11 @@ def _may_stand_for_operands(plan: OpPlan) -> bool:
 
 def is_away(block: Block, device: Device, residency: Residency) -> bool:
     """Whether a block is at home, and is not brought to an accelerator as a whole."""
-    replica = block.replicas.get(device)
     return (
         not block.is_kept
         and block.exposure is None
         and block.promise is None
-        and (replica is None or replica.state is INVALID)  # else it may be on its way
+        and not block.is_on(device)
         and block.readable_on(residency.books.host) is not None
         and table_is_away(block, device, residency)
     )

@@ -35,7 +35,7 @@ from .fallback import Fallback
 from .handlers import HANDLERS
 from .operands import Operands, analyse
 from .placement import place
-from .read_alone import ReadAlone
+from .read_alone import ReadAlone, groups_of
 from .reference_check import ReferenceCheck
 from .results import wrap
 from .staging import Staged, fetch, sizes_of
@@ -257,6 +257,7 @@ def note_operator(operands: Operands, device: Device, residency: Residency) -> N
         operands.written,
         operands.plan.kind,
         instead_of=operands.instead_of,
+        parts=groups_of(operands.plan, operands.args, operands.kwargs),
     )
     if residency.recorder is not None:
         residency.recorder.note(operands, device)

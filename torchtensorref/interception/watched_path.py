@@ -34,7 +34,7 @@ from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
 from .operands import flattened, targets
-from .read_alone import LEAST_NBYTES, is_short
+from .read_alone import LEAST_NBYTES, groups_of, is_short
 from .ready_path import SLOW, WAYS, all_owned
 
 _Tensor = torch.Tensor
@@ -92,7 +92,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     call = plan, args, kwargs, residency, device, used, written
     if (
         may_be_watched(residency)
-        and all(_is_there(block, device) for block in closed)
+        and all(block.is_on(device) for block in closed)
         and all(_may_be_written(block, device) for block in written)
     ):
         return _run_opened(*call, closed)
@@ -107,7 +107,7 @@ def _place_among(
     """Return which of several accelerators runs an operator: one that has all that it uses."""
     books, blocks = residency.books, list(used)
     for device in books.accelerators:
-        if all(_is_there(block, device) for block in blocks):
+        if all(block.is_on(device) for block in blocks):
             if device is books.main:
                 break
             label = next(
@@ -129,11 +129,6 @@ def may_be_fetched(residency: Residency) -> bool:
     """Whether nobody is asked where operators run that lack operands."""
     feed = residency.feed
     return not (feed.places or feed.spreads or residency.books.main.is_host)
-
-
-def _is_there(block: Block, device: Device) -> bool:
-    replica = block.replicas.get(device)
-    return replica is not None and replica.state is not INVALID
 
 
 def _may_be_written(block: Block, device: Device) -> bool:
@@ -211,7 +206,8 @@ def _run_opened(
             if not all_owned(plan, args):
                 return SLOW
             # Before its results are there, as on the slow path: they are known by what came before.
-            residency.feed.tell_uses(device, used, written, plan.kind, ahead=1)
+            parts = groups_of(plan, args, kwargs or {})
+            residency.feed.tell_uses(device, used, written, plan.kind, ahead=1, parts=parts)
             # Some results count as what stays from then on, and are closed.
             is_open = residency.readiness.open_held(list(used), device)
             out = WAYS[plan.ready_way](plan, args, kwargs) if is_open else SLOW

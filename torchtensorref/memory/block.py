@@ -295,6 +295,11 @@ class Block(core.BlockBase):  # type: ignore[misc]
         replica = self.replicas.get(device)
         return replica if replica is not None and replica.state in READABLE else None
 
+    def is_on(self, device: Device) -> bool:
+        """Whether a device holds it, or will before long."""
+        replica = self.replicas.get(device)
+        return replica is not None and replica.state is not INVALID
+
     def readable_replicas(self) -> list[Replica]:
         """Return the replicas whose bytes are current."""
         return [replica for replica in list(self.replicas.values()) if replica.state in READABLE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -278,6 +278,7 @@ class Residency:
         kind: int,
         *,
         instead_of: Device | None = None,
+        parts: Container[int] = (),
     ) -> None:
         """Count an operator that is about to run, and tell the strategy what it uses.
 
@@ -287,12 +288,14 @@ class Residency:
             Number of the operator's kind: uses by the same one look alike to a strategy.
         instead_of : Device, optional
             The accelerator that would run it, did the strategy not want the host to.
+        parts : container of int, optional
+            Numbers of the blocks of which only parts would move, were they away.
         """
         self.books.tick += 1
         self.books.counts.slow_op_count += 1
         if instead_of is not None:
             self.books.short_at = self.books.tick
-        self.feed.tell_uses(device, blocks, written, kind, instead_of=instead_of)
+        self.feed.tell_uses(device, blocks, written, kind, instead_of=instead_of, parts=parts)
 
     # -- results --------------------------------------------------------------------------------
 

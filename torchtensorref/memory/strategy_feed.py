@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 from threading import get_ident
@@ -35,7 +35,6 @@ from .copies import Copier
 from .leases import Lease, Use, UseLog, struct_of
 from .readiness import Readiness
 from .resident import Candidates, Resident, SeenDevice, snapshots_of
-from .states import INVALID
 
 #: Results remembered until the strategy is told of them; most are dead by then.
 UNHEARD_COUNT = 4096
@@ -228,6 +227,7 @@ class StrategyFeed:
         kind: int,
         ahead: int = 0,
         instead_of: Device | None = None,
+        parts: Container[int] = (),
     ) -> None:
         """Tell that an operator on a device is about to use blocks (no lock held).
 
@@ -239,6 +239,8 @@ class StrategyFeed:
             How many operators from now it is: 1 for one that has not been counted yet.
         instead_of : Device, optional
             The accelerator that would run it, had the strategy not wanted the host to.
+        parts : container of int, optional
+            Numbers of the blocks of which only parts would move, were they away.
         """
         books, tick = self._books, self._books.tick + ahead
         is_at_home = instead_of is not None
@@ -261,7 +263,7 @@ class StrategyFeed:
                     block.is_persistent = True
                 # The accelerator has no need of what the host uses for reasons of its own.
                 if self._checked.hears_uses and (is_at_home or not device.is_host):
-                    use = block, struct_of(kind, block.nbytes), tick
+                    use = block, struct_of(kind, block.nbytes), tick, block.block_id in parts
                     self.tell_access(*use, writes=block in written, is_at_home=is_at_home, by=by)
 
     def has_not_run(self, kind: int) -> None:
@@ -273,6 +275,7 @@ class StrategyFeed:
         block: Block,
         struct: int,
         tick: int,
+        in_part: bool = False,
         *,
         writes: bool,
         is_at_home: bool = False,
@@ -286,15 +289,12 @@ class StrategyFeed:
             The main one, where the strategy does not spread.
         """
         persists, by = block.is_persistent, by or self._books.main
-        if persists:
+        there = block.is_on(by)
+        in_part = in_part and there
+        if persists and not in_part:
             self._told_tick = tick
-        replica = block.replicas.get(by)
-        there = replica is not None and replica.state is not INVALID
-        self._checked.on_access(
-            Access(
-                block.block_id, block.nbytes, struct, persists, writes, there, is_at_home, by.name
-            )
-        )
+        use = block.block_id, block.nbytes, struct, persists, writes, there, is_at_home, by.name
+        self._checked.on_access(Access(*use, in_part))
 
     def tell_foretold(self, events: Sequence[Access | Birth | Death]) -> None:
         """Tell what the program is about to use, make and let go of (the feed's lock held)."""

@@ -94,6 +94,11 @@ class ReadAlone:
         return [one for block in self._whole for one in pieces_of.get(block, (block,))]
 
 
+def groups_of(replayer: Any, op: OpRecord) -> set[int]:
+    """Return the number of a table of which an operator reads so few groups that these move."""
+    return {replayer.blocks[n].block_id for n, _, _ in op.parts} if op.packs else set()
+
+
 def _packed(replayer: Any, pieces: list[Block]) -> Block:
     """Put pieces together on the accelerator."""
     residency, device = replayer.residency, replayer.device

@@ -23,7 +23,7 @@ from ..memory.residency import Residency
 from ..memory.states import CLEAN, INVALID
 from ..strategy.choice import make_strategy
 from .parts_of_tables import run_on_parts
-from .read_alone import ReadAlone
+from .read_alone import ReadAlone, groups_of
 from .record import OpRecord, Record
 from .watched import run_watched
 
@@ -309,7 +309,8 @@ class Replayer:
         device, is_at_home = self._place(op, alone.blocks)
         instead_of = self.device if is_at_home else None
         told = [block for block in alone.blocks if block not in alone.pieces]
-        residency.note_operator(device, told, written, op.kind, instead_of=instead_of)
+        parts = groups_of(self, op)
+        residency.note_operator(device, told, written, op.kind, instead_of=instead_of, parts=parts)
         blocks = alone.brought_to(device)
         if device is host:
             if run_on_parts(self, op, blocks):

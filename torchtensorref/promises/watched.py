@@ -9,7 +9,7 @@ from ..interception.watched_path import closed_among, may_be_fetched, may_be_wat
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.residency import Residency
-from ..memory.states import INVALID
+from .read_alone import groups_of
 from .record import OpRecord
 
 __all__ = ["Replay", "run_watched"]
@@ -38,11 +38,7 @@ def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
         return _run_owned(replayer, op, blocks)
     if any(b.ready is not None or b.result is not None for b in closed):
         return False
-    are_there = all(
-        (replica := block.replicas.get(device)) is not None and replica.state is not INVALID
-        for block in closed
-    )
-    if may_be_watched(residency) and are_there:
+    if may_be_watched(residency) and all(block.is_on(device) for block in closed):
         return _run_opened(replayer, op, blocks, closed)
     if any(replayer.blocks[number] in closed for number, _, _ in op.parts):
         return False
@@ -69,7 +65,8 @@ def _run_opened(replayer: Replay, op: OpRecord, blocks: list[Block], closed: lis
         written = [replayer.blocks[number] for number in op.writes]
         if not all(block.owned for block in written):
             return False
-        residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1)
+        parts = groups_of(replayer, op)
+        residency.feed.tell_uses(device, blocks, written, op.kind, ahead=1, parts=parts)
         is_open = residency.readiness.open_held(blocks, device)
         has_run = is_open and replayer.run_ready(op, blocks)
     finally:

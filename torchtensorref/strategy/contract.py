@@ -46,6 +46,8 @@ class Access(NamedTuple):
     is_at_home: bool = False
     #: Name of the accelerator that uses it, or that would have.
     device: str = ""
+    #: Of a block that is there so little is read that only that would move, were it away.
+    is_in_part: bool = False
 
 
 class Birth(NamedTuple):
