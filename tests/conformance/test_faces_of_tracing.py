@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -223,3 +224,79 @@ def test_parameters_are_handed_to_the_exporter_of_traced_graphs(right):
         return [[*kept], *kept.values(), [node.kind() for node in graph.nodes()]]
 
     right(program, plain_because="the exporter gets plain parameters")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_graphs_hold_what_they_close_over(right):
+    """Their constants are compared as texts when they are made, which reads their memory in C++."""
+
+    def program(bring: Bring) -> Any:
+        x, table, other = (bring(torch.rand(4)) for _ in range(3))
+
+        class Inner(nn.Module):
+            def forward(self, given: Any) -> Any:
+                return given * table
+
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.linear = Inner(), nn.Linear(4, 4)
+
+            def forward(self, given: Any) -> Any:
+                return self.linear(self.inner(given)) + table[1:].sum()
+
+        of_function = torch.jit.trace(lambda given: given * table + other.sum(), x)
+        of_module = torch.jit.trace(bring(Outer()), x)
+        results = []
+        for graph in (of_function, of_module):
+            file = io.BytesIO()
+            torch.jit.save(graph, file)
+            file.seek(0)
+            results += [graph(x).detach(), torch.jit.load(file)(x).detach()]
+        table.add_(1)  # the graphs share it
+        results += [of_function(x), of_module(x).detach()]
+        return [*results, "Constant" in str(of_function.graph), "Call" in str(of_module.graph)]
+
+    right(program)
+
+
+class _WithAttributes(nn.Module):
+    """Its tensors are no parameters, and some of them are in a dictionary and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = torch.rand(4)
+        self.by_name, self.in_order = {"shift": torch.rand(4)}, [torch.rand(4)]
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        scaled = self.linear(given) * self.scale
+        return scaled + self.by_name["shift"] + self.in_order[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_scripted_modules_are_written_and_copied(right, is_frozen):
+    """C++ asked which of their tensors share memory; a dictionary of them ended the process."""
+
+    def program(bring: Bring) -> Any:
+        x, model = bring(torch.rand(2, 4)), _WithAttributes().eval()
+        model.scale = bring(model.scale)
+        model.by_name["shift"] = bring(model.by_name["shift"])
+        model.in_order[0] = bring(model.in_order[0])
+        scripted = torch.jit.script(bring(model))
+        if is_frozen:
+            scripted = torch.jit.freeze(scripted)
+        file = io.BytesIO()
+        torch.jit.save(scripted, file)
+        file.seek(0)
+        copied = copy.deepcopy(scripted)
+        results = [torch.jit.load(file)(x).detach(), copied(x).detach(), scripted(x).detach()]
+        if not is_frozen:
+            with torch.no_grad():
+                copied.linear.weight.add_(1)
+            results += [copied(x).detach(), scripted(x).detach()]
+        return results
+
+    right(program)

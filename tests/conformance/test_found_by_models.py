@@ -45,6 +45,21 @@ def test_operators_that_read_lengths_by_their_address(manager):
     assert_same_injected(program, manager, on_host_because="the lengths are read there")
 
 
+@pytest.mark.parametrize("wants_gradients", [True, False])
+def test_lengths_in_lists_that_c_puts_into_memory(manager, wants_gradients):
+    """The mean of `ctc_loss` makes a tensor of them, and writes it by its address."""
+
+    def program() -> Any:
+        scores = torch.randn(10, 2, 5, requires_grad=wants_gradients)
+        targets = torch.randint(1, 5, (2, 3))
+        loss = nn.CTCLoss(zero_infinity=True)(scores.log_softmax(-1), targets, [10, 9], [3, 2])
+        if wants_gradients:
+            loss.backward()
+        return [loss.detach(), scores.grad if wants_gradients else loss]
+
+    assert_same_injected(program, manager, on_host_because="a small loss")
+
+
 def test_kernels_in_python_that_call_factories(manager):
     """What bitsandbytes registers for the host: its results are TensorRefs before we wrap them."""
     library = torch.library.Library("ttr_factories", "FRAGMENT")

@@ -107,6 +107,18 @@ def test_a_script(script):
     assert "for management" not in done.stdout
 
 
+def test_a_scripts_own_error_is_told_as_python_tells_it(script):
+    """What it could not open was said to be something that we could not write."""
+    path = script("import torch\ntorch.ones(2)\nopen('nowhere/data.csv')\n")
+    done = forecast("--device", "rtx3060", path)
+    assert done.returncode == 1
+    first, place, *_, last = done.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert place == f'  File "{path}", line 3, in <module>'
+    assert last == "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere/data.csv'"
+    assert "could not be written" not in done.stderr
+
+
 def test_a_script_on_a_host_whose_time_is_counted(script):
     path = script(
         """

@@ -324,6 +324,8 @@ TABLE: tuple[tuple[OpOverload, Treatment, str], ...] = (
     (aten.set_.source_Tensor_storage_offset, _set_to_part, _POINTER),
     (aten.fused_moving_avg_obs_fake_quant.default, _observe, _RESIZES),
     (aten.ctc_loss.Tensor, plain_arguments(aten.ctc_loss.Tensor, 2, 3), _POINTER),
+    # It puts the lengths of a list into memory itself. By Python, what it makes for them is plain.
+    (aten.ctc_loss.IntList, plain_arguments(aten.ctc_loss.IntList), _POINTER),
     # Packed sequences: how many rows are left at each step.
     *(
         (op, plain_arguments(op, place), _POINTER)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..base.errors import ConfigError, TensorRefError, did_you_mean
 from ..base.option_parsers import path_to_write
@@ -182,10 +182,21 @@ def _program_of_script(chosen: argparse.Namespace) -> Callable[[], None]:
         except SystemExit as ended:
             if ended.code:
                 raise
+        except Exception as error:
+            _end_as_python_does(error, str(path))
         finally:
             sys.argv, sys.path[:] = before
 
     return program
+
+
+def _end_as_python_does(error: Exception, path: str) -> NoReturn:
+    """End with a script's own error: the traceback begins in the script, and none of it is ours."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith(path):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    raise SystemExit(1) from None
 
 
 def _draw(seen: list[Forecast], path: Path) -> None:

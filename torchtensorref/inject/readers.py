@@ -32,26 +32,6 @@ def legacy_instance(
     return wrapped(*args, **kwargs)
 
 
-def written_plain(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Write a traced or scripted module as it would be with plain parameters and buffers."""
-    ownership = load(".memory.manager").tensorsManager.ownership
-    exchanged = []
-    try:
-        for module in instance.modules():
-            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            for name, value in own:
-                if is_ref(value):
-                    exchanged.append((module, name, value))
-                    plain = ownership.peek(value).detach()
-                    module._c.setattr(name, plain.requires_grad_(value.requires_grad))
-        return wrapped(*args, **kwargs)
-    finally:
-        for module, name, value in exchanged:
-            module._c.setattr(name, value)
-
-
 def export_plain(exporter: Any) -> Callable[[], None]:
     """Give the exporter of traced graphs to ONNX plain parameters; return what undoes it."""
     by_name = exporter._get_named_param_dict

@@ -37,8 +37,9 @@ from .factories import (
 from .inject_to import injectTo
 from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
-from .readers import export_plain, legacy_instance, on_plain, written_plain
+from .readers import export_plain, legacy_instance, on_plain
 from .registration import on_registration
+from .scripted import OF_JIT
 from .signals import HandlersPatch, get_handler, set_handler
 
 #: Factories whose result owns fresh memory.
@@ -171,11 +172,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     LatePatch("safetensors.torch", "load_file", load_file_adopted, _FILE),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
-    *(
-        Patch("torch.jit._script", f"{kind}.{name}", written_plain, "reads memory in C++")
-        for kind in ("ScriptModule", "RecursiveScriptModule")
-        for name in ("save", "save_to_buffer")
-    ),
+    *OF_JIT,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
