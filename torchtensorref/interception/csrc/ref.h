@@ -44,12 +44,13 @@ inline const void* python_frame() {
 // calls meanwhile (a hook's, our own) are none of these: they have another frame.
 class WithFactories {
  public:
-  explicit WithFactories(bool wanted) : was_(are_taken()), before_(frame_) {
-    if (was_ == wanted) return;
+  explicit WithFactories(bool wanted) : was_(are_taken()), is_other_(was_ != wanted), before_(frame_) {
+    if (!is_other_) return;
     c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
     if (wanted) frame_ = python_frame();
   }
   ~WithFactories() {
+    if (!is_other_) return;
     c10::impl::tls_set_dispatch_key_included(kBelow, was_);
     frame_ = before_;
   }
@@ -64,7 +65,7 @@ class WithFactories {
 
  private:
   static inline thread_local const void* frame_ = nullptr;
-  const bool was_;
+  const bool was_, is_other_;
   const void* const before_;
 };
 
