@@ -61,8 +61,8 @@ class Entry(Hold):
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
-        #: Results that are views, and the TensorRefs of what they are views of.
-        self.views: list[tuple[torch.Tensor, Any]] = []
+        #: What stands where results are views, and the TensorRefs of what they are views of.
+        self.views: list[tuple[Any, Any]] = []
         #: Plain inputs by the ids of their TensorRefs; with these, and their versions before the
         #: call.
         self.inside: dict[int, torch.Tensor] = {}
@@ -95,15 +95,16 @@ class Entry(Hold):
         return self.exchange.wrap((out, args, kwargs), self._result_for)[0]
 
     def _result_for(self, plain: torch.Tensor) -> Any:
-        """Make the TensorRef of a result; one that is a view waits for what it is a view of."""
+        """Make the TensorRef of a result; of a view one that stands there until it can be one."""
         base = plain._base if self.keeps_views else None
         if base is None or base.dtype is not plain.dtype or not is_plain(plain):
             return self.ref_for(plain)
         base_ref = self.exchange.wrap_one(base, self.ref_for)
         if not isinstance(base_ref, TensorRef):
             return self.ref_for(plain)
-        self.views.append((plain, base_ref))
-        return plain
+        ref = Entry.ref_for(self, plain.data)  # not connected by itself
+        self.views.append((ref, base_ref))
+        return ref
 
     def _connect(self) -> None:
         """Tell autograd of the results: nothing, where none has a gradient."""
@@ -116,10 +117,10 @@ class Entry(Hold):
         if not self.views:
             return out
         made = {}
-        for plain, base in self.views:
-            view = base.as_strided(plain.size(), plain.stride(), plain.storage_offset())
-            vars(view).update(attributes_given(plain))
-            made[id(plain)] = view
+        for ref, base in self.views:
+            view = base.as_strided(ref.size(), ref.stride(), ref.storage_offset())
+            vars(view).update(attributes_given(ref))
+            made[id(ref)] = view
         out = self.exchange.put((out, args, kwargs), made)[0]
         self.views = []
         return out
