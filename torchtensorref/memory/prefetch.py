@@ -15,7 +15,7 @@ from .copies import Copier
 from .eviction import Evictor
 from .filling import RoomTakenError
 from .holds import Holds
-from .states import CLEAN, DIRTY, FILLING, INVALID
+from .states import CLEAN, DIRTY, FILLING
 from .strategy_feed import StrategyFeed
 
 
@@ -76,8 +76,7 @@ class Prefetcher:
             return False
         with books.lock:
             books.bury()
-            replica = block.replicas.get(device)
-            if replica is not None and replica.state is not INVALID:
+            if block.is_on(device):
                 return False
             home = block.replicas.get(books.host)
             if home is None or home.state is not CLEAN:

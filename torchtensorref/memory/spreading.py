@@ -11,7 +11,6 @@ from ..strategy import OperandSnapshot, OpSnapshot
 from .block import Block
 from .bookkeeping import Books
 from .residency import Residency
-from .states import INVALID
 
 
 def choose_among(
@@ -48,11 +47,7 @@ def choose_among(
 
 
 def _snapshot(block: Block, books: Books) -> OperandSnapshot:
-    there = tuple(
-        device.name
-        for device in books.accelerators
-        if (replica := block.replicas.get(device)) is not None and replica.state is not INVALID
-    )
+    there = tuple(device.name for device in books.accelerators if block.is_on(device))
     return OperandSnapshot(block.block_id, block.nbytes, block.is_persistent, there)
 
 

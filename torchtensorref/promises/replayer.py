@@ -20,7 +20,7 @@ from ..memory.budget import SHORTAGES, resolve_budget
 from ..memory.op_times import OpCost
 from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
-from ..memory.states import CLEAN, INVALID
+from ..memory.states import CLEAN
 from ..strategy.choice import make_strategy
 from .parts_of_tables import run_on_parts
 from .read_alone import ReadAlone, groups_of
@@ -222,8 +222,7 @@ class Replayer:
             block = self.blocks.get(number)
             if block is not None and block.ready is None:
                 with residency.books.lock:
-                    replica = block.replicas.get(device)
-                    if replica is not None and replica.state is not INVALID:
+                    if block.is_on(device):
                         residency.readiness.set_ready(block, device)
 
     # -- the ready path -------------------------------------------------------------------------
