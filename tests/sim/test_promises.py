@@ -445,3 +445,22 @@ def test_lists_that_are_written_count_their_versions_at_once():
     assert x._version == 1
     assert x.fulfil().tolist() == [2, 2, 2]
     assert x._version == 1
+
+
+def test_a_factory_makes_what_was_asked_for():
+    size, before = [2, 3], torch.get_default_dtype()
+    with torchTensorRef.promising():
+        made = torch.zeros(size), torch.full((2,), 1.5), torch.randn(size=size)
+    size.append(4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for one in made:
+            one.fulfil()
+    finally:
+        torch.set_default_dtype(before)
+    assert [(one.shape, one.dtype) for one in made] == [
+        ((2, 3), torch.float32),
+        ((2,), torch.float32),
+        ((2, 3), torch.float32),
+    ]
+    assert [one.numel() for one in made] == [len(one.flatten().tolist()) for one in made]

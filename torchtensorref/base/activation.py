@@ -17,6 +17,11 @@ making: ContextVar[Callable[..., Any] | None] = ContextVar("torchTensorRef.makin
 #: Called with the manager once its devices are open.
 when_open: list[Callable[[Any], None]] = []
 
+#: Called with a `torch.Generator` before somebody draws from it, or looks at its state; and before
+#: somebody sets that.
+when_drawn: list[Callable[[Any], None]] = []
+when_seeded: list[Callable[[Any], None]] = []
+
 #: Called with a plain parameter that meets TensorRefs in an operator.
 when_plain: list[Callable[[Any], None]] = []
 

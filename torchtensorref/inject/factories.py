@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from ..base.activation import making
+from ..base.activation import making, when_drawn
 from ..base.errors import ConfigError
 from ..base.interrupts import lets_program_run
 from ..base.options import settings
@@ -85,9 +85,19 @@ def own_memory_factory(
         if _decisions[_getframe(1).f_globals.get("__name__", "")]:
             make = making.get()
             promise = NotImplemented if make is None else _promise(make, wrapped, args, kwargs)
-            return _make(wrapped, args, kwargs, _fresh) if promise is NotImplemented else promise
-        return wrapped(*args, **with_known_device(kwargs))
+            if promise is not NotImplemented:
+                return promise
+            _say_if_it_draws(wrapped, kwargs)
+            return _make(wrapped, args, kwargs, _fresh)
+        kwargs = with_known_device(kwargs)
+    _say_if_it_draws(wrapped, kwargs)
     return wrapped(*args, **kwargs)
+
+
+def _say_if_it_draws(wrapped: Any, kwargs: dict[str, Any]) -> None:
+    if when_drawn and load(".operators.random_numbers").draws_random(wrapped.__name__):
+        for tell in when_drawn:
+            tell(kwargs.get("generator") or torch.default_generator)
 
 
 def _promise(make: Any, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

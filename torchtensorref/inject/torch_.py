@@ -34,6 +34,7 @@ from .factories import (
     own_values_factory,
     shared_memory_factory,
 )
+from .generators import OF_GENERATORS
 from .inject_to import injectTo
 from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
@@ -171,7 +172,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     Patch("torch", "load", load_wrapper, _FILE),
     LatePatch("safetensors.torch", "load_file", load_file_adopted, _FILE),
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
-    MethodPatch("torch", "_C.Generator.set_state", on_plain, "reads memory in C++"),
+    *OF_GENERATORS,
     *OF_JIT,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),

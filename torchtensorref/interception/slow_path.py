@@ -80,7 +80,7 @@ class SlowPath:
     def _run(self) -> Any:
         plan, manager = self.plan, self.manager
         promises = manager.promises
-        if promises is not None and promises.takes(self.args, self.kwargs):
+        if promises is not None and promises.takes(plan, self.args, self.kwargs):
             result = promises.run(plan, self.args, self.kwargs)
             if result is not NotImplemented:
                 return result

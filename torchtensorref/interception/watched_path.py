@@ -69,7 +69,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     promises = tensorsManager.promises
-    if promises is not None and promises.takes(args, kwargs or {}):
+    if promises is not None and promises.takes(plan, args, kwargs or {}):
         return SLOW
     used: dict[Block, None] = {}
     for arg in flattened(plan, args):

@@ -1,6 +1,8 @@
-"""The operators that draw random numbers: a part of the table (`table.py`)."""
+"""The operators that draw random numbers: a part of the table (`table.py`), and factories."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -39,3 +41,11 @@ RANDOM = (
         )
     ),
 )
+
+
+@functools.cache
+def draws_random(name: str) -> bool:
+    """Whether a factory draws random numbers, by what torch says of the operator of that name."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)

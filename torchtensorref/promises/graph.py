@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from ..base.errors import InvariantError
 from ..devices.storages import empty_bytes, storage_of
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
+from .draws import Draws
 
-__all__ = ["Cell", "Node", "Operand", "nodes_before"]
+__all__ = ["Cell", "Node", "Operand", "lacks_values", "nodes_before", "used_by"]
 
 _numbers = itertools.count(1)
 
@@ -132,37 +133,6 @@ class Layout(NamedTuple):
         block: Block = made._ttr_block
         Operand(Cell(0, block), *self[:4], real.device, *self[4:6]).real().copy_(real)
         return block
-
-
-class Draws:
-    """Random numbers that are promised: those that the program would have drawn at once.
-
-    They come from the state that torch's generator had when the first of them was asked for, in
-    the order in which they were asked for. The generator follows as long as nobody else draws.
-    """
-
-    def __init__(self, state: torch.Tensor) -> None:
-        #: Where the program's generator is while nobody else has drawn from it, or set it.
-        self.seen = state
-        self._now = state
-        self.last: Node | None = None
-
-    def is_left(self, state: torch.Tensor) -> bool:
-        """Whether somebody else has drawn, or set the generator."""
-        return not torch.equal(state, self.seen)
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that draws the numbers which come next."""
-        before = after = torch.get_rng_state()
-        torch.set_rng_state(self._now)
-        try:
-            result = call()
-            self._now = torch.get_rng_state()
-            if not self.is_left(before):
-                self.seen = after = self._now
-            return result
-        finally:
-            torch.set_rng_state(after)
 
 
 class Node:
@@ -277,16 +247,16 @@ def _layout_of(cell: Cell) -> Layout:
     return Layout.of(cell.base, storage_of(cell.base).nbytes())
 
 
-def nodes_before(cell: Cell) -> list[Node]:
-    """Return what has to run, in that order, for a cell to have its bytes.
+def nodes_before(last: Node | None) -> list[Node]:
+    """Return what has to run, in that order, for a node to have run: for a cell, its writer.
 
     Returns
     -------
     list of Node
-        Empty where they are there.
+        That one among them; empty where it has run.
     """
     found: dict[int, Node] = {}
-    waiting = [] if cell.writer is None else [cell.writer]
+    waiting = [] if last is None else [last]
     while waiting:
         node = waiting.pop()
         if node.is_done or node.number in found:
@@ -297,3 +267,14 @@ def nodes_before(cell: Cell) -> list[Node]:
         for written in node.writes:
             waiting.extend(written.users_before(node.number))
     return [found[number] for number in sorted(found)]
+
+
+def used_by(nodes: Iterable[Node]) -> Iterator[Cell]:
+    """Yield what nodes use."""
+    for node in nodes:
+        yield from node.uses
+
+
+def lacks_values(cells: Iterable[Cell]) -> bool:
+    """Whether any of these was made without values, and nobody gives it some."""
+    return any(one.real is None and one.writer is None for one in cells)

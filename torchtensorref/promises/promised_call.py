@@ -149,6 +149,7 @@ class PromisedCall:
             if block.promise is None:
                 self._promises.make_promise(block, cell)
         is_random = plan.draws_random(operands.args, operands.kwargs)
+        arguments = (*operands.args, *operands.kwargs.values())
         self._promises.note(
             plan.name,
             functools.partial(run_for_real, plan),
@@ -157,7 +158,7 @@ class PromisedCall:
             uses=self._cells.values(),
             writes=written,
             births=[(place, cell) for place, cell, _ in self._born],
-            is_random=is_random,
+            draws=self._promises.draws_of(arguments) if is_random else None,
         )
         recorder = self._promises.recorder
         if recorder is not None:

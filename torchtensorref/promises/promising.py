@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base.activation import making, watch
 from ..interception.handlers import HANDLERS
@@ -28,9 +28,11 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import make_ref
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
+from ..operators.random_numbers import draws_random
 from ..operators.row import Special
 from .composite import run_composite
-from .graph import Cell, Draws, Node, nodes_before
+from .draws import Draws, PromisedDraws, drawing, generator_of
+from .graph import Cell, Node, lacks_values, nodes_before, used_by
 from .promised_call import NOWHERE, PromisedCall
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
@@ -55,6 +57,8 @@ class Scope(NamedTuple):
     recorder: Recorder | None = None
     #: Whether real operands are kept as they are now, for `fulfil`.
     snapshots: bool = True
+    #: Where random numbers wait that nobody draws; None: among those that are to be drawn.
+    draws: PromisedDraws | None = None
 
 
 _scope: ContextVar[Scope | None] = ContextVar("torchTensorRef.promising", default=None)
@@ -71,8 +75,7 @@ class Promises:
         self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._scope_count = 0
-        #: Where random numbers that are asked for now will come from.
-        self._draws: Draws | None = None
+        self._draws = PromisedDraws(self._draw)
 
     def look_on(self, change: int) -> None:
         """See every operator while any thread is in a scope."""
@@ -92,14 +95,18 @@ class Promises:
 
     # -- asked by the slow path -----------------------------------------------------------------
 
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def takes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operator is not to run now: in a scope, or because an operand is a promise."""
         if _scope.get() is not None:
             return True
-        return bool(self._promised) and any(
+        if self._promised and any(
             isinstance(value, TensorRef) and value._ttr_block.promise is not None
             for value in tree_leaves((args, kwargs))
-        )
+        ):
+            return True
+        if plan.is_random:
+            self._draws.settle(generator_of((*args, *kwargs.values())))
+        return False
 
     def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on metadata; NotImplemented where it is to take its usual way."""
@@ -193,10 +200,9 @@ class Promises:
         cell: Cell | None = block.promise
         if cell is None:
             return
-        nodes = nodes_before(cell)
-        for missing in [one for node in nodes for one in node.uses] + [cell]:
-            if missing.real is None and missing.writer is None:
-                raise has_no_value(asked_by, "it depends on a promise that was made without values")
+        nodes = nodes_before(cell.writer)
+        if lacks_values([*used_by(nodes), cell]):
+            raise has_no_value(asked_by, "it depends on a promise that was made without values")
         self.outside(_fulfil_all, nodes)
         assert cell.real is not None
         with tensorsManager.residency.books.lock:
@@ -205,11 +211,17 @@ class Promises:
 
     def can_all(self, cells: Iterable[Cell]) -> bool:
         """Whether all of these can have values, by what the answers here say it may take."""
-        needed = {one for cell in cells for one in [cell, *_used_by(nodes_before(cell))]}
+        needed = {one for cell in cells for one in [cell, *used_by(nodes_before(cell.writer))]}
         limit_nbytes = self.values.limit_nbytes
-        return all(one.real is not None or one.writer is not None for one in needed) and (
+        return not lacks_values(needed) and (
             limit_nbytes is None or sum(one.nbytes for one in needed) <= limit_nbytes
         )
+
+    def _draw(self, last: Node) -> None:
+        """Run what draws random numbers up to a node, unless it never has values."""
+        scope, nodes = _scope.get(), nodes_before(last)
+        if (scope is None or scope.recorder is None) and not lacks_values(used_by(nodes)):
+            self.outside(_fulfil_all, nodes)
 
     def asked(self, block: Block, op: str = A_READ) -> None:
         """Give a block its bytes because somebody reads them; or raise `PromisedError`."""
@@ -261,9 +273,14 @@ class Promises:
         cell = Cell(plain.untyped_storage().nbytes())
         cell.base = plain.detach()
         ref = self.ref_over(cell.base, self.promised(cell), asked)
-        usual = {k: v for k, v in kwargs.items() if k != "requires_grad"}
+        # As they are now: a list may change until then, and the default dtype.
+        args, usual = tree_map(lambda value: value, (args, kwargs))
+        usual.pop("requires_grad", None)
+        if not any(isinstance(value, torch.Tensor) for value in (*args, *usual.values())):
+            usual["dtype"] = plain.dtype
         run = functools.partial(for_real, wrapped, args, usual)
-        self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], is_random=_draws(wrapped))
+        draws = self.draws_of(kwargs.values()) if draws_random(wrapped.__name__) else None
+        self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], draws=draws)
         return ref.requires_grad_() if plain.requires_grad else ref
 
     def promised(self, cell: Cell) -> Block:
@@ -279,15 +296,12 @@ class Promises:
 
     def note(self, name: str, run: Any, args: Any, kwargs: Any, **parts: Any) -> None:
         """Add an operator, or a factory, to the graph; see `Node`."""
-        draws = self._draws_now() if parts.pop("is_random") else None
-        Node(name, where_asked(), run, args, kwargs, draws=draws, **parts)
+        Node(name, where_asked(), run, args, kwargs, **parts)
 
-    def _draws_now(self) -> Draws:
-        state = self.outside(torch.get_rng_state)
-        with self._lock:
-            if self._draws is None or self._draws.is_left(state):
-                self._draws = Draws(state)
-            return self._draws
+    def draws_of(self, arguments: Iterable[Any]) -> Draws:
+        """Return where an operator, or a factory, with such arguments is to draw from."""
+        draws = (_scope.get() or _without).draws or self._draws
+        return draws.of(generator_of(arguments))
 
 
 def _kept(value: torch.Tensor) -> Any:
@@ -298,22 +312,11 @@ def _kept(value: torch.Tensor) -> Any:
     return value if ref is None else ref
 
 
-def _draws(factory: Any) -> bool:
-    """Whether a factory draws random numbers, by what torch says of its operator."""
-    packet = getattr(torch.ops.aten, factory.__name__, None)
-    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
-
-
-def _used_by(nodes: Iterable[Node]) -> Iterator[Cell]:
-    for node in nodes:
-        yield from node.uses
-
-
 def _fulfil_all(nodes: Iterable[Node]) -> None:
-    for node in nodes:
-        if not node.is_done:  # a check has run with what it looks at
-            node.fulfil()
+    with drawing():
+        for node in nodes:
+            if not node.is_done:  # a check has run with what it looks at
+                node.fulfil()
 
 
 promises = Promises()
@@ -378,7 +381,7 @@ def _promising(scope: Scope) -> Iterator[None]:
 
 def recording(recorder: Recorder, values: Values) -> Any:
     """Make promises inside, write down what is asked for, and keep no real values for later."""
-    return _recording(Scope(values, recorder, snapshots=False), recorder)
+    return _recording(Scope(values, recorder, False, PromisedDraws()), recorder)
 
 
 @contextmanager

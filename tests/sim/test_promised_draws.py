@@ -1,0 +1,133 @@
+"""Promised random numbers: to everybody else a generator stands where it would without promises."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torchTensorRef
+from torchTensorRef import disabled, promising
+from torchTensorRef.inject import hooks
+from torchTensorRef.promises.promising import promise_like
+
+from ..support.differential import differences
+
+dropout = torch.nn.functional.dropout
+
+
+@pytest.fixture(autouse=True)
+def injected(manage):
+    token = hooks.is_disabled.set(False)
+    yield
+    hooks.is_disabled.reset(token)
+
+
+def then_for_real(scope):
+    with scope():
+        promised = torch.randn(3)
+        weight = torch.nn.Linear(3, 2).weight.detach()
+    return promised, weight, torch.randn(3), torch.randperm(5), dropout(torch.ones(8))
+
+
+def then_in_place(scope):
+    with scope():
+        promised = dropout(torch.ones(8))
+    return promised, torch.empty(3).normal_(), torch.nn.init.xavier_uniform_(torch.empty(2, 2))
+
+
+def beside_a_fork(scope):
+    with scope():
+        before = torch.randn(3)
+        with torch.random.fork_rng(devices=[]):
+            inside = torch.randn(3)
+        return before, inside, torch.randn(3)
+
+
+def by_a_state(scope):
+    with scope():
+        before, state = torch.randn(3), torch.get_rng_state()
+        after = torch.randn(3)
+        torch.set_rng_state(state)
+        return before, after, torch.randn(3)
+
+
+def with_the_seed_of_before(scope):
+    with scope():
+        numbers = [torch.randn(3)]
+        torch.manual_seed(3)
+        numbers.append(torch.randn(3))
+        torch.seed()
+        torch.manual_seed(3)
+        return *numbers, torch.rand(3)
+
+
+def in_checkpoints(scope):
+    with scope():
+        x = torch.ones(4, 4, requires_grad=True)
+        y = checkpoint(lambda x: dropout(x * 2), x, use_reentrant=False)
+        z = checkpoint(dropout, y, use_reentrant=True)
+        z.sum().backward()
+    return y.detach(), z.detach(), x.grad, torch.rand(2)
+
+
+def by_generators_of_their_own(scope):
+    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    with scope():
+        first, second = torch.randn(3, generator=one), torch.randn(3, generator=one)
+        of_other = torch.empty(3).normal_(generator=other)
+        one.manual_seed(1)
+        again = torch.randn(3, generator=one)
+        copied = torch.Generator()
+        copied.set_state(one.get_state())
+    return second, again, first, of_other, torch.rand(2, generator=copied), torch.rand(2)
+
+
+def where_nothing_is_ours(scope):
+    with scope():
+        promised = torch.randn(3)
+    with disabled():
+        return promised, torch.randn(3)
+
+
+PROGRAMS = (
+    then_for_real,
+    then_in_place,
+    beside_a_fork,
+    by_a_state,
+    with_the_seed_of_before,
+    in_checkpoints,
+    by_generators_of_their_own,
+    where_nothing_is_ours,
+)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_numbers_are_those_of_the_program_at_once(program, order):
+    with disabled():
+        torch.manual_seed(3)
+        plain = program(contextlib.nullcontext)
+    torch.manual_seed(3)
+    ours = program(promising)
+    for one in ours[::order]:
+        if isinstance(one, torchTensorRef.TensorRef):
+            one.fulfil()
+    assert differences(plain, ours) == []
+
+
+def test_what_a_forecast_draws_is_never_drawn():
+    torch.manual_seed(3)
+    torchTensorRef.forecast(lambda: dropout(torch.ones(10**13)), device="rtx4060")  # 40 TB
+    ours = dropout(torch.ones(8)), torch.randn(3)
+    with disabled():
+        torch.manual_seed(3)
+        plain = dropout(torch.ones(8)), torch.randn(3)
+    assert differences(plain, ours) == []
+
+
+def test_what_never_has_values_is_left():
+    """A promise made by hand: no state is refused because of it."""
+    with promising():
+        dropout(promise_like(torch.ones(4)))
+    assert torch.get_rng_state().numel()

@@ -1,0 +1,114 @@
+"""Random numbers that are promised: those that the program would have drawn at once.
+
+A generator gives to everybody what it would if they had been drawn. So what waits is drawn before
+somebody draws from it for real, or looks at its state. Who sets it leaves behind what waits, which
+goes on from where the generator was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ..base.activation import when_drawn, when_seeded
+
+#: Whether we draw, or look, ourselves.
+_is_ours: ContextVar[bool] = ContextVar("torchTensorRef.drawing", default=False)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Draw from generators inside without having drawn what waits."""
+    token = _is_ours.set(True)
+    try:
+        yield
+    finally:
+        _is_ours.reset(token)
+
+
+def generator_of(arguments: Iterable[Any]) -> torch.Generator:
+    """Return the generator that a call with such arguments draws from."""
+    given = (value for value in arguments if isinstance(value, torch.Generator))
+    return next(given, torch.default_generator)
+
+
+class Draws:
+    """What is to be drawn from one generator, beginning at the state that it has now."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._now = generator.get_state()
+        #: Where the generator is while nobody else has drawn from it; None: it was set.
+        self._seen: torch.Tensor | None = self._now
+        #: The `Node` that draws last.
+        self.last: Any = None
+
+    def leave(self) -> None:
+        """Let the generator go its own way from now on: somebody sets it."""
+        self._seen = None
+
+    def is_left(self) -> bool:
+        """Whether somebody else has drawn from the generator, or set it."""
+        return self._seen is None or not torch.equal(self._generator.get_state(), self._seen)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run an operator that draws the numbers which come next."""
+        is_left = self.is_left()
+        after = self._generator.get_state()
+        self._generator.set_state(self._now)
+        try:
+            result = call()
+            self._now = self._generator.get_state()
+            if not is_left:
+                self._seen = after = self._now
+            return result
+        finally:
+            self._generator.set_state(after)
+
+
+class PromisedDraws:
+    """What waits to be drawn, by generator.
+
+    Parameters
+    ----------
+    draw : callable, optional
+        Given the last node that waits at a generator, has it and those before it run. Without
+        it nobody draws them.
+    """
+
+    def __init__(self, draw: Callable[[Any], None] | None = None) -> None:
+        self._of: dict[torch.Generator, Draws] = {}
+        self._lock = threading.Lock()
+        self._draw = draw
+
+    def of(self, generator: torch.Generator) -> Draws:
+        """Return what is to be drawn from a generator, up to now."""
+        with self._lock, drawing():
+            if self._draw is not None and self.settle not in when_drawn:
+                when_drawn.append(self.settle)
+                when_seeded.append(self._leave)
+            draws = self._of.get(generator)
+            if draws is None or draws.is_left():
+                draws = self._of[generator] = Draws(generator)
+            return draws
+
+    def settle(self, generator: torch.Generator) -> None:
+        """Have drawn what waits: somebody is about to draw for real, or to look."""
+        if _is_ours.get():
+            return
+        draws = self._of.get(generator)
+        if draws is not None and draws.last is not None:
+            with drawing():
+                is_left = draws.is_left()
+            if not is_left and self._draw is not None:
+                self._draw(draws.last)
+
+    def _leave(self, generator: torch.Generator) -> None:
+        draws = None if _is_ours.get() else self._of.pop(generator, None)
+        if draws is not None:
+            draws.leave()
