@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+from . import forking
 
 #: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
 is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
@@ -43,7 +44,7 @@ class Watch:
         self.on = self.takes_apart = self.is_slow = False
         #: Told of `on` when somebody has said what he wants: who keeps a copy of it (C++).
         self.listeners: list[Callable[[bool], None]] = []
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._wanted: dict[str, tuple[bool, bool]] = {}
 
     def want(

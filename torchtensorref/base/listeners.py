@@ -8,9 +8,10 @@ happened, by the thread in which it happened.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Any, NamedTuple
 
+from . import forking
 from .activation import watch
 from .errors import ConfigError, did_you_mean, nearest
 from .interrupts import lets_program_run
@@ -93,7 +94,7 @@ class Listeners:
         #: Ours: told at once, possibly under a lock; quick, and calling nothing.
         self._sinks: tuple[Sink, ...] = ()
         self._calling: set[int] = set()
-        self._lock = Lock()
+        self._lock = forking.Lock()
 
     # -- who ------------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from . import forking
 from .activation import watch
 from .errors import ConfigError
 
@@ -45,7 +45,7 @@ class Middlewares(MutableSequence[Any]):
     def __init__(self) -> None:
         self._of_all: tuple[Any, ...] = ()
         self._scope_count = 0
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
 
     def here(self) -> tuple[Any, ...]:
         """Return those that see an operator of this thread, in their order."""

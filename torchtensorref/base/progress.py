@@ -12,6 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
+from . import forking
 from .event_sinks import say
 from .units import format_nbytes
 
@@ -25,7 +26,7 @@ class Screen:
     """The terminal behind stderr, on which one at a time draws."""
 
     def __init__(self) -> None:
-        self._drawing = threading.Lock()
+        self._drawing = forking.Lock()
 
     def is_there(self) -> bool:
         """Whether stderr is a terminal."""
@@ -64,7 +65,7 @@ class Bar(AbstractContextManager["Bar"]):
         self._what = what
         self._total_nbytes = total_nbytes
         self._done_nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._is_over = False
         self._timer: threading.Timer | None = None
         self._drawn: Any = None

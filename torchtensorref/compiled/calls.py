@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base import forking
 from ..base.activation import watch
 from ..base.interrupts import lets_program_run
 from ..base.options import settings
@@ -86,7 +87,7 @@ class CompiledCall:
         self._entry = entry
         self._region: Region | None = None
         self._whole: nn.Module | None = None
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
         #: Threads that call it as it is now: its parameters must stay where they are.
         self._elsewhere_count = 0
         #: The layers that were compiled by themselves, each with its call.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base import forking
 from ..base.device_names import no_such_device
 from ..base.errors import ConfigError, did_you_mean, nearest
 from ..base.options import settings
@@ -26,7 +26,7 @@ __all__ = ["accelerators", "default_name", "known_devices", "reset", "resolve", 
 #: Kinds that torch's device-generic interface serves. "hip" is what its users call it.
 REAL_KINDS = {"cuda": "cuda", "hip": "cuda", "xpu": "xpu", "mps": "mps"}
 
-_lock = threading.RLock()
+_lock = forking.RLock()
 _devices: dict[str, Device] = {}
 #: One virtual host for all simulated devices whose specs describe the same host.
 _machines: dict[tuple[float, float, float | None], Machine] = {}

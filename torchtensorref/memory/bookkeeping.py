@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import NamedTuple
 
+from ..base import forking
 from ..base.event_log import EventLog
 from ..devices.base import Device
 from . import core
@@ -125,7 +126,7 @@ class Books:
         #: call says of a device differs from where its operands are.
         self.labels_differ = labels_differ_on(accelerators)
         self.log = log
-        self.lock = threading.RLock()
+        self.lock = forking.RLock()
         self._released = threading.Condition(self.lock)
         self._waiting_count = 0
         self.ledgers = Ledgers(self.lock)
@@ -156,6 +157,14 @@ class Books:
             self.changed_by = None  # it has left the exchange, wherever it was
         files = [frame.f_code.co_filename for frame, _ in walk_tb(sys.exc_info()[2])]
         self.doubts.append(Doubt(threading.get_ident(), frozenset(files)))
+
+    def doubt_threads(self, idents: Collection[int], file: str) -> None:
+        """Note that threads are gone, which may have been halfway through something in a file."""
+        if idents:
+            self.ready_on = ()
+            self.doubts += [Doubt(ident, frozenset({file})) for ident in idents]
+        if self.changed_by in idents:
+            self.changed_by = None
 
     @property
     def spreads(self) -> bool:

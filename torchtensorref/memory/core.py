@@ -163,6 +163,12 @@ def running_elsewhere() -> int:
     return 0 if library is None else int(library.running_elsewhere())
 
 
+def begin_anew() -> None:
+    """Forget in a forked child what other threads were doing in C++."""
+    if library is not None:
+        library.begin_anew()
+
+
 def take_uses() -> list[tuple[int, int, Any, bool]]:
     """Return (tick, block, operator, whether it was written) of the uses noted in C++."""
     return [] if library is None else list(library.take_uses())

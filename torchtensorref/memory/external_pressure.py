@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from ..base import forking
 from ..devices.base import Device
 from .budget import SHORTAGES, Budget, BudgetSetting, resolve_budget, setting_for
 from .ledger import Ledger
@@ -90,7 +91,7 @@ class OthersWatch:
     def __init__(self) -> None:
         #: What is followed: each accelerator without a budget, for its residency.
         self._watched: dict[Device, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
 

@@ -71,6 +71,11 @@ class Holds:
         else:
             self.in_flight.pop(me, None)
 
+    def threads(self) -> set[int]:
+        """Return the threads that hold something, or are inside an operator or compiled call."""
+        several = self.in_flight, self.announced, self.pinned, self.native_entries
+        return {*self.issuing.values(), *(ident for one in several for ident in one)}
+
     def threads_inside(self, idents: Iterable[int]) -> set[int]:
         """Return which of these threads are inside an operator, or a compiled call."""
         alive = {thread.ident for thread in threading.enumerate()}

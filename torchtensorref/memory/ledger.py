@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
 
 import torch
 
+from ..base import forking
 from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..strategy import TINY_SHARE
@@ -46,7 +46,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         self.scratch_nbytes = 0
         #: The bytes that are counted here; C++ reads them.
         self.counted_nbytes = 0
-        self._lock = threading.RLock()  # again: making objects can collect garbage that comes here
+        self._lock = forking.RLock()  # again: making objects can collect garbage that comes here
         self._replicas: dict[int, Death] = {}
         self._recency = Recency(self._last_use_of)
         #: Fresh results and their bytes, by the weak references that tell their deaths.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..base import event_sinks as tracing
+from ..base import forking
 from ..base.activation import when_open
 from ..base.errors import InvariantError, TransferError, did_you_mean
 from ..base.event_log import EventLog
@@ -56,7 +56,7 @@ class TensorsManager:
     _is_made = False
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
         self._residency: Residency | None = None
         self._device_setting: Any = None
         self._budget_setting: BudgetSetting = None

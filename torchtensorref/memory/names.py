@@ -6,7 +6,6 @@ from the modules that are in no other one. Nothing of it is done while operators
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..base import forking
 from .ref import TensorRef
 
 #: Between two looks for names that may have come, at least so many times what a look takes.
@@ -32,7 +32,7 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         #: Modules that have met, by their ids.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._is_stale = False

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..base import forking
 from ..devices.base import Device
 from . import core
 from .block import Block
@@ -29,6 +30,10 @@ class Labelled:
 
 labelled = Labelled()
 
+
+#: Where a tensor is used on two accelerators at once, a view is kept together with its device.
+#: One can be entered again: what is let go of inside may have a finalizer.
+_keeping = forking.RLock()
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 # Not `torch.empty`: injection replaces that name, and only a plain tensor will do here.
@@ -200,14 +205,19 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
             home = block.replicas[device].base.untyped_storage()
             if ref._ttr_home is not None and ref._ttr_home.untyped_storage()._cdata == home._cdata:
                 return ref._ttr_home  # type: ignore[no-any-return]
-        elif ref._ttr_device is device:
-            return ref._ttr_plain  # type: ignore[no-any-return]
+        else:
+            with _keeping:
+                if ref._ttr_device is device:
+                    return ref._ttr_plain  # type: ignore[no-any-return]
     view = view_of(ref, block.replicas[device].base)
     if keeps:
         if device.is_host:
             ref._ttr_home = view
         elif not (view.is_conj() or view.is_neg()):
-            ref._ttr_plain, ref._ttr_device = view, device
+            with _keeping:
+                ref._ttr_device = None  # nobody takes the one with the other's device
+                ref._ttr_plain = view
+                ref._ttr_device = device
     return view
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable
 
+from ..base import forking
 from ..devices.base import Device
 from ..devices.storages import storage_nbytes
+from . import core, strategy_feed
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
@@ -35,6 +37,15 @@ class Repair:
         self._holds = holds
         self._copier = copier
         self._feed = feed
+        forking.in_child.add(self)
+
+    def begin_in_child(self, *, was_held: bool) -> None:
+        """Note in a forked child that an error has ended the other threads wherever they were."""
+        me, gone = threading.get_ident(), self._holds.threads()
+        if was_held:
+            gone.add(0)  # one that held nothing but a lock
+        core.begin_anew()
+        self._books.doubt_threads(gone - {me}, strategy_feed.__file__)
 
     def run(self, keep: Collection[int] = ()) -> None:
         """Repair what interrupted threads have left; what others are doing stays as it is.

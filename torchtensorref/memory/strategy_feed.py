@@ -6,7 +6,6 @@ path, if it is still there: most are not.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
@@ -15,6 +14,7 @@ from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
+from ..base import forking
 from ..base.options import settings
 from ..devices.base import Device
 from ..strategy import (
@@ -58,7 +58,7 @@ class StrategyFeed:
         self._checked = CheckedStrategy(strategy)
         self._follow(self._checked)
         self._at_first = mind_of(strategy)
-        self.lock = threading.RLock()
+        self.lock = forking.RLock()
         #: (operator, result) of which the strategy has not been told, oldest first; and (operator,
         #: block) from which on those that it was told of count as persistent.
         self._unheard: deque[tuple[int, weakref.ref[Block]]] = deque(maxlen=UNHEARD_COUNT)

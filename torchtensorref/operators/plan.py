@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ..base import forking
 from .blocked.taken import GROUPS
 from .python_kernels import Doubted, OverTwins, has_kernel_in_python, is_doubted
 from .row import FlopRule, PeakRule, Reads, Row, Special
@@ -184,7 +184,7 @@ def plan_of(op: OpOverload) -> OpPlan:
     return plan
 
 
-_learning = threading.Lock()
+_learning = forking.Lock()
 
 
 def _doubting(row: Row) -> OpPlan:

@@ -7,7 +7,6 @@ goes on from where the generator was.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..base import forking
 from ..base.activation import when_drawn, when_seeded
 
 #: Whether we draw, or look, ourselves.
@@ -83,7 +83,7 @@ class PromisedDraws:
 
     def __init__(self, draw: Callable[[Any], None] | None = None) -> None:
         self._of: dict[torch.Generator, Draws] = {}
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._draw = draw
 
     def of(self, generator: torch.Generator) -> Draws:

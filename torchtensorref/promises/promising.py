@@ -8,7 +8,6 @@ forecast.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ..base import forking
 from ..base.activation import making, watch
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
@@ -73,7 +73,7 @@ class Promises:
         self._cell_of: weakref.WeakKeyDictionary[Block, Cell] = weakref.WeakKeyDictionary()
         #: The living promises: where there is none, operators are not looked at.
         self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._scope_count = 0
         self._draws = PromisedDraws(self._draw)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import gc
 import pkgutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..autograd import overrides
+from ..base import forking
 from ..base.activation import when_open
 from ..interception import cpp_path, higher_order
 from ..interception.onlookers import first_pass
@@ -123,7 +123,7 @@ TABLE: tuple[Row, ...] = (
 
 _undo: list[Undo] = []
 #: Another thread's first TensorRef waits; a row may make TensorRefs itself.
-_lock = threading.RLock()
+_lock = forking.RLock()
 
 
 def install() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from ...base import forking
 from ...base.options import settings
 from ..base import DONE, Event
 from ..clocks import Clocks
@@ -120,7 +120,7 @@ class AcceleratorDevice(AcceleratorPeers):
         else:
             self.vendor = Vendor(module, self.torch_device, kind, index)
         self.exchanges_storages = not self.vendor.can_refill()
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...base import forking
 from ..storages import empty_bytes
 from .events import Waits
 
@@ -34,7 +34,7 @@ class Pieces:
 
     def __init__(self, make_slot: Callable[[int], Tensor | None]) -> None:
         self._make_slot = make_slot
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._free: deque[Tensor] | None = None
 
     def take(self) -> Tensor | None:
@@ -92,7 +92,7 @@ class Landing:
     ) -> None:
         self._event = event
         self._device = device
-        self._lock = threading.RLock()  # again: whoever is interrupted here may look once more
+        self._lock = forking.RLock()  # again: whoever is interrupted here may look once more
         self._left: tuple[Tensor, Tensor, Tensor] | None = (source, piece, destination)
         self._pieces = pieces
 

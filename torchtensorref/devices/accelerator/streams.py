@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
+
+from ...base import forking
 
 if TYPE_CHECKING:
     from .vendor import Vendor
@@ -29,7 +30,7 @@ class ComputeStreams:
 
     def __init__(self, vendor: Vendor) -> None:
         self._vendor = vendor
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
         self._seen: list[Any] = []
         self._last: Any = None  # its number is compared, which costs no object of torch's
         self._join: Any = None

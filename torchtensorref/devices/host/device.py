@@ -6,12 +6,12 @@ import contextlib
 import functools
 import os
 import platform
-import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ...base import forking
 from ..base import DONE, Device, Event
 from ..residents import Residents
 from ..storages import bytes_of, empty_bytes, move_bytes, storage_of
@@ -53,7 +53,7 @@ class HostDevice(Device):
         self.machines: list[Machine] = []
         #: Those of devices that a user has made: they are forgotten with them.
         self._guests: weakref.WeakSet[Machine] = weakref.WeakSet()
-        self._lock = threading.RLock()
+        self._lock = forking.RLock()
         self._residents = Residents()
         self._alloc_count = 0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from ...base import forking
 from ..storages import storage_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Mirrors:
 
     def __init__(self) -> None:
         self._mirrors: dict[int, Mirror] = {}
-        self._taking = threading.Lock()
+        self._taking = forking.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._mirrors)

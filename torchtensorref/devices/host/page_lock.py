@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...base import forking
 from ...base.progress import Lines
 from ..background import Background, ask_aside
 from ..storages import storage_of
@@ -195,7 +196,7 @@ class PageLocks:
         self._given_back: deque[int] = deque()
         #: Memory that nobody uses any more, as what frees it, and how much that is.
         self._to_free: deque[tuple[Callable[[], None], int]] = deque()
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         #: How often a base was copied from pageable memory, by its id.
         self._counts: dict[int, tuple[weakref.ref[Any], int]] = {}
         #: Memory of our own, page-locked: its size by its address.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
+from ...base import forking
 from .page_lock import LEAST_NBYTES, PageLocks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class PageLockedPool:
 
     def __init__(self, locks: PageLocks) -> None:
         self._locks = locks
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._free: dict[int, list[Tensor]] = {}
         #: Appended to by finalizers, which take no lock.
         self._returned: deque[Tensor] = deque()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Protocol
 
+from ...base import forking
 from ..storages import storage_of
 from .mirrors import Mirrors
 
@@ -43,7 +43,7 @@ class HostReaders:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forking.Lock()
         self._readers: dict[int, list[Reader]] = {}
         self.mirrors = Mirrors()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ...base import forking
 from ...base.errors import InvariantError
 from ..storages import storage_of
 
@@ -119,7 +119,7 @@ class Machine:
         flops_per_s: float,
         kernel_bytes_per_s: float | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = forking.RLock()
         self.now_ns = self.waited_ns = 0
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9

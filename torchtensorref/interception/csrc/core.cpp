@@ -65,6 +65,13 @@ int64_t peak_of(int kind, const std::vector<std::optional<at::Tensor>>& argument
   return peak_nbytes(static_cast<Peak>(kind), values.data());
 }
 
+// In a forked child, which has none of the other threads: what they counted, and the locks that they may have held.
+void begin_anew() {
+  for (std::mutex* lock : {&Running::lock, &use_log.lock}) new (lock) std::mutex();
+  for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) new (&ledger->lock) std::mutex();
+  for (Running* one = Running::all; one; one = one->next) if (one != &Running::mine()) one->count = 0;
+}
+
 }  // namespace
 }  // namespace ttr
 
@@ -101,6 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("watch", [](bool is_on) { world.is_watched = is_on; });
   module.def("note_stand_ins", [](bool are_made) { world.has_stand_ins = are_made; });
   module.def("running_elsewhere", &Running::of_others);
+  module.def("begin_anew", &begin_anew);
   module.def("call_with_factories", [](py::object function, const py::args& args, const py::kwargs& kwargs) {
     WithFactories here(true);
     return function(*args, **kwargs);

@@ -1,0 +1,54 @@
+"""Locks that a forked child finds open, and what is to be done there.
+
+A child has all of the memory and one of the threads. What another thread was doing at that moment
+is to the child as if an error had ended it there, at any line (`memory/repair.py`): its locks are
+open again, and what it has left halfway is repaired.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+
+class InChild(Protocol):
+    """Who has something to do in a forked child."""
+
+    def begin_in_child(self, *, was_held: bool) -> None:
+        """Begin anew; all locks are open, and whether another thread held one of them is said."""
+
+
+in_child: weakref.WeakSet[InChild] = weakref.WeakSet()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def Lock() -> threading.Lock:
+    """Make a lock that is open in a forked child."""
+    made = threading.Lock()
+    _locks.add(made)
+    return made
+
+
+def RLock() -> Any:
+    """Make a lock that is open in a forked child, unless the thread that forks holds it."""
+    made = threading.RLock()
+    _locks.add(made)
+    return made
+
+
+def _begin_anew() -> None:
+    was_held = False
+    for lock in list(_locks):
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            lock._at_fork_reinit()
+            was_held = True
+    for one in list(in_child):
+        one.begin_in_child(was_held=was_held)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
