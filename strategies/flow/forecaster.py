@@ -40,6 +40,9 @@ class Forecaster(Protocol):
     def next_use(self, block_id: int) -> float:
         """Return after how many accesses a block is used."""
 
+    def next_end(self, block_id: int) -> float:
+        """Return after how many accesses another block takes the place of one."""
+
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (distance, block) of the accesses to come, from `first` to before `limit`."""
 

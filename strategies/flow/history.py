@@ -326,6 +326,13 @@ class History:
             return NEVER  # that use is of another one, to be made there
         return use - cursor
 
+    def next_end(self, block_id: int) -> float:
+        """Return after how many accesses another one is to be made in a block's place."""
+        symbol = self._symbol_of.get(block_id, block_id)
+        if self.cursor < 0 or symbol not in self._names.born_at:
+            return NEVER
+        return self._names.next_birth(symbol, self.cursor) - self.cursor
+
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the accesses forecast, as (distance, block), from `first` to before `limit`.
 

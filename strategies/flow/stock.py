@@ -257,22 +257,23 @@ class Stock:
     def _put(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use says."""
         forecaster = self._forecaster
-        distance = forecaster.next_use(block_id)
+        distance, is_dirty = forecaster.next_use(block_id), block_id in self.may_be_dirty
         if distance == NEVER and nbytes <= self._decision_nbytes:
             # To give it back frees little: rather a larger one that is used again.
             ahead = UNFORESEEN_PERIODS * forecaster.period
             position: float = forecaster.cursor + ahead
             self._due.note(block_id, forecaster.cursor + ahead // 2)  # then it is put there again
+        elif distance == NEVER and is_dirty and (end := forecaster.next_end(block_id)) != NEVER:
+            position = forecaster.cursor + end  # it goes by itself then, and takes no copy home
+            self._due.note(block_id, position)
         elif distance == NEVER:
             position = UNFORESEEN - self._there[block_id][0]
         else:
             position = forecaster.cursor + distance
             self._due.note(block_id, position)
             self._note_small(block_id, nbytes)
-        is_dirty, is_small = block_id in self.may_be_dirty, block_id in self._small
-        self._order.note(
-            block_id, nbytes, position, is_dirty=is_dirty, is_small=is_small, is_named=is_named
-        )
+        kind = {"is_dirty": is_dirty, "is_small": block_id in self._small, "is_named": is_named}
+        self._order.note(block_id, nbytes, position, **kind)
         if is_dirty and nbytes > self._decision_nbytes:
             self._dirty.note(block_id, -position)
 

@@ -243,3 +243,26 @@ def test_a_small_one_that_is_not_foreseen_does_not_come_nearer():
         history.access(block_id, 512, block_id)
         stock.use(Access(block_id, 512, block_id, True, False, True))
         assert next(stock.all_victims(look, 0)).block_id == 99
+
+
+@pytest.mark.parametrize("is_dirty", [True, False])
+def test_what_goes_by_itself_is_copied_home_later_than_what_is_used_later(is_dirty):
+    """A gradient after the optimizer has read it: to give it back takes a copy, if it is dirty."""
+    history, stock = flow_of(list(range(10)), 1)
+    for gradient in range(100, 106):  # one in each step, instead of the one before
+        for block_id in range(10):
+            if block_id == 2:
+                history.death(gradient - 1)
+                stock.death(gradient - 1)
+                stock.birth(gradient, 512, stays=history.birth(gradient, 512, 1))
+            uses = [block_id, gradient] if block_id == 6 else [block_id]
+            for used in uses:
+                history.access(used, 512, used if used < 10 else 99)
+                stock.use(Access(used, 512, used, True, False, True))
+    there = [snapshot(n, 512, is_dirty=is_dirty and n == gradient) for n in (*range(10), gradient)]
+    assert history.next_use(gradient) > 10**9
+    assert history.next_end(gradient) == 2
+    assert stock.is_in_order(there, is_all=True)
+    look = {block.block_id: block for block in there}.__getitem__
+    victims = [block.block_id for block in stock.all_victims(look, 0)]
+    assert victims.index(gradient) == (0 if not is_dirty else 8)
