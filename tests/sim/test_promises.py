@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from typing import Any
@@ -362,6 +363,24 @@ def test_what_is_outside_cannot_see_a_promise(manage):
     with torchTensorRef.promising(), pytest.raises(PromisedError, match="held outside"):
         x.add_(1)
     assert array.tolist() == [1, 1, 1, 1]
+
+
+def test_a_deep_copy_of_a_promise_is_one(manage):
+    """It was refused: `nn.TransformerEncoder` and whatever else copies its layers."""
+
+    def program() -> list[torch.Tensor]:
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        copies = copy.deepcopy(nn.Sequential(layer, nn.BatchNorm1d(3)))
+        seen = [x := torch.rand(3, 4), x[1:], x.to(torch.complex64).t().conj()]
+        twins = copy.deepcopy(seen)
+        twins[1].mul_(2)
+        seen[1].add_(1)
+        return [*copies.state_dict().values(), seen[0], seen[2], twins[1], twins[2]]
+
+    manager = manage("lru")
+    plain, ours = on_both(program)
+    assert differences(plain, ours) == []
+    manager.check()
 
 
 def test_scopes_are_of_one_thread(manage):
