@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..interception.device_labels import exchange_device
 from ..interception.handlers import keeps_everything
@@ -22,7 +22,7 @@ from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 from .graph import Cell, Operand
-from .shapes import shape_function
+from .shapes import shapes_of
 from .values import has_no_value
 
 _CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ class PromisedCall:
             self._label = asked or self._label
         kwargs = {name: arg for name, arg in self._kwargs.items() if name != "generator"}
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return shape_function(plan)(*self._args, **kwargs)
+            return shapes_of(plan, self._args, kwargs)
 
     def _is_set_to_another(self) -> bool:
         """Whether it is `set_` to a tensor: no byte is written then, and none is promised."""
@@ -239,6 +239,10 @@ class PromisedCall:
         plain = self._plain_of[id(ref)]
         if (plain.size(), plain.stride()) == (ref.size(), ref.stride()):
             return
+        if plain.size() == ref.size() and any(
+            one is original for one in tree_leaves(self._operands.kwargs)
+        ):
+            return  # what is given to be filled keeps its layout, whatever a shape function says
         block = ref._ttr_block
         nbytes = plain.untyped_storage().nbytes()
         if nbytes != block.nbytes:
