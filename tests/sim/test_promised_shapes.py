@@ -76,6 +76,42 @@ NEWER = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < (2, 13), reason="lays out as CUDA"
 )
 
+
+def of_images(change: Any, count: int) -> list[torch.Tensor]:
+    """Convolutions and norms of what lies otherwise than in rows, and what is between them."""
+    torch.manual_seed(4)
+    x = change(torch.rand(count, 8, 8, 8)).requires_grad_()
+    layers = (
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.GroupNorm(4, 8),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.BatchNorm2d(8),
+        nn.ConvTranspose2d(8, 8, 2),
+        nn.Conv2d(8, 8, 2, dtype=torch.float64),
+    )
+    seen = [x]
+    for layer in layers:
+        y = layer(seen[-1].to(layer.weight.dtype))
+        seen += [y, y / 1.5, nn.functional.silu(y) + y]
+    rows = seen[3].permute(0, 2, 3, 1)
+    seen += [
+        z := nn.functional.layer_norm(rows, (8,)),
+        rows.mT * z.mT,
+        z.permute(0, 3, 1, 2) + seen[3],
+    ]
+    sum(y.double().square().mean() for y in seen).backward()
+    gradients = [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+    return [*(y.detach() for y in seen[1:]), *gradients]
+
+
+CHANGES: dict[str, Any] = {
+    "in rows": lambda x: x,
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "permuted": lambda x: x.permute(0, 3, 1, 2),
+    "reshaped": lambda x: x.flatten(2).mT.transpose(-1, -2).reshape(x.size()) + 0,
+    "of one row": lambda x: x[..., :3, :][..., :5],
+}
+
 PROGRAMS: dict[str, Any] = {
     **{
         f"norms of {dtype} by {kept}, {is_training}": (
@@ -89,6 +125,11 @@ PROGRAMS: dict[str, Any] = {
             (torch.bfloat16, torch.float32),
         )
         for is_training in (True, False)
+    },
+    **{
+        f"{count} images {name}": lambda change=change, count=count: of_images(change, count)
+        for name, change in CHANGES.items()
+        for count in (1, 2)
     },
     "transforms": pytest.param(of_transforms, marks=NEWER),
     "decompositions": pytest.param(of_decompositions, marks=NEWER),
