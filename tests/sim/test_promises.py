@@ -348,6 +348,27 @@ def test_an_unknown_policy_names_the_nearest(manage):
         pass
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8).dequantize(),
+        lambda x: torch.nested.as_nested_tensor([x, x]).unbind()[1],
+        lambda x: x.to_mkldnn().to_dense(),
+    ],
+    ids=["quantized", "nested", "mkldnn"],
+)
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", r"ignore:torch\.quantize_per_tensor"
+)
+def test_what_no_promise_can_be_is_asked_for(manage, make):
+    """Torch had no shape function, or a wrong one."""
+    manage("lru")
+    with torchTensorRef.promising(), pytest.raises(PromisedError, match="needs a value"):
+        make(torch.ones(4))
+    with torchTensorRef.promising(values="compute"):
+        assert make(torch.ones(4)).tolist() == [1, 1, 1, 1]
+
+
 def test_a_promise_prints_as_one(manage):
     manage("lru")
     with torchTensorRef.promising():
@@ -360,9 +381,13 @@ def test_what_is_outside_cannot_see_a_promise(manage):
     manager = manage("lru")
     x = manager.adopt(torch.ones(4))
     array = x.numpy()
-    with torchTensorRef.promising(), pytest.raises(PromisedError, match="held outside"):
+    with torchTensorRef.promising(), pytest.raises(PromisedError, match="held outside") as asked:
         x.add_(1)
+    assert "write a clone() of it instead, or have it computed" in str(asked.value)
     assert array.tolist() == [1, 1, 1, 1]
+    with torchTensorRef.promising(values="compute"):
+        x.add_(torch.ones(4) * 2)
+    assert array.tolist() == [3, 3, 3, 3]
 
 
 def test_a_deep_copy_of_a_promise_is_one(manage):

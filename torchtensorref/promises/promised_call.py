@@ -23,7 +23,7 @@ from ..operators.plan import OpPlan
 from ..operators.row import Special
 from .graph import Cell, Operand
 from .shapes import shapes_of
-from .values import has_no_value
+from .values import cannot_be_written, has_no_value
 
 _CPU = torch.device("cpu")
 #: How torch says that a shape, or a result, depends on values.
@@ -77,10 +77,16 @@ class PromisedCall:
         """Return the results as promises; or what is answered, where values are asked for."""
         if self._plan.result_of_write and not self._plan.returns_tensors:
             return self._answered()  # it returns numbers
+        if any(map(_is_held_outside, self._operands.written)):
+            return self._written_now()
         try:
             out = self._on_metadata()
         except _ASKS_VALUES:
             return self._answered()
+        except RuntimeError as error:
+            if "INTERNAL ASSERT" not in str(error):
+                raise
+            return self._answered()  # no shape function, but a kernel that was not told so
         operands = self._operands
         if self._plan.counts_lists:
             self._plan.count_writes(operands.args, operands.kwargs)
@@ -124,11 +130,7 @@ class PromisedCall:
         if given is not None:
             return given[0]
         if values.computes and self._promises.can_all(self._cells.values()):
-            for block in operands.blocks:
-                self._promises.fulfil(block, name)
-            return self._promises.outside(
-                run_for_real, self._plan, *operands.args, **operands.kwargs
-            )
+            return self._run_now()
         for ref in operands.refs:
             plain = values.made_up(ref.size(), ref.stride(), ref.dtype)
             if plain is None:
@@ -139,6 +141,19 @@ class PromisedCall:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             out = self._plan.op(*args, **kwargs)
         return tree_map(_adopted, out)
+
+    def _written_now(self) -> Any:
+        """Run an operator that writes what is held outside; PromisedError if that is not wanted."""
+        if self._promises.values.policy == "compute":
+            return self._run_now()
+        held = next(filter(_is_held_outside, self._operands.written))
+        raise cannot_be_written(self._plan.name, held.name, held.exposure.why)
+
+    def _run_now(self) -> Any:
+        operands, name = self._operands, self._plan.name
+        for block in operands.blocks:
+            self._promises.fulfil(block, name)
+        return self._promises.outside(run_for_real, self._plan, *operands.args, **operands.kwargs)
 
     # -- what is noted --------------------------------------------------------------------------
 
@@ -251,6 +266,12 @@ class PromisedCall:
         made = self._promises.ref_over(plain, block, ref.device)
         if ref is original:
             follow(ref, made)
+
+
+def _is_held_outside(block: Block) -> bool:
+    """Whether somebody would not see that a block is only promised to be written."""
+    exposure = block.exposure
+    return block.promise is None and exposure is not None and exposure.alive
 
 
 def run_for_real(plan: OpPlan, *args: Any, **kwargs: Any) -> Any:

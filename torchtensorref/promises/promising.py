@@ -150,17 +150,7 @@ class Promises:
         return cell
 
     def make_promise(self, block: Block, cell: Cell) -> None:
-        """Let a block that has bytes be a promise from now on; what it had is the cell's.
-
-        Raises
-        ------
-        PromisedError
-            Somebody outside holds its bytes, and would not see what is only promised.
-        """
-        exposure = block.exposure
-        if exposure is not None and exposure.alive:
-            why = f"{block.name} is held outside ({exposure.why}), where a promise cannot be seen"
-            raise has_no_value("a write", why)
+        """Let a block that has bytes be a promise from now on; what it had is the cell's."""
         scope = _scope.get()
         if scope is not None and scope.recorder is not None:
             original = scope.recorder.originals[block] = Block(block.nbytes)

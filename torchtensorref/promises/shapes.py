@@ -178,9 +178,17 @@ _HOSTS: dict[str, Callable[..., Any]] = {
 
 
 def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the results of an operator on tensors without bytes."""
+    """Return the results of an operator on tensors without bytes.
+
+    Raises
+    ------
+    NotImplementedError
+        Nobody knows them without values.
+    """
     # What C++ chose for the host has the host's shapes, wherever its bytes will be.
     op = plan.op.op if isinstance(plan.op, Substitute) else plan.op
+    if plan.name.startswith("aten.quantize_per_"):
+        raise NotImplementedError("torch's shape function gives a tensor that is not quantized")
     kind = tensorsManager.residency.books.main.torch_device.type
     shapes = _OURS.get(plan.name) or (_HOSTS.get(plan.name) if kind == "cpu" else None)
     token = shaped_for.set(kind)
