@@ -77,7 +77,9 @@ class PromisedCall:
         """Return the results as promises; or what is answered, where values are asked for."""
         if self._plan.result_of_write and not self._plan.returns_tensors:
             return self._answered()  # it returns numbers
-        if any(map(_is_held_outside, self._operands.written)):
+        if self._promises.recorder is not None:
+            self._promises.recorder.note_versions(self._operands)
+        elif any(map(_is_held_outside, self._operands.written)):
             return self._written_now()
         try:
             out = self._on_metadata()

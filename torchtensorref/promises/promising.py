@@ -152,9 +152,13 @@ class Promises:
     def make_promise(self, block: Block, cell: Cell) -> None:
         """Let a block that has bytes be a promise from now on; what it had is the cell's."""
         scope = _scope.get()
-        if scope is not None and scope.recorder is not None:
-            original = scope.recorder.originals[block] = Block(block.nbytes)
+        recorder = None if scope is None else scope.recorder
+        # What has been computed since it was written first is not what it had.
+        if recorder is not None and block not in recorder.originals:
+            original = recorder.originals[block] = Block(block.nbytes)
             block.share_with(original)
+            # Who holds its bytes goes on holding those.
+            original.exposure, block.exposure = block.exposure, None
         if cell.real is block:
             cell.real = Block(block.nbytes)
             block.share_with(cell.real)
@@ -175,6 +179,7 @@ class Promises:
             block.move_to({}, [])  # computed meanwhile
         with tensorsManager.residency.books.lock:
             original.share_with(block)
+            block.exposure = original.exposure
             self._note_real(block)
 
     # -- fulfilling -----------------------------------------------------------------------------
@@ -383,3 +388,4 @@ def _recording(scope: Scope, recorder: Recorder) -> Iterator[None]:
         for block, original in recorder.originals.items():
             promises.take_back(block, original)
         recorder.originals.clear()
+        recorder.take_back_versions()
