@@ -137,6 +137,30 @@ def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, s
     assert (stats["host_ns"] > 0) == (spec.host_costs == COSTS)
 
 
+@pytest.mark.parametrize("strategy", ["genoa", "lru"])
+@pytest.mark.parametrize("share", [0.6, 1.5])
+def test_questions_are_foretold_to_the_byte_and_nanosecond(strategy, share):
+    """They were not written down: a `generate()` that asks whether it is done took longer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    x = torch.rand(8, 32)
+    budget = int(sum(p.nbytes for p in model.parameters()) * share)
+
+    def program():
+        with torch.no_grad():
+            for number in range(3):
+                y = model(x)
+                if (y > 100).all().item():
+                    break
+                assert torch.arange(8).sum().item() == 28  # computed
+                yield f"step {number}"
+
+    seen = torchTensorRef.forecast(program, device=SPEC, budget=budget, strategy=strategy)
+    real = run_for_real(program, budget, strategy)
+    assert [costs_of(step) for step in seen.steps] == real
+    assert sum(op.waits for op in seen.record.each()) == 6
+
+
 @pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
 @pytest.mark.parametrize("share", [0.5, 4.0])
 def test_dropout_is_foretold_to_the_byte_and_nanosecond(strategy, share):

@@ -508,3 +508,24 @@ def test_a_factory_makes_what_was_asked_for():
         ((2, 3), torch.float32),
     ]
     assert [one.numel() for one in made] == [len(one.flatten().tolist()) for one in made]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_what_is_ready_is_only_promised_too(manager, mode):
+    """Composite operators whose operands are on the accelerator ran where nothing was noted."""
+    layer, norm, x = nn.Linear(8, 8), nn.LayerNorm(8), torch.rand(4, 8)
+
+    def program() -> list[torch.Tensor]:
+        seen = [layer(x), norm(x), x @ layer.weight, x + 1, x.softmax(-1), torch.cat([x, x])]
+        seen.append(nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]))
+        return [one.detach() for one in seen]
+
+    with mode():
+        for _ in range(2):
+            expected = program()
+        with torchTensorRef.promising():
+            ours = program()
+    assert [one.proxyInfo.promised for one in ours] == [True] * len(ours)
+    for one in ours:
+        one.fulfil()
+    assert_same(expected, ours)

@@ -126,6 +126,11 @@ class PromisedCall:
 
     def _answered(self) -> Any:
         """Run the operator for real, on computed or made up operands, or give a given answer."""
+        out = self._answer()
+        self._record(out, [x._ttr_block for x in tree_leaves(out) if isinstance(x, TensorRef)])
+        return out
+
+    def _answer(self) -> Any:
         operands, name = self._operands, self._plan.name
         values = self._promises.values
         given = values.answer(name, operands.refs)
@@ -177,12 +182,16 @@ class PromisedCall:
             births=[(place, cell) for place, cell, _ in self._born],
             draws=self._promises.draws_of(arguments) if is_random else None,
         )
-        recorder = self._promises.recorder
+        self._record(out, [block for _, _, block in self._born])
+
+    def _record(self, out: Any, born: list[Block]) -> None:
+        recorder, plan, operands = self._promises.recorder, self._plan, self._operands
         if recorder is not None:
+            is_random = plan.draws_random(operands.args, operands.kwargs)
             recorder.note(
                 plan,
                 operands,
-                born=[block for _, _, block in self._born],
+                born=born,
                 cost=operator_cost(plan, self._args, self._kwargs, out),
                 on_host=is_random and self._label.type == "cpu",
                 shares=self._shares(),
