@@ -137,6 +137,30 @@ def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, s
     assert (stats["host_ns"] > 0) == (spec.host_costs == COSTS)
 
 
+@pytest.mark.parametrize("strategy", ["genoa", "lru"])
+@pytest.mark.parametrize("share", [0.6, 1.5])
+def test_questions_are_foretold_to_the_byte_and_nanosecond(strategy, share):
+    """They were not written down: a `generate()` that asks whether it is done took longer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    x = torch.rand(8, 32)
+    budget = int(sum(p.nbytes for p in model.parameters()) * share)
+
+    def program():
+        with torch.no_grad():
+            for number in range(3):
+                y = model(x)
+                if (y > 100).all().item():
+                    break
+                assert torch.arange(8).sum().item() == 28  # computed
+                yield f"step {number}"
+
+    seen = torchTensorRef.forecast(program, device=SPEC, budget=budget, strategy=strategy)
+    real = run_for_real(program, budget, strategy)
+    assert [costs_of(step) for step in seen.steps] == real
+    assert sum(op.waits for op in seen.record.each()) == 6
+
+
 @pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
 @pytest.mark.parametrize("share", [0.5, 4.0])
 def test_dropout_is_foretold_to_the_byte_and_nanosecond(strategy, share):
@@ -550,3 +574,50 @@ def test_a_history_that_cannot_be_one(manage, tmp_path):
     assert manager.history is seen
     manager.history = None
     assert manager.history is None
+
+
+def test_asking_changes_no_version_and_nothing_that_is_held_outside():
+    """A graph of before could not be gone through: what it had saved counted as modified."""
+    model, x = nn.Linear(4, 4), torch.rand(2, 4)
+    whole, array = torch.zeros(4), torch.ones(4).numpy()
+    part, shared = whole[1:3], torch.from_numpy(array)
+    loss = model(x).square().mean()
+
+    def program() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        part.mul_(2)
+        shared.add_(whole.add_(1))
+        shared.tolist()
+        torch._foreach_add_([whole, shared], 1)
+
+    seen = torchTensorRef.forecast(program, device=SPEC)
+    assert "aten._amp_foreach_non_finite_check_and_unscale_.default" in {
+        op.name for op in seen.record.ops
+    }
+    assert [t._version for t in (*model.parameters(), whole, part, shared)] == [1, 1, 0, 0, 0]
+    loss.backward()
+    array[0] = 9
+    assert (whole.tolist(), shared.tolist()) == ([0] * 4, [9, 1, 1, 1])
+    shared.add_(1)
+    assert array.tolist() == [10, 2, 2, 2]
+
+
+def test_what_was_computed_meanwhile_is_taken_back():
+    """What was asked for between two writes was taken for what the tensor had before."""
+    x = torch.zeros(3)
+
+    def program() -> None:
+        for _ in range(3):
+            x.add_(1)
+            assert x.sum().item() == 3 * x[0].item()
+
+    torchTensorRef.forecast(program, device=SPEC)
+    assert x.tolist() == [0, 0, 0]
+    torchTensorRef.forecast(program, device=SPEC, values="zeros")
+    assert x.tolist() == [0, 0, 0]

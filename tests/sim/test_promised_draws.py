@@ -83,6 +83,17 @@ def by_generators_of_their_own(scope):
     return second, again, first, of_other, torch.rand(2, generator=copied), torch.rand(2)
 
 
+def by_operators_that_are_given_a_generator(scope):
+    """They are given another object for it than the program has."""
+    mine, x = torch.Generator().manual_seed(1), torch.ones(3)
+    with scope():
+        x.normal_(generator=mine)
+        other = torch.rand(2, generator=torch.default_generator)
+        y = torch.ones(3).uniform_(generator=torch.default_generator)
+        z = dropout(torch.ones(8))
+    return torch.rand(2, generator=mine), torch.rand(2), x, other, y, z
+
+
 def where_nothing_is_ours(scope):
     with scope():
         promised = torch.randn(3)
@@ -98,6 +109,7 @@ PROGRAMS = (
     with_the_seed_of_before,
     in_checkpoints,
     by_generators_of_their_own,
+    by_operators_that_are_given_a_generator,
     where_nothing_is_ours,
 )
 

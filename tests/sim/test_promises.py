@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from typing import Any
@@ -347,6 +348,27 @@ def test_an_unknown_policy_names_the_nearest(manage):
         pass
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.quint8).dequantize(),
+        lambda x: torch.nested.as_nested_tensor([x, x]).unbind()[1],
+        lambda x: x.to_mkldnn().to_dense(),
+    ],
+    ids=["quantized", "nested", "mkldnn"],
+)
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors", r"ignore:torch\.quantize_per_tensor"
+)
+def test_what_no_promise_can_be_is_asked_for(manage, make):
+    """Torch had no shape function, or a wrong one."""
+    manage("lru")
+    with torchTensorRef.promising(), pytest.raises(PromisedError, match="needs a value"):
+        make(torch.ones(4))
+    with torchTensorRef.promising(values="compute"):
+        assert make(torch.ones(4)).tolist() == [1, 1, 1, 1]
+
+
 def test_a_promise_prints_as_one(manage):
     manage("lru")
     with torchTensorRef.promising():
@@ -359,9 +381,31 @@ def test_what_is_outside_cannot_see_a_promise(manage):
     manager = manage("lru")
     x = manager.adopt(torch.ones(4))
     array = x.numpy()
-    with torchTensorRef.promising(), pytest.raises(PromisedError, match="held outside"):
+    with torchTensorRef.promising(), pytest.raises(PromisedError, match="held outside") as asked:
         x.add_(1)
+    assert "write a clone() of it instead, or have it computed" in str(asked.value)
     assert array.tolist() == [1, 1, 1, 1]
+    with torchTensorRef.promising(values="compute"):
+        x.add_(torch.ones(4) * 2)
+    assert array.tolist() == [3, 3, 3, 3]
+
+
+def test_a_deep_copy_of_a_promise_is_one(manage):
+    """It was refused: `nn.TransformerEncoder` and whatever else copies its layers."""
+
+    def program() -> list[torch.Tensor]:
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        copies = copy.deepcopy(nn.Sequential(layer, nn.BatchNorm1d(3)))
+        seen = [x := torch.rand(3, 4), x[1:], x.to(torch.complex64).t().conj()]
+        twins = copy.deepcopy(seen)
+        twins[1].mul_(2)
+        seen[1].add_(1)
+        return [*copies.state_dict().values(), seen[0], seen[2], twins[1], twins[2]]
+
+    manager = manage("lru")
+    plain, ours = on_both(program)
+    assert differences(plain, ours) == []
+    manager.check()
 
 
 def test_scopes_are_of_one_thread(manage):
@@ -464,3 +508,24 @@ def test_a_factory_makes_what_was_asked_for():
         ((2, 3), torch.float32),
     ]
     assert [one.numel() for one in made] == [len(one.flatten().tolist()) for one in made]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_what_is_ready_is_only_promised_too(manager, mode):
+    """Composite operators whose operands are on the accelerator ran where nothing was noted."""
+    layer, norm, x = nn.Linear(8, 8), nn.LayerNorm(8), torch.rand(4, 8)
+
+    def program() -> list[torch.Tensor]:
+        seen = [layer(x), norm(x), x @ layer.weight, x + 1, x.softmax(-1), torch.cat([x, x])]
+        seen.append(nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]))
+        return [one.detach() for one in seen]
+
+    with mode():
+        for _ in range(2):
+            expected = program()
+        with torchTensorRef.promising():
+            ours = program()
+    assert [one.proxyInfo.promised for one in ours] == [True] * len(ours)
+    for one in ours:
+        one.fulfil()
+    assert_same(expected, ours)

@@ -247,8 +247,9 @@ def _is_only_looked_on_at() -> bool:
 
 
 def _ready_or_slow(plan: OpPlan, args: Any, kwargs: Any, _: Any) -> Any:
-    result = run_ready_or_watched(plan, args, kwargs)
-    return run_promised(plan, args, kwargs) if result is SLOW else result
+    if watch.is_slow:  # perhaps it is only to be promised
+        return run_promised(plan, args, kwargs)
+    return run_ready_or_watched(plan, args, kwargs)
 
 
 def _whole_batches(multiply: Treatment) -> Treatment:

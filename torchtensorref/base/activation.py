@@ -15,6 +15,9 @@ is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=Fa
 #: What makes a factory's result without bytes, inside `promising()`; None: it makes its bytes.
 making: ContextVar[Callable[..., Any] | None] = ContextVar("torchTensorRef.making", default=None)
 
+#: The kind of device as whose kernels torch's shape functions lay out results; None: as they would.
+shaped_for: ContextVar[str | None] = ContextVar("torchTensorRef.shaped_for", default=None)
+
 #: Called with the manager once its devices are open.
 when_open: list[Callable[[Any], None]] = []
 

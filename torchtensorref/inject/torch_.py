@@ -41,6 +41,7 @@ from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import export_plain, legacy_instance, on_plain
 from .registration import on_registration
 from .scripted import OF_JIT
+from .shapes import OF_SHAPES
 from .signals import HandlersPatch, get_handler, set_handler
 
 #: Factories whose result owns fresh memory.
@@ -174,6 +175,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     *(Patch(module, name, on_plain, "reads memory in C++") for module, name in READERS),
     *OF_GENERATORS,
     *OF_JIT,
+    *OF_SHAPES,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),

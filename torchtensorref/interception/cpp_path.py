@@ -86,8 +86,9 @@ def run_whole(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_ready(plan: OpPlan, args: Any, kwargs: Any, placed: Any = None) -> Any:
-    result = run_ready_or_watched(plan, args, kwargs)
-    return run_promised(plan, args, kwargs) if result is SLOW and watch.is_slow else result
+    if watch.is_slow:  # perhaps it is only to be promised
+        return run_promised(plan, args, kwargs)
+    return run_ready_or_watched(plan, args, kwargs)
 
 
 class Engine(torch._C._ImperativeEngine):

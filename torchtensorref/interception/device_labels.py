@@ -14,6 +14,7 @@ import torch
 
 from ..devices.base import Device
 from ..memory.ref import TensorRef
+from ..memory.sparse import SparseRef
 from ..operators.plan import OpPlan
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -62,6 +63,8 @@ def run_on_meta(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return NotImplemented
 
     def stand_in(value: Any) -> Any:
+        if isinstance(value, SparseRef):
+            return value._ttr_hollow
         if not isinstance(value, TensorRef):
             return value
         with torch._C.DisableTorchFunction():

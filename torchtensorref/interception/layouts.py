@@ -63,6 +63,25 @@ def as_operands_lie(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
     return tree_map_only(torch.Tensor, lambda made: _like(made, whole.size(), whole.stride()), out)
 
 
+def strides_on_kernels(
+    op: Callable[..., Any], args: Any, kwargs: dict[str, Any], foretold: torch.Tensor
+) -> Sequence[int]:
+    """Return the strides of a result without gaps, those of dimensions of one element included.
+
+    By these, too, the next kernel may go another way: they tell whether channels come last.
+    """
+    out = _of_small_ones(op, args, kwargs, _small_of(args, kwargs))
+    if not isinstance(out, torch.Tensor) or out.dim() != foretold.dim() or not is_dense(out):
+        return foretold.stride()
+    steps, small, whole = {1: 1}, 1, 1
+    for dim in sorted(range(out.dim()), key=out.stride):
+        if out.size(dim) > 1:
+            small, whole = small * out.size(dim), whole * foretold.size(dim)
+            steps[small] = whole
+    strides = [steps.get(step, 0) for step in out.stride()]
+    return strides if all(strides) else foretold.stride()
+
+
 def _small_of(args: Any, kwargs: dict[str, Any]) -> dict[int, int]:
     sizes = {n for x in _tensors_in((args, kwargs)) for n in x.size() if n > 1}
     return {n: at for at, n in enumerate(sorted(sizes), 2)}

@@ -29,7 +29,7 @@ from .block import Block
 from .budget import OutOfBudgetError
 from .guard import Guarded, guards
 from .names import names
-from .plain_views import alias_of, make_ref, plain_on, ref_like, view_over, view_with
+from .plain_views import alias_of, bare_ref, make_ref, plain_on, ref_like, view_over, view_with
 from .ref import TensorRef, as_parameter
 from .residency import Residency
 from .sparse import SparseRef, sparse_over
@@ -334,7 +334,9 @@ class Ownership:
 
     def copy_of(self, ref: Any, block: Block | None, *, label: Any = None) -> Any:
         """Return a copy of a TensorRef whose bytes are shared until one of the two is written."""
-        if block is None:
+        if block is None and ref._ttr_block.promise is not None:
+            block = _promised_copy(ref)
+        elif block is None:
             block = self._residency.sharing.copy_on_write(ref._ttr_block)
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
@@ -363,6 +365,15 @@ class Ownership:
         """Whether a block's bytes at home are in shared memory."""
         home = ref._ttr_block.replicas.get(self._residency.books.host)
         return home is not None and home.base.untyped_storage().is_shared()
+
+
+def _promised_copy(ref: Any) -> Block:
+    """Promise a copy of all the bytes of a promise, of which there are none to be shared."""
+    mine: Block = ref._ttr_block
+    whole = bare_ref(torch.Size((mine.nbytes,)), (1,), 0, torch.uint8, ref.device, mine)
+    block: Block = whole.clone()._ttr_block
+    block.is_persistent = mine.is_persistent
+    return block
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

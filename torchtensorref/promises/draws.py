@@ -82,7 +82,9 @@ class PromisedDraws:
     """
 
     def __init__(self, draw: Callable[[Any], None] | None = None) -> None:
-        self._of: dict[torch.Generator, Draws] = {}
+        #: By the generator that C++ knows: an operator is given another object for it than the
+        #: program has.
+        self._of: dict[int, Draws] = {}
         self._lock = forking.Lock()
         self._draw = draw
 
@@ -92,16 +94,16 @@ class PromisedDraws:
             if self._draw is not None and self.settle not in when_drawn:
                 when_drawn.append(self.settle)
                 when_seeded.append(self._leave)
-            draws = self._of.get(generator)
+            draws = self._of.get(generator._cdata)
             if draws is None or draws.is_left():
-                draws = self._of[generator] = Draws(generator)
+                draws = self._of[generator._cdata] = Draws(generator)
             return draws
 
     def settle(self, generator: torch.Generator) -> None:
         """Have drawn what waits: somebody is about to draw for real, or to look."""
         if _is_ours.get():
             return
-        draws = self._of.get(generator)
+        draws = self._of.get(generator._cdata)
         if draws is not None and draws.last is not None:
             with drawing():
                 is_left = draws.is_left()
@@ -109,6 +111,6 @@ class PromisedDraws:
                 self._draw(draws.last)
 
     def _leave(self, generator: torch.Generator) -> None:
-        draws = None if _is_ours.get() else self._of.pop(generator, None)
+        draws = None if _is_ours.get() else self._of.pop(generator._cdata, None)
         if draws is not None:
             draws.leave()

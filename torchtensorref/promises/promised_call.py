@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..interception.device_labels import exchange_device
 from ..interception.handlers import keeps_everything
@@ -22,8 +22,8 @@ from ..operators.costs import operator_cost
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 from .graph import Cell, Operand
-from .shapes import shape_function
-from .values import has_no_value
+from .shapes import shapes_of
+from .values import cannot_be_written, has_no_value
 
 _CPU = torch.device("cpu")
 #: How torch says that a shape, or a result, depends on values.
@@ -77,10 +77,18 @@ class PromisedCall:
         """Return the results as promises; or what is answered, where values are asked for."""
         if self._plan.result_of_write and not self._plan.returns_tensors:
             return self._answered()  # it returns numbers
+        if self._promises.recorder is not None:
+            self._promises.recorder.note_versions(self._operands)
+        elif any(map(_is_held_outside, self._operands.written)):
+            return self._written_now()
         try:
             out = self._on_metadata()
         except _ASKS_VALUES:
             return self._answered()
+        except RuntimeError as error:
+            if "INTERNAL ASSERT" not in str(error):
+                raise
+            return self._answered()  # no shape function, but a kernel that was not told so
         operands = self._operands
         if self._plan.counts_lists:
             self._plan.count_writes(operands.args, operands.kwargs)
@@ -101,7 +109,7 @@ class PromisedCall:
             self._label = asked or self._label
         kwargs = {name: arg for name, arg in self._kwargs.items() if name != "generator"}
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return shape_function(plan)(*self._args, **kwargs)
+            return shapes_of(plan, self._args, kwargs)
 
     def _is_set_to_another(self) -> bool:
         """Whether it is `set_` to a tensor: no byte is written then, and none is promised."""
@@ -118,17 +126,18 @@ class PromisedCall:
 
     def _answered(self) -> Any:
         """Run the operator for real, on computed or made up operands, or give a given answer."""
+        out = self._answer()
+        self._record(out, [x._ttr_block for x in tree_leaves(out) if isinstance(x, TensorRef)])
+        return out
+
+    def _answer(self) -> Any:
         operands, name = self._operands, self._plan.name
         values = self._promises.values
         given = values.answer(name, operands.refs)
         if given is not None:
             return given[0]
         if values.computes and self._promises.can_all(self._cells.values()):
-            for block in operands.blocks:
-                self._promises.fulfil(block, name)
-            return self._promises.outside(
-                run_for_real, self._plan, *operands.args, **operands.kwargs
-            )
+            return self._run_now()
         for ref in operands.refs:
             plain = values.made_up(ref.size(), ref.stride(), ref.dtype)
             if plain is None:
@@ -139,6 +148,19 @@ class PromisedCall:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             out = self._plan.op(*args, **kwargs)
         return tree_map(_adopted, out)
+
+    def _written_now(self) -> Any:
+        """Run an operator that writes what is held outside; PromisedError if that is not wanted."""
+        if self._promises.values.policy == "compute":
+            return self._run_now()
+        held = next(filter(_is_held_outside, self._operands.written))
+        raise cannot_be_written(self._plan.name, held.name, held.exposure.why)
+
+    def _run_now(self) -> Any:
+        operands, name = self._operands, self._plan.name
+        for block in operands.blocks:
+            self._promises.fulfil(block, name)
+        return self._promises.outside(run_for_real, self._plan, *operands.args, **operands.kwargs)
 
     # -- what is noted --------------------------------------------------------------------------
 
@@ -160,12 +182,16 @@ class PromisedCall:
             births=[(place, cell) for place, cell, _ in self._born],
             draws=self._promises.draws_of(arguments) if is_random else None,
         )
-        recorder = self._promises.recorder
+        self._record(out, [block for _, _, block in self._born])
+
+    def _record(self, out: Any, born: list[Block]) -> None:
+        recorder, plan, operands = self._promises.recorder, self._plan, self._operands
         if recorder is not None:
+            is_random = plan.draws_random(operands.args, operands.kwargs)
             recorder.note(
                 plan,
                 operands,
-                born=[block for _, _, block in self._born],
+                born=born,
                 cost=operator_cost(plan, self._args, self._kwargs, out),
                 on_host=is_random and self._label.type == "cpu",
                 shares=self._shares(),
@@ -239,6 +265,10 @@ class PromisedCall:
         plain = self._plain_of[id(ref)]
         if (plain.size(), plain.stride()) == (ref.size(), ref.stride()):
             return
+        if plain.size() == ref.size() and any(
+            one is original for one in tree_leaves(self._operands.kwargs)
+        ):
+            return  # what is given to be filled keeps its layout, whatever a shape function says
         block = ref._ttr_block
         nbytes = plain.untyped_storage().nbytes()
         if nbytes != block.nbytes:
@@ -247,6 +277,12 @@ class PromisedCall:
         made = self._promises.ref_over(plain, block, ref.device)
         if ref is original:
             follow(ref, made)
+
+
+def _is_held_outside(block: Block) -> bool:
+    """Whether somebody would not see that a block is only promised to be written."""
+    exposure = block.exposure
+    return block.promise is None and exposure is not None and exposure.alive
 
 
 def run_for_real(plan: OpPlan, *args: Any, **kwargs: Any) -> Any:

@@ -150,21 +150,15 @@ class Promises:
         return cell
 
     def make_promise(self, block: Block, cell: Cell) -> None:
-        """Let a block that has bytes be a promise from now on; what it had is the cell's.
-
-        Raises
-        ------
-        PromisedError
-            Somebody outside holds its bytes, and would not see what is only promised.
-        """
-        exposure = block.exposure
-        if exposure is not None and exposure.alive:
-            why = f"{block.name} is held outside ({exposure.why}), where a promise cannot be seen"
-            raise has_no_value("a write", why)
+        """Let a block that has bytes be a promise from now on; what it had is the cell's."""
         scope = _scope.get()
-        if scope is not None and scope.recorder is not None:
-            original = scope.recorder.originals[block] = Block(block.nbytes)
+        recorder = None if scope is None else scope.recorder
+        # What has been computed since it was written first is not what it had.
+        if recorder is not None and block not in recorder.originals:
+            original = recorder.originals[block] = Block(block.nbytes)
             block.share_with(original)
+            # Who holds its bytes goes on holding those.
+            original.exposure, block.exposure = block.exposure, None
         if cell.real is block:
             cell.real = Block(block.nbytes)
             block.share_with(cell.real)
@@ -185,6 +179,7 @@ class Promises:
             block.move_to({}, [])  # computed meanwhile
         with tensorsManager.residency.books.lock:
             original.share_with(block)
+            block.exposure = original.exposure
             self._note_real(block)
 
     # -- fulfilling -----------------------------------------------------------------------------
@@ -393,3 +388,4 @@ def _recording(scope: Scope, recorder: Recorder) -> Iterator[None]:
         for block, original in recorder.originals.items():
             promises.take_back(block, original)
         recorder.originals.clear()
+        recorder.take_back_versions()

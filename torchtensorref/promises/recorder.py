@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..interception.operands import Operands
 from ..interception.read_alone import parts_of
 from ..memory.block import Block
@@ -23,6 +25,8 @@ class Recorder:
         self.record = Record()
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
+        #: Tensors over them, with the versions that these had before they were first written.
+        self.versions: list[tuple[Any, int]] = []
         #: The names of blocks that modules have, by number.
         self.names: dict[int, str] = {}
         #: Blocks of which views were made since the last operator.
@@ -77,6 +81,20 @@ class Recorder:
     def _form_of(self, plan: OpPlan, operands: Operands) -> int:
         form = (plan.number, *(tuple(ref.size()) for ref in operands.refs[:3]))
         return self._forms.setdefault(form, len(self._forms))
+
+    def note_versions(self, operands: Operands) -> None:
+        """Note the versions of tensors that have bytes and are about to be written."""
+        for value in operands.written_arguments():
+            if isinstance(value, torch.Tensor) and not value.is_inference():
+                ref = operands.ref_of(value)
+                if ref is not None and ref._ttr_block.promise is None:
+                    self.versions.append((value, value._version))
+
+    def take_back_versions(self) -> None:
+        """Let tensors have the versions that they had: those of views are their base's."""
+        while self.versions:
+            tensor, version = self.versions.pop()
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     # -- views and composite operators ----------------------------------------------------------
 

@@ -1,16 +1,29 @@
-"""Shape functions of our own, where torch's refuses what its kernels take."""
+"""What the results of kernels are: torch's shape functions, as the device in use has its kernels.
+
+And functions of our own where torch's refuses what its kernels take, or knows CUDA's only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+from torch.utils._pytree import tree_leaves
 
+from ..base.activation import shaped_for
+from ..interception.layouts import strides_on_kernels
+from ..memory.manager import tensorsManager
+from ..operators.blocked.elementwise import elementwise
+from ..operators.blocked.table import rule_of
 from ..operators.plan import OpPlan
 from ..operators.substitutes import Substitute
 
-__all__ = ["shape_function"]
+__all__ = ["shapes_of"]
+
+_aten = torch.ops.aten
 
 
 def _grouped_mm(
@@ -31,12 +44,159 @@ def _grouped_mm(
     return a.new_empty(sizes, dtype=out_dtype or a.dtype)
 
 
+def _kept(given: torch.Tensor, is_empty: bool, args: Sequence[Any]) -> torch.Tensor:
+    """Make what the host's kernels of norms keep for the gradient, of the parameters' dtype.
+
+    That of CUDA's is single precision.
+    """
+    dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+    return given.new_empty((0,) if is_empty else given.size(), dtype=(dtypes[1:] or dtypes)[0])
+
+
+def _in_format(tensor: torch.Tensor | None, chosen: torch.memory_format) -> torch.Tensor | None:
+    return tensor if tensor is None else torch.empty_like(tensor, memory_format=chosen)
+
+
+def _in_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return _in_format(tensor, torch.contiguous_format)
+
+
+def _in_format_of(tensor: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
+    """Lay a result out in rows, or with channels last where an operand is so."""
+    return _in_format(tensor, suggest_memory_format(of))
+
+
+def _layer_norm(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    out, *kept = _aten.native_layer_norm.default(*args)
+    return (_in_rows(out), *(_kept(one, False, args) for one in kept))
+
+
+def _layer_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(map(_in_rows, _aten.native_layer_norm_backward.default(*args)))
+
+
+def _group_norm(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    out, *kept = _aten.native_group_norm.default(*args)
+    return (_in_format_of(out, args[0]), *kept)
+
+
+def _norm_backward(op: Callable[..., Any], *args: Any) -> tuple[torch.Tensor | None, ...]:
+    gradient, *others = op(*args)
+    return (_in_format_of(gradient, args[1]), *others)
+
+
+def _batch_norm(op: Callable[..., Any], training: int | None, *args: Any) -> Any:
+    """Give the shapes of a batch norm, which is told at argument `training` whether it trains."""
+    out, mean, deviation, *rest = op(*args)
+    is_trained = training is None or args[training]
+    kept = (_kept(one, not is_trained, args) for one in (mean, deviation))
+    return (_in_format_of(out, args[0]), *kept, *rest)
+
+
+def _convolution(*args: Any) -> torch.Tensor | None:
+    out = _aten.convolution.default(*args)
+    return _in_format(out, _format_of_convolution(args[0], args[1], args[2], *args[3:]))
+
+
+def _convolution_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    *gradients, of_bias = _aten.convolution_backward.default(*args)
+    chosen = _format_of_convolution(args[1], args[2], None, *args[4:10], bias_sizes=args[3])
+    return (*(_in_format(gradient, chosen) for gradient in gradients), of_bias)
+
+
+def _format_of_convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *geometry: Any,
+    bias_sizes: Any = None,
+) -> torch.memory_format:
+    """Return how the host's kernel for a convolution lays out what it makes."""
+    formats = {suggest_memory_format(input), suggest_memory_format(weight)}
+    if formats == {torch.contiguous_format}:
+        return torch.contiguous_format
+    # Only here: to make such a mode takes a second the first time.
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        x, w, b = (
+            None if one is None else torch._subclasses.FakeTensor(mode, one, _CPU)
+            for one in (input, weight, bias)
+        )
+        backend = torch._C._select_conv_backend(
+            x, w, bias=b, **dict(zip(_GEOMETRY, geometry, strict=True)), bias_sizes=bias_sizes
+        )
+        return torch._C._conv_determine_backend_memory_format(x, w, backend)
+
+
+_CPU = torch.device("cpu")
+_GEOMETRY = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+def _elementwise(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    out = op(*args, **kwargs)
+    if isinstance(out, torch.Tensor) and not all(map(_is_plainly_laid_out, tree_leaves(args))):
+        strides = strides_on_kernels(op, args, kwargs, out)
+        if tuple(strides) != out.stride():
+            return out.new_empty_strided(out.size(), strides)
+    return out
+
+
+def _is_plainly_laid_out(value: Any) -> bool:
+    """Whether it is a tensor in rows, also by its dimensions of one element; or no tensor."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.stride() == make_contiguous_strides_for(value.size())
+
+
 #: Operators by name, and what is asked in the place of torch's shape function.
 _OURS: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _grouped_mm}
 
+#: The same where the host's kernels run.
+_HOSTS: dict[str, Callable[..., Any]] = {
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    **{
+        str(op): functools.partial(_norm_backward, op)
+        for op in (
+            _aten.native_group_norm_backward.default,
+            _aten.native_batch_norm_backward.default,
+        )
+    },
+    **{
+        str(op): functools.partial(_batch_norm, op, training)
+        for op, training in (
+            (_aten.native_batch_norm.default, 5),
+            (_aten._native_batch_norm_legit.default, 5),
+            (_aten._native_batch_norm_legit.no_stats, 3),
+            (_aten._batch_norm_with_update.default, None),
+        )
+    },
+}
 
-def shape_function(plan: OpPlan) -> Callable[..., Any]:
-    """Return what gives the results of an operator on tensors without bytes."""
+
+def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the results of an operator on tensors without bytes.
+
+    Raises
+    ------
+    NotImplementedError
+        Nobody knows them without values.
+    """
     # What C++ chose for the host has the host's shapes, wherever its bytes will be.
     op = plan.op.op if isinstance(plan.op, Substitute) else plan.op
-    return _OURS.get(plan.name, op)
+    if plan.name.startswith("aten.quantize_per_"):
+        raise NotImplementedError("torch's shape function gives a tensor that is not quantized")
+    kind = tensorsManager.residency.books.main.torch_device.type
+    shapes = _OURS.get(plan.name) or (_HOSTS.get(plan.name) if kind == "cpu" else None)
+    token = shaped_for.set(kind)
+    try:
+        if shapes is None and not (plan.writes or plan.is_random) and rule_of(op) is elementwise:
+            return _elementwise(op, args, kwargs)
+        return (shapes or op)(*args, **kwargs)
+    except AssertionError as error:  # kernels check what shape functions in Python assert
+        raise RuntimeError(*error.args) from error
+    finally:
+        shaped_for.reset(token)

@@ -126,6 +126,18 @@ def has_no_value(op: str, why: str) -> PromisedError:
     )
 
 
+def cannot_be_written(op: str, block: str, why: str) -> PromisedError:
+    """Make the error of who writes what somebody outside would not see written."""
+    name, where = short_name(op), where_asked()
+    return PromisedError(
+        f"{name} at {where} writes {block}, which is held outside ({why}), where a promise cannot "
+        "be seen. Let go of what holds it, write a clone() of it instead, or have it computed at "
+        "once: promising(values='compute').",
+        op=op,
+        where=where,
+    )
+
+
 def where_asked() -> str:
     """Return file and line of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
