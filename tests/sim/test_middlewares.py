@@ -427,6 +427,30 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
         lower_it()
 
 
+class Handing(middlewares.Middleware):
+    """Looks, and hands on what it was given."""
+
+    def after(self, op, result):
+        return result
+
+
+class Cloning(middlewares.Middleware):
+    def after(self, op, result):
+        return result.clone()
+
+
+def test_the_result_that_it_was_given_is_no_other_one(manager):
+    x = manager.adopt(torch.arange(6.0))
+    with manager.middlewares.scoped(Handing()):
+        parts = x.detach().view(2, 3).unbind()
+        parts[0].add_(1)
+        torch._foreach_mul_([parts[1]], 2)
+    assert x.tolist() == [1, 2, 3, 6, 8, 10]
+    with pytest.raises(ConfigError, match="has returned another result for aten.view"):
+        with manager.middlewares.scoped(Cloning()):
+            x.view(2, 3)
+
+
 # -- patterns that match nothing ------------------------------------------------------------------
 
 
