@@ -1,5 +1,6 @@
 """Middlewares: they see each operator, place, replace, answer and veto; without them nothing is."""
 
+import math
 import re
 import subprocess
 import sys
@@ -427,6 +428,41 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
         lower_it()
 
 
+def test_a_pin_that_leaves_takes_nothing_from_another(manage):
+    manager = manage("lru", nbytes=3 * 64 * 64 * 4)
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    first = model.layers[0].weight._ttr_block
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torchTensorRef: ")
+        with manager.middlewares.scoped(middlewares.Pin("layers.0")):
+            sweep(model, x, 1)
+            with manager.middlewares.scoped(middlewares.Pin("layers.0-0")):
+                sweep(model, x, 1)
+            assert first.is_kept
+            sweep(model, x, 2)
+            assert first.readable_on(manager.residency.books.main) is not None
+        assert not first.is_kept
+
+
+def test_a_pin_that_has_left_keeps_nothing_any_more(manager):
+    """Another thread may be just going through the list as it was."""
+    model = linears(manager)
+    pin = middlewares.Pin("layers.0")
+
+    class Removes(middlewares.Middleware):
+        def before(self, op):
+            if pin in manager.middlewares:
+                manager.middlewares.remove(pin)
+
+    with manager.middlewares.scoped():
+        manager.middlewares.extend([Removes(), pin])
+        sweep(model, manager.adopt(torch.rand(2, 64)), 1)
+        del manager.middlewares[:]
+    assert not any(p._ttr_block.is_kept for p in model.parameters())
+
+
 class Handing(middlewares.Middleware):
     """Looks, and hands on what it was given."""
 
@@ -553,3 +589,26 @@ def test_the_shipped_ones_are_short():
         text = Path(module.__file__).read_text()
         body = text[text.index("\nclass ") :]
         assert len(body.splitlines()) <= 60, module.__name__
+
+
+def test_it_looks_at_what_has_values(manager):
+    """Sparse results too; promises, and the metadata that transforms compute, have none."""
+    places = torch.tensor([[0, 1], [1, 2]])
+    bad, good = (
+        torch.sparse_coo_tensor(places, torch.tensor([x, 1.0]), (3, 3), check_invariants=False)
+        for x in (math.nan, 0.0)
+    )
+    x = manager.adopt(torch.ones(3))
+    plain = torch.tensor([1.0, math.nan, 1.0])
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        for matrix in (manager.adopt(bad), manager.adopt(bad.to_sparse_csr())):
+            assert (matrix * 2)._nnz() == 2
+        assert (x + plain).isnan().sum().item() == 1  # it was there, and is no TensorRef's
+        assert torch.func.jacrev(lambda a: (a * a).sum())(x).tolist() == [2, 2, 2]
+        assert torch.func.hessian(lambda a: (a**3).sum())(x).diag().tolist() == [6, 6, 6]
+        with torchTensorRef.promising():
+            y = (x * 2).view(3, 1) + 1
+        assert y.fulfil().tolist() == [[3], [3], [3]]
+        for matrix in (manager.adopt(good), manager.adopt(good.to_sparse_csr())):
+            with pytest.raises(middlewares.NanError, match="has made 1 NaN"):
+                matrix * math.inf
