@@ -86,6 +86,13 @@ class SeenOperator:
         """
         return module_here(ref._ttr_block for ref in self.refs)
 
+    def read(self) -> list[torch.Tensor]:
+        """Return the tensors that it is given and does not write, plain and sparse ones, too."""
+        given = self.args, self.kwargs
+        written = {id(leaf) for leaf in self._written(*given)}
+        leaves = tree_leaves(given)
+        return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in written]
+
     def _written(self, args: Any, kwargs: Any) -> list[Any]:
         names = self._plan.write_names
         return tree_leaves([self._plan.argument(name, args, kwargs) for name in names])
