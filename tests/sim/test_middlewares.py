@@ -152,7 +152,7 @@ def test_an_unknown_device_is_refused_with_those_in_use(manager):
     x = manager.adopt(torch.rand(8))
     with (
         manager.middlewares.scoped(middlewares.Place("aten", "cuda:7")),
-        pytest.raises(ConfigError, match=r"in use are cpu, sim:test") as caught,
+        pytest.raises(ConfigError, match=r"is not in use. .*Known: cpu, sim:test") as caught,
     ):
         x + x
     assert any("Place.before, of aten.add.Tensor, which has not run" in note
@@ -329,6 +329,19 @@ def test_methods_that_take_other_arguments_are_refused(manager):
         pass
     with manager.middlewares.scoped(Right()):
         assert len(manager.middlewares.here()) == 1
+
+
+def test_one_without_a_method_of_its_own_is_refused_with_what_it_has(manager):
+    class Misspelt(middlewares.Middleware):
+        def befor(self, op):
+            pass
+
+    with pytest.raises(ConfigError, match=r"would do nothing\. It has 'befor'\."):
+        manager.middlewares.append(Misspelt())
+    named = Misspelt()
+    named.after = lambda op, result: None
+    with manager.middlewares.scoped(named):
+        assert list(manager.middlewares.here()) == [named]
 
 
 class Answers(middlewares.Middleware):

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .activation import watch
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 
 __all__ = ["Middleware", "Middlewares"]
 
@@ -160,6 +160,13 @@ def _check(middleware: object) -> None:
         raise ConfigError(
             f"A middleware is an object with a method before(op) or after(op, result), not {what}."
             + (" Make an object of it: write its name with ()." if is_kind else "")
+        )
+    own = [getattr(method, "__func__", method) for method in methods]
+    if own == [Middleware.before, Middleware.after]:
+        written = [name for name in vars(type(middleware)) if nearest(name, ("before", "after"))]
+        raise ConfigError(
+            f"{middleware!r} has no before(op) and no after(op, result) of its own, so it would do "
+            "nothing." + "".join(f" It has {name!r}." for name in written)
         )
     for method, arguments in zip(methods, (("op",), ("op", "result")), strict=True):
         if callable(method) and not takes(method, arguments):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...base.errors import ConfigError, nearest
+from ...base.errors import ConfigError, did_you_mean, nearest
 from ...devices.base import Device
 from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
@@ -167,7 +167,9 @@ def device_called(name: str) -> Device:
         found = next((d for d in books.accelerators if d.kind == asked), None)
     if found is None:
         raise ConfigError(
-            f"An operator cannot be placed on {name!r}: in use are {', '.join(known)}.",
+            f"An operator cannot be placed on {name!r}, which is not in use. "
+            f"{did_you_mean(asked, known)} Place it on one of these, take the middleware that "
+            "places it off the list, or set tensorsManager.device to a list that has it.",
             name=asked,
             known=tuple(known),
             nearest=nearest(asked, known),
