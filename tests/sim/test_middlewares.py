@@ -16,6 +16,8 @@ import torchTensorRef
 from torchTensorRef import middlewares
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
 
 from ..support import programs
 from ..support.differential import same_values as same_bits
@@ -439,6 +441,21 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
 
     with pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"):
         lower_it()
+
+
+def test_a_place_whose_device_has_left_says_so_and_waits(manager):
+    x = manager.adopt(torch.ones(4))
+    spec = DeviceSpec("place", 1 << 20)
+    one, other = (SimDevice(spec, k, name=f"sim:place{k}") for k in range(2))
+    manager.device = [one, other]
+    with manager.middlewares.scoped(middlewares.Place("aten.add", "sim:place1")):
+        assert (x + 1).proxyInfo.device == "sim:place1"
+        manager.device = one
+        with pytest.warns(RuntimeWarning, match=r"does nothing: its device has left") as said:
+            assert (x + 1).proxyInfo.device == (x + 2).proxyInfo.device == "sim:place0"
+        assert len(said) == 1
+        manager.device = [one, other]
+        assert (x + 1).proxyInfo.device == "sim:place1"
 
 
 def test_a_pin_that_leaves_takes_nothing_from_another(manage):
