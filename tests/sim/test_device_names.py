@@ -26,9 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def injected(manager):
-    token = hooks.is_disabled.set(False)
-    yield manager
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield manager
     injectTo.clear()
 
 

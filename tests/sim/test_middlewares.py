@@ -305,6 +305,23 @@ def test_a_scope_is_of_its_thread_or_of_all(manager):
     assert (len(mine.seen), len(everybodys.seen)) == (0, 1)
 
 
+def test_a_scope_that_another_thread_ends_is_over(manager):
+    """A web server's, or a generator's that is collected there."""
+    model, _ = model_of(manager)
+    noting = Noting()
+    scope = manager.middlewares.scoped(middlewares.Pin("0"), noting)
+    scope.__enter__()
+    model(torch.rand(2, 64))
+    thread = threading.Thread(target=scope.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    seen = len(noting.seen)
+    model(torch.rand(2, 64))
+    assert len(noting.seen) == seen > 0
+    assert not watch.on
+    assert not model[0].weight._ttr_block.is_kept
+
+
 @pytest.mark.parametrize("wrong", [3, object(), middlewares.NanGuard])
 def test_what_is_none_is_refused(manager, wrong):
     with pytest.raises(ConfigError, match="A middleware is an object with a method before"):

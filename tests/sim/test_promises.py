@@ -23,9 +23,8 @@ COUNT = 200
 
 @pytest.fixture(autouse=True)
 def injected(manage):
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def on_both(program: Any) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base.activation import making, watch
+from ..base.scopes import Scopes
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
 from ..interception.ready_path import SLOW
@@ -61,7 +61,7 @@ class Scope(NamedTuple):
     draws: PromisedDraws | None = None
 
 
-_scope: ContextVar[Scope | None] = ContextVar("torchTensorRef.promising", default=None)
+_scope: Scopes[Scope | None] = Scopes("torchTensorRef.promising", None)
 _without = Scope(Values())
 
 
@@ -239,18 +239,15 @@ class Promises:
     @staticmethod
     def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call something as if there were no scope: operators run for real."""
-        token, making_token = _scope.set(None), making.set(None)
-        try:
-            with (
-                torch.no_grad(),
-                torch._C._DisableAutocast(),
-                torch._C.DisableTorchFunction(),
-                _disable_current_modes(),
-            ):
-                return call(*args, **kwargs)
-        finally:
-            making.reset(making_token)
-            _scope.reset(token)
+        with (
+            _scope.entered(None),
+            making.entered(None),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+        ):
+            return call(*args, **kwargs)
 
     # -- making promises ------------------------------------------------------------------------
 
@@ -369,14 +366,12 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
 def _promising(scope: Scope) -> Iterator[None]:
     tensorsManager.promises = promises
     tensorsManager.residency.books.asked = promises.asked
-    token, making_token = _scope.set(scope), making.set(promises.make)
     promises.look_on(+1)
     try:
-        yield
+        with _scope.entered(scope), making.entered(promises.make):
+            yield
     finally:
         promises.look_on(-1)
-        making.reset(making_token)
-        _scope.reset(token)
 
 
 def recording(recorder: Recorder, values: Values) -> Any:
