@@ -463,3 +463,12 @@ def test_a_factory_makes_what_was_asked_for():
         ((2, 3), torch.float32),
     ]
     assert [one.numel() for one in made] == [len(one.flatten().tolist()) for one in made]
+
+
+def test_classes_are_looked_at_also_once_there_were_promises():
+    with torchTensorRef.promising():
+        kept = torch.ones(2)
+    assert nn.functional.one_hot(torch.tensor([1, 0])).tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        nn.functional.one_hot(torch.tensor([1, 3]), 2)
+    assert kept.proxyInfo.promised

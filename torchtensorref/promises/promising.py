@@ -96,17 +96,22 @@ class Promises:
     # -- asked by the slow path -----------------------------------------------------------------
 
     def takes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator is not to run now: in a scope, or because an operand is a promise."""
-        if _scope.get() is not None:
-            return True
-        if self._promised and any(
-            isinstance(value, TensorRef) and value._ttr_block.promise is not None
-            for value in tree_leaves((args, kwargs))
-        ):
+        """Whether an operator is not to run now; one that draws and is to run draws in its turn."""
+        if self.take_part(args, kwargs):
             return True
         if plan.is_random:
             self._draws.settle(generator_of((*args, *kwargs.values())))
         return False
+
+    def take_part(self, *arguments: Any) -> bool:
+        """Whether what is made of some arguments is a promise: in a scope, or as one of them is."""
+        return _scope.get() is not None or bool(
+            self._promised
+            and any(
+                isinstance(value, TensorRef) and value._ttr_block.promise is not None
+                for value in tree_leaves(arguments)
+            )
+        )
 
     def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on metadata; NotImplemented where it is to take its usual way."""
