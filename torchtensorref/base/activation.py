@@ -71,8 +71,8 @@ def disabled() -> Iterator[None]:
 
     Notes
     -----
-    Holds for the current thread or task. TensorRefs met inside still work, and operators on them
-    give TensorRefs. Scopes nest.
+    Holds for the current thread or task, and for tasks that are begun inside, until it ends.
+    TensorRefs met inside still work, and operators on them give TensorRefs. Scopes nest.
     """
     with is_disabled.entered(True):
         yield
