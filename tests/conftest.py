@@ -98,7 +98,7 @@ def manage(times_are_not_kept: None) -> Iterator[Callable[..., Any]]:
     Its capacity is the budget, so the device itself refuses any byte too many; freed and stale
     bytes are poisoned. With `count=2` there are two such in one machine. At the end the books are
     checked, nothing may be held, and all goes home. What a test makes stays plain unless it adopts
-    it, or injection is what it is about (`hooks.is_disabled.set(False)`).
+    it, or injection is what it is about (`hooks.is_disabled.entered(False)`).
     """
     torch = pytest.importorskip("torch")
     import torchTensorRef

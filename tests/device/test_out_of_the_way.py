@@ -28,11 +28,8 @@ def ample(manage: Callable[..., Any], scale: Any) -> Iterator[Any]:
 
 def injected(make: Callable[[], Any]) -> Any:
     """What a program makes, which is born at home."""
-    token = hooks.is_disabled.set(False)
-    try:
+    with hooks.is_disabled.entered(False):
         return make()
-    finally:
-        hooks.is_disabled.reset(token)
 
 
 def needs_a_ready_path(manager: Any) -> None:

@@ -23,7 +23,6 @@ from ..support.injection import kind_of
 @pytest.fixture
 def build(manager, caplog):
     """Build something while torch is plain, then have it patched: `build(make)`."""
-    token = hooks.is_disabled.set(False)
 
     def before_the_import(make):
         hooks.uninstall()
@@ -32,9 +31,9 @@ def build(manager, caplog):
         finally:
             hooks.install()
 
-    with caplog.at_level(logging.WARNING, "torchTensorRef"):
+    logged = caplog.at_level(logging.WARNING, "torchTensorRef")
+    with hooks.is_disabled.entered(False), logged:
         yield before_the_import
-    hooks.is_disabled.reset(token)
     injectTo.clear()
 
 

@@ -26,9 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def injected(manager):
-    token = hooks.is_disabled.set(False)
-    yield manager
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield manager
     injectTo.clear()
 
 
@@ -350,7 +349,7 @@ def test_to_gpu_names_one_of_those_in_use(manager):
     for name in (None, "sim", "sim:0", "cuda", torch.device("cuda:1")):
         assert x.toGPU(name).proxyInfo.device == "sim:0"
         x.toCPU()
-    with pytest.raises(ConfigError, match=r"'sim:2' is not in use; sim:0, sim:1 is"):
+    with pytest.raises(ConfigError, match=r"'sim:2' is not in use\. Did you mean 'sim:1'\?"):
         x.toGPU("sim:2")
     with pytest.raises(ConfigError, match="'simm' is not in use"):
         x.toGPU("simm")

@@ -33,9 +33,8 @@ COUNTED = {
 @pytest.fixture(autouse=True)
 def injected(manage):
     manage()
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 class Block(nn.Module):

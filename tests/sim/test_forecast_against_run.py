@@ -19,9 +19,8 @@ from torchTensorRef.promises.replayer import Replayer
 @pytest.fixture(autouse=True)
 def injected(manage):
     manage()
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def run(model: Any) -> Iterator[str]:

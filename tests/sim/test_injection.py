@@ -22,9 +22,8 @@ from ..support.injection import kind_of
 @pytest.fixture
 def injected(manager):
     """The managed device, and injection on, as in a program."""
-    token = hooks.is_disabled.set(False)
-    yield manager
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield manager
     injectTo.clear()
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,21 @@ class Compiled(Forward):
 PROGRAMS = {"forward": Forward, "step": Steps, "mixed": Mixed, "compiled": Compiled}
 
 
+@pytest.fixture(autouse=True)
+def injected(manage: Any) -> Iterator[None]:
+    """Have what torch makes managed."""
+    with torchTensorRef.inject.hooks.is_disabled.entered(False):
+        yield
+
+
 def prepared(manage: Any, make: Any, strategy: Any, device: str = "sim") -> tuple[Any, Any]:
     """Make a program twice, plain and managed, and let the strategy learn it."""
-    plain = make()
+    with torchTensorRef.disabled():
+        plain = make()
     manage(strategy, nbytes=make.nbytes, decision_nbytes=4 << 10)
     if device == "adapter":
         (tensorsManager.device,) = adapters(1, make.nbytes)
         tensorsManager.budget = make.nbytes
-    torchTensorRef.inject.hooks.is_disabled.set(False)
     ours = make()
     for _ in range(3):
         ours.run()

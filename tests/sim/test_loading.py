@@ -21,9 +21,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 @pytest.fixture
 def injected(manage):
-    token = hooks.is_disabled.set(False)
-    yield manage("lru", 4 << 20)
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield manage("lru", 4 << 20)
 
 
 def tiny_config(**changes):

@@ -1,5 +1,6 @@
 """Middlewares: they see each operator, place, replace, answer and veto; without them nothing is."""
 
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torchTensorRef
 from torchTensorRef import middlewares
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
+from torchTensorRef.devices.sim.device import SimDevice
+from torchTensorRef.devices.sim.spec import DeviceSpec
 
 from ..support import programs
 from ..support.differential import same_values as same_bits
@@ -151,7 +154,7 @@ def test_an_unknown_device_is_refused_with_those_in_use(manager):
     x = manager.adopt(torch.rand(8))
     with (
         manager.middlewares.scoped(middlewares.Place("aten", "cuda:7")),
-        pytest.raises(ConfigError, match=r"in use are cpu, sim:test") as caught,
+        pytest.raises(ConfigError, match=r"is not in use. .*Known: cpu, sim:test") as caught,
     ):
         x + x
     assert any("Place.before, of aten.add.Tensor, which has not run" in note
@@ -302,6 +305,23 @@ def test_a_scope_is_of_its_thread_or_of_all(manager):
     assert (len(mine.seen), len(everybodys.seen)) == (0, 1)
 
 
+def test_a_scope_that_another_thread_ends_is_over(manager):
+    """A web server's, or a generator's that is collected there."""
+    model, _ = model_of(manager)
+    noting = Noting()
+    scope = manager.middlewares.scoped(middlewares.Pin("0"), noting)
+    scope.__enter__()
+    model(torch.rand(2, 64))
+    thread = threading.Thread(target=scope.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    seen = len(noting.seen)
+    model(torch.rand(2, 64))
+    assert len(noting.seen) == seen > 0
+    assert not watch.on
+    assert not model[0].weight._ttr_block.is_kept
+
+
 @pytest.mark.parametrize("wrong", [3, object(), middlewares.NanGuard])
 def test_what_is_none_is_refused(manager, wrong):
     with pytest.raises(ConfigError, match="A middleware is an object with a method before"):
@@ -328,6 +348,19 @@ def test_methods_that_take_other_arguments_are_refused(manager):
         pass
     with manager.middlewares.scoped(Right()):
         assert len(manager.middlewares.here()) == 1
+
+
+def test_one_without_a_method_of_its_own_is_refused_with_what_it_has(manager):
+    class Misspelt(middlewares.Middleware):
+        def befor(self, op):
+            pass
+
+    with pytest.raises(ConfigError, match=r"would do nothing\. It has 'befor'\."):
+        manager.middlewares.append(Misspelt())
+    named = Misspelt()
+    named.after = lambda op, result: None
+    with manager.middlewares.scoped(named):
+        assert list(manager.middlewares.here()) == [named]
 
 
 class Answers(middlewares.Middleware):
@@ -425,6 +458,82 @@ def test_a_pin_gives_way_to_a_budget_that_is_lowered(manage):
 
     with pytest.warns(RuntimeWarning, match=r"the budget of sim:test cannot hold .* KiB of it"):
         lower_it()
+
+
+def test_a_place_whose_device_has_left_says_so_and_waits(manager):
+    x = manager.adopt(torch.ones(4))
+    spec = DeviceSpec("place", 1 << 20)
+    one, other = (SimDevice(spec, k, name=f"sim:place{k}") for k in range(2))
+    manager.device = [one, other]
+    with manager.middlewares.scoped(middlewares.Place("aten.add", "sim:place1")):
+        assert (x + 1).proxyInfo.device == "sim:place1"
+        manager.device = one
+        with pytest.warns(RuntimeWarning, match=r"does nothing: its device has left") as said:
+            assert (x + 1).proxyInfo.device == (x + 2).proxyInfo.device == "sim:place0"
+        assert len(said) == 1
+        manager.device = [one, other]
+        assert (x + 1).proxyInfo.device == "sim:place1"
+
+
+def test_a_pin_that_leaves_takes_nothing_from_another(manage):
+    manager = manage("lru", nbytes=3 * 64 * 64 * 4)
+    model = linears(manager)
+    x = manager.adopt(torch.rand(2, 64))
+    first = model.layers[0].weight._ttr_block
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torchTensorRef: ")
+        with manager.middlewares.scoped(middlewares.Pin("layers.0")):
+            sweep(model, x, 1)
+            with manager.middlewares.scoped(middlewares.Pin("layers.0-0")):
+                sweep(model, x, 1)
+            assert first.is_kept
+            sweep(model, x, 2)
+            assert first.readable_on(manager.residency.books.main) is not None
+        assert not first.is_kept
+
+
+def test_a_pin_that_has_left_keeps_nothing_any_more(manager):
+    """Another thread may be just going through the list as it was."""
+    model = linears(manager)
+    pin = middlewares.Pin("layers.0")
+
+    class Removes(middlewares.Middleware):
+        def before(self, op):
+            if pin in manager.middlewares:
+                manager.middlewares.remove(pin)
+
+    with manager.middlewares.scoped():
+        manager.middlewares.extend([Removes(), pin])
+        sweep(model, manager.adopt(torch.rand(2, 64)), 1)
+        del manager.middlewares[:]
+    assert not any(p._ttr_block.is_kept for p in model.parameters())
+
+
+class Handing(middlewares.Middleware):
+    """Looks, and hands on what it was given."""
+
+    def after(self, op, result):
+        return result
+
+
+class Cloning(middlewares.Middleware):
+    def after(self, op, result):
+        return result.clone()
+
+
+def test_the_result_that_it_was_given_is_no_other_one(manager):
+    x = manager.adopt(torch.arange(6.0))
+    with manager.middlewares.scoped(Handing()):
+        parts = x.detach().view(2, 3).unbind()
+        parts[0].add_(1)
+        torch._foreach_mul_([parts[1]], 2)
+    assert x.tolist() == [1, 2, 3, 6, 8, 10]
+    with (
+        manager.middlewares.scoped(Cloning()),
+        pytest.raises(ConfigError, match="has returned another result for aten"),
+    ):
+        x.view(2, 3)
 
 
 # -- patterns that match nothing ------------------------------------------------------------------
@@ -527,3 +636,26 @@ def test_the_shipped_ones_are_short():
         text = Path(module.__file__).read_text()
         body = text[text.index("\nclass ") :]
         assert len(body.splitlines()) <= 60, module.__name__
+
+
+def test_it_looks_at_what_has_values(manager):
+    """Sparse results too; promises, and the metadata that transforms compute, have none."""
+    places = torch.tensor([[0, 1], [1, 2]])
+    bad, good = (
+        torch.sparse_coo_tensor(places, torch.tensor([x, 1.0]), (3, 3), check_invariants=False)
+        for x in (math.nan, 0.0)
+    )
+    x = manager.adopt(torch.ones(3))
+    plain = torch.tensor([1.0, math.nan, 1.0])
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        for matrix in (manager.adopt(bad), manager.adopt(bad.to_sparse_csr())):
+            assert (matrix * 2)._nnz() == 2
+        assert (x + plain).isnan().sum().item() == 1  # it was there, and is no TensorRef's
+        assert torch.func.jacrev(lambda a: (a * a).sum())(x).tolist() == [2, 2, 2]
+        assert torch.func.hessian(lambda a: (a**3).sum())(x).diag().tolist() == [6, 6, 6]
+        with torchTensorRef.promising():
+            y = (x * 2).view(3, 1) + 1
+        assert y.fulfil().tolist() == [[3], [3], [3]]
+        for matrix in (manager.adopt(good), manager.adopt(good.to_sparse_csr())):
+            with pytest.raises(middlewares.NanError, match="has made 1 NaN"):
+                matrix * math.inf

@@ -109,11 +109,8 @@ def test_loading_a_file_shows_its_name_and_size(terminal, manager, tmp_path):
 
     path = tmp_path / "weights.pt"
     torch.save({"w": torch.ones(1000), "slow": Slow()}, path)
-    token = hooks.is_disabled.set(False)
-    try:
+    with hooks.is_disabled.entered(False):
         loaded = torch.load(path, weights_only=False)
-    finally:
-        hooks.is_disabled.reset(token)
     assert loaded["w"].sum() == 1000
     assert "loading weights.pt" in terminal.getvalue()
 

@@ -18,9 +18,8 @@ dropout = torch.nn.functional.dropout
 
 @pytest.fixture(autouse=True)
 def injected(manage):
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def then_for_real(scope):

@@ -17,9 +17,8 @@ from ..support.differential import differences
 @pytest.fixture(autouse=True)
 def injected(manage):
     manage()
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def of_norms(dtype: torch.dtype, kept: torch.dtype, is_training: bool) -> list[torch.Tensor]:

@@ -24,9 +24,8 @@ COUNT = 200
 
 @pytest.fixture(autouse=True)
 def injected(manage):
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def on_both(program: Any) -> tuple[Any, Any]:
@@ -529,3 +528,12 @@ def test_what_is_ready_is_only_promised_too(manager, mode):
     for one in ours:
         one.fulfil()
     assert_same(expected, ours)
+
+
+def test_classes_are_looked_at_also_once_there_were_promises():
+    with torchTensorRef.promising():
+        kept = torch.ones(2)
+    assert nn.functional.one_hot(torch.tensor([1, 0])).tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        nn.functional.one_hot(torch.tensor([1, 3]), 2)
+    assert kept.proxyInfo.promised

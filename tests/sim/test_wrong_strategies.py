@@ -347,6 +347,30 @@ def test_a_lowered_budget_holds_though_the_strategy_raises(manage):
     assert manager.stats()["resident_nbytes"] <= manager.budget == NBYTES // 3
 
 
+def test_the_books_are_right_while_a_lowered_budget_is_not_kept_yet(manage):
+    """What another thread's `check()`, or `TTR_CHECK=2`, finds between two evictions."""
+    manager = manage(nbytes=2 * NBYTES)
+    state = beginning(manager.adopt)
+    for name in "abcdef":
+        state[name].add_(1)
+    found = []
+
+    def look(numbers: list[int]) -> Any:
+        found.append(manager.violations())
+        return numbers[:1]
+
+    manager.strategy = Wrong({"victims": [look]})
+    manager.budget = NBYTES // 3
+    assert found
+    assert not any(found)
+    ledger = manager.residency.books.ledgers[manager.residency.books.main]
+    ledger.counted_nbytes += NBYTES  # once it is kept it has to be
+    try:
+        assert any("budgeted" in line for line in manager.violations())
+    finally:
+        ledger.counted_nbytes -= NBYTES
+
+
 def test_a_device_that_is_not_there_is_named_with_the_nearest(manage):
     manager = manage(nbytes=2 * NBYTES)
     manager.strategy = Wrong({"place": [lambda numbers: "sim:tset"]})

@@ -21,11 +21,8 @@ from .programs import accelerator_work, assert_same
 @contextmanager
 def injected() -> Iterator[None]:
     """What is made inside is a TensorRef, also in a test whose fixture says otherwise."""
-    token = hooks.is_disabled.set(False)
-    try:
+    with hooks.is_disabled.entered(False):
         yield
-    finally:
-        hooks.is_disabled.reset(token)
 
 
 @contextmanager

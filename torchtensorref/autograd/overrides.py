@@ -183,7 +183,7 @@ def _cross_entropy(
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """Refuse classes that there are none of, as for plain tensors; promises cannot be looked at."""
     promises = tensorsManager.promises
-    is_promised = promises is not None and promises.takes((tensor,), {})
+    is_promised = promises is not None and promises.take_part(tensor)
     op = aten.one_hot.default
     return (op if is_promised else _as_one(op))(tensor, num_classes)
 

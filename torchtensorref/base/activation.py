@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from . import forking
+from .scopes import Scopes
 
-#: Set inside `disabled()`. A context variable, so that other threads and tasks go on as they were.
-is_disabled: ContextVar[bool] = ContextVar("torchTensorRef.disabled", default=False)
+#: Set inside `disabled()`, of which other threads and tasks see nothing.
+is_disabled: Scopes[bool] = Scopes("torchTensorRef.disabled", False)
 
 #: What makes a factory's result without bytes, inside `promising()`; None: it makes its bytes.
-making: ContextVar[Callable[..., Any] | None] = ContextVar("torchTensorRef.making", default=None)
+making: Scopes[Callable[..., Any] | None] = Scopes("torchTensorRef.making", None)
 
 #: The kind of device as whose kernels torch's shape functions lay out results; None: as they would.
-shaped_for: ContextVar[str | None] = ContextVar("torchTensorRef.shaped_for", default=None)
+shaped_for: Scopes[str | None] = Scopes("torchTensorRef.shaped_for", None)
 
 #: Called with the manager once its devices are open.
 when_open: list[Callable[[Any], None]] = []
@@ -74,11 +74,8 @@ def disabled() -> Iterator[None]:
 
     Notes
     -----
-    Holds for the current thread or task. TensorRefs met inside still work, and operators on them
-    give TensorRefs. Scopes nest.
+    Holds for the current thread or task, and for tasks that are begun inside, until it ends.
+    TensorRefs met inside still work, and operators on them give TensorRefs. Scopes nest.
     """
-    token = is_disabled.set(True)
-    try:
+    with is_disabled.entered(True):
         yield
-    finally:
-        is_disabled.reset(token)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 from . import forking
 from .activation import watch
-from .errors import ConfigError
+from .errors import ConfigError, nearest
+from .scopes import Scopes
 
 __all__ = ["Middleware", "Middlewares"]
 
@@ -32,8 +33,8 @@ class Middleware:
         """Let go of what it has held: it has been taken off the list, or its scope has ended."""
 
 
-#: Those of the scopes that this thread or task is in, outermost first.
-_scoped: ContextVar[tuple[Any, ...]] = ContextVar("torchTensorRef.middlewares", default=())
+#: Those of the scopes that this thread or task is in.
+_scoped: Scopes[tuple[Any, ...]] = Scopes("torchTensorRef.middlewares", ())
 
 
 class Middlewares(MutableSequence[Any]):
@@ -49,7 +50,7 @@ class Middlewares(MutableSequence[Any]):
 
     def here(self) -> tuple[Any, ...]:
         """Return those that see an operator of this thread, in their order."""
-        return self._of_all + _scoped.get()
+        return (*self._of_all, *chain.from_iterable(_scoped.all()))
 
     @contextmanager
     def scoped(self, *middlewares: Any, all_threads: bool = False) -> Iterator[None]:
@@ -78,15 +79,13 @@ class Middlewares(MutableSequence[Any]):
                 for one in middlewares:
                     self.remove(one)
             return
-        self._enter(1)
-        token = _scoped.set(_scoped.get() + middlewares)
-        try:
+        with ExitStack() as ends:
+            for one in reversed(middlewares):
+                ends.callback(_leave, one)
+            self._enter(1)
+            ends.callback(self._enter, -1)
+            ends.enter_context(_scoped.entered(middlewares))
             yield
-        finally:
-            _scoped.reset(token)
-            self._enter(-1)
-            for one in middlewares:
-                _leave(one)
 
     def _enter(self, change: int) -> None:
         with self._lock:
@@ -160,6 +159,13 @@ def _check(middleware: object) -> None:
         raise ConfigError(
             f"A middleware is an object with a method before(op) or after(op, result), not {what}."
             + (" Make an object of it: write its name with ()." if is_kind else "")
+        )
+    own = [getattr(method, "__func__", method) for method in methods]
+    if own == [Middleware.before, Middleware.after]:
+        written = [name for name in vars(type(middleware)) if nearest(name, ("before", "after"))]
+        raise ConfigError(
+            f"{middleware!r} has no before(op) and no after(op, result) of its own, so it would do "
+            "nothing." + "".join(f" It has {name!r}." for name in written)
         )
     for method, arguments in zip(methods, (("op",), ("op", "result")), strict=True):
         if callable(method) and not takes(method, arguments):

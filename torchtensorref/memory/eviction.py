@@ -115,6 +115,7 @@ class Evictor:
                 ledger = books.ledgers[device]
                 excess_nbytes = ledger.resident_nbytes - ledger.budget.limit_nbytes
                 if excess_nbytes <= 0:
+                    ledger.lowered_from_nbytes = 0
                     return
                 for block in books.blocks_on(device):
                     block.ready = None  # the slow path looks at the budget

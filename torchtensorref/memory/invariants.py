@@ -42,8 +42,8 @@ def ledger_violations(
 ) -> list[str]:
     """Say what is wrong with one device's books (lock held).
 
-    What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile;
-    `stale` are invalid and read all the same.
+    What operators and outsiders hold, `held_nbytes`, may pass a budget that was lowered meanwhile,
+    and what has not left yet; `stale` are invalid and read all the same.
     """
     found = []
     ledger = books.ledgers[device]
@@ -56,7 +56,7 @@ def ledger_violations(
             found.append(
                 f"{device.name}: the ledger says {counted} bytes, its allocator {allocated}"
             )
-    if counted > ledger.budget.limit_nbytes + held_nbytes:
+    if ledger.beyond_nbytes(counted) > held_nbytes:
         found.append(
             f"{device.name}: {counted} bytes are resident, {ledger.budget.limit_nbytes} budgeted, "
             f"and only {held_nbytes} are held"

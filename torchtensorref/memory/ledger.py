@@ -41,11 +41,11 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
 
     def __init__(self, device: Device, budget: Budget) -> None:
         self.device = device
-        self.budget = budget
         #: Of the budget that was asked for, left to what kernels allocate in passing.
         self.scratch_nbytes = 0
         #: The bytes that are counted here; C++ reads them.
         self.counted_nbytes = 0
+        self.budget = budget
         self._lock = forking.RLock()  # again: making objects can collect garbage that comes here
         self._replicas: dict[int, Death] = {}
         self._recency = Recency(self._last_use_of)
@@ -70,6 +70,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         self.most_nbytes, self.high_nbytes = budget.limit_nbytes, budget.high_nbytes
         #: Results of fewer bytes are not told to the strategy.
         self.tiny_nbytes = int(budget.limit_nbytes * TINY_SHARE)
+        #: What was here when it was lowered, until it is kept: that leaves bit by bit.
+        self.lowered_from_nbytes = self.resident_nbytes
 
     @property
     def resident_nbytes(self) -> int:
@@ -81,6 +83,15 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def limit_nbytes(self) -> int:
         """The budget as it was asked for."""
         return self.budget.limit_nbytes + self.scratch_nbytes
+
+    def beyond_nbytes(self, counted_nbytes: int) -> int:
+        """How much more is here than ever may be, also just after the budget was lowered.
+
+        Once it is kept, it is so for good (lock of the books held).
+        """
+        if counted_nbytes <= self.most_nbytes:
+            self.lowered_from_nbytes = 0
+        return counted_nbytes - max(self.most_nbytes, self.lowered_from_nbytes)
 
     # -- fresh results --------------------------------------------------------------------------
 

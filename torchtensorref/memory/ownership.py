@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..base.activation import when_plain
-from ..base.errors import ConfigError, nearest
+from ..base.errors import ConfigError, did_you_mean, nearest
 from ..base.listeners import listeners
 from ..base.progress import Bar
 from ..devices.base import Device
@@ -257,8 +257,8 @@ class Ownership:
         found = known.get(asked) or known.get(f"{asked}:0")
         if found is None:
             raise ConfigError(
-                f"The accelerator {asked!r} is not in use; {', '.join(known) or 'none'} is. Name "
-                "one of these, or set tensorsManager.device to a list that has it.",
+                f"The accelerator {asked!r} is not in use. {did_you_mean(asked, known)} "
+                "Name one of these, or set tensorsManager.device to a list that has it.",
                 name=asked,
                 known=tuple(known),
                 nearest=nearest(asked, known),

@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import forking
 from ..base.activation import making, watch
+from ..base.scopes import Scopes
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
 from ..interception.ready_path import SLOW
@@ -61,7 +61,7 @@ class Scope(NamedTuple):
     draws: PromisedDraws | None = None
 
 
-_scope: ContextVar[Scope | None] = ContextVar("torchTensorRef.promising", default=None)
+_scope: Scopes[Scope | None] = Scopes("torchTensorRef.promising", None)
 _without = Scope(Values())
 
 
@@ -96,17 +96,22 @@ class Promises:
     # -- asked by the slow path -----------------------------------------------------------------
 
     def takes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator is not to run now: in a scope, or because an operand is a promise."""
-        if _scope.get() is not None:
-            return True
-        if self._promised and any(
-            isinstance(value, TensorRef) and value._ttr_block.promise is not None
-            for value in tree_leaves((args, kwargs))
-        ):
+        """Whether an operator is not to run now; one that draws and is to run draws in its turn."""
+        if self.take_part(args, kwargs):
             return True
         if plan.is_random:
             self._draws.settle(generator_of((*args, *kwargs.values())))
         return False
+
+    def take_part(self, *arguments: Any) -> bool:
+        """Whether what is made of some arguments is a promise: in a scope, or as one of them is."""
+        return _scope.get() is not None or bool(
+            self._promised
+            and any(
+                isinstance(value, TensorRef) and value._ttr_block.promise is not None
+                for value in tree_leaves(arguments)
+            )
+        )
 
     def run(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on metadata; NotImplemented where it is to take its usual way."""
@@ -234,18 +239,15 @@ class Promises:
     @staticmethod
     def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call something as if there were no scope: operators run for real."""
-        token, making_token = _scope.set(None), making.set(None)
-        try:
-            with (
-                torch.no_grad(),
-                torch._C._DisableAutocast(),
-                torch._C.DisableTorchFunction(),
-                _disable_current_modes(),
-            ):
-                return call(*args, **kwargs)
-        finally:
-            making.reset(making_token)
-            _scope.reset(token)
+        with (
+            _scope.entered(None),
+            making.entered(None),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+        ):
+            return call(*args, **kwargs)
 
     # -- making promises ------------------------------------------------------------------------
 
@@ -364,14 +366,12 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
 def _promising(scope: Scope) -> Iterator[None]:
     tensorsManager.promises = promises
     tensorsManager.residency.books.asked = promises.asked
-    token, making_token = _scope.set(scope), making.set(promises.make)
     promises.look_on(+1)
     try:
-        yield
+        with _scope.entered(scope), making.entered(promises.make):
+            yield
     finally:
         promises.look_on(-1)
-        making.reset(making_token)
-        _scope.reset(token)
 
 
 def recording(recorder: Recorder, values: Values) -> Any:

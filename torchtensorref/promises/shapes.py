@@ -191,12 +191,11 @@ def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError("torch's shape function gives a tensor that is not quantized")
     kind = tensorsManager.residency.books.main.torch_device.type
     shapes = _OURS.get(plan.name) or (_HOSTS.get(plan.name) if kind == "cpu" else None)
-    token = shaped_for.set(kind)
     try:
-        if shapes is None and not (plan.writes or plan.is_random) and rule_of(op) is elementwise:
-            return _elementwise(op, args, kwargs)
-        return (shapes or op)(*args, **kwargs)
+        with shaped_for.entered(kind):
+            is_made = shapes is None and not (plan.writes or plan.is_random)
+            if is_made and rule_of(op) is elementwise:
+                return _elementwise(op, args, kwargs)
+            return (shapes or op)(*args, **kwargs)
     except AssertionError as error:  # kernels check what shape functions in Python assert
         raise RuntimeError(*error.args) from error
-    finally:
-        shaped_for.reset(token)

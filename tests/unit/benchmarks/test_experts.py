@@ -14,9 +14,8 @@ def few_layers(manage, monkeypatch):
     monkeypatch.setattr(experts, "LAYERS", 3)
     monkeypatch.setattr(experts, "BEFORE", 3)
     monkeypatch.setattr(experts, "TOKENS", 3)
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def test_a_token_fetches_no_more_than_it_uses():

@@ -17,9 +17,8 @@ def few_layers(manage, monkeypatch):
 
     monkeypatch.setattr(benchmark, "made", made)
     manage()
-    token = hooks.is_disabled.set(False)
-    yield
-    hooks.is_disabled.reset(token)
+    with hooks.is_disabled.entered(False):
+        yield
 
 
 def test_links_work_at_once():

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...base.errors import NanError
+from ...base.errors import NanError, PromisedError
 from ...base.middlewares import Middleware
+from ...memory.sparse import SparseRef
+from ...operators.layouts import SPARSE, parts_of
 from .seen import SeenOperator
 
 #: Their results hold what was in memory before, until somebody writes them.
@@ -25,7 +27,8 @@ class NanGuard(Middleware):
 
     Notes
     -----
-    It looks at each floating result: about three more operators for each one.
+    It looks at each floating result: about three more operators for each one. What has no values
+    (promises, metadata) is not looked at, nor what a promise gets when it is fulfilled.
     """
 
     def __init__(self, *, infinite: bool = False) -> None:
@@ -35,12 +38,10 @@ class NanGuard(Middleware):
         """Look at the result, and at the operands if it is bad."""
         if op.name.startswith(_UNWRITTEN) or not self._any(result):
             return
-        read = [ref for ref, operand in zip(op.refs, op.operands, strict=True)
-                if not operand.is_written]  # fmt: skip
-        if self._any(read):
+        if self._any(op.read()):
             return
         where = f" in {op.module}" if op.module else ""
-        of = ", ".join(f"{o.name} {list(o.shape)} {o.dtype}" for o in op.operands)
+        of = ", ".join(f"{o.name} {list(o.shape)} {o.dtype}" for o in op.operands) or "none of ours"
         raise NanError(
             f"{op.name}{where} has made {self._count(result)} NaN or infinite numbers of operands "
             f"without one: {of}. Look at the values there.",
@@ -49,16 +50,27 @@ class NanGuard(Middleware):
         )
 
     def _bad_in(self, value: Any) -> list[torch.Tensor]:
-        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        leaves = [_values_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         with torch.no_grad():
             return [
                 self._is_bad(leaf)
                 for leaf in leaves
-                if leaf.is_floating_point() or leaf.is_complex()
+                if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta
             ]
 
     def _any(self, value: Any) -> bool:
-        return any(bool(bad.any()) for bad in self._bad_in(value))
+        try:
+            return any(bool(bad.any()) for bad in self._bad_in(value))
+        except PromisedError:
+            return False
 
     def _count(self, value: Any) -> int:
         return sum(int(bad.sum()) for bad in self._bad_in(value))
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the elements: of a sparse one, those that are not zero."""
+    if isinstance(tensor, SparseRef):
+        values: torch.Tensor = tensor._ttr_parts[-1]
+        return values
+    return parts_of(tensor)[-1] if tensor.layout in SPARSE else tensor

@@ -62,7 +62,8 @@ def _pass(middlewares: tuple[Any, ...], plan: OpPlan, args: Any, kwargs: Any, ru
         for one in reversed(middlewares):
             if hasattr(one, "after"):
                 changed = _call(one.after, "after", op, result)
-                result = result if changed is None else op.checked(changed, "after() has returned")
+                if changed is not None and changed is not result:
+                    result = op.checked(changed, "after() has returned")
     except BaseException:
         note_written(plan, args, kwargs)  # it has run
         raise

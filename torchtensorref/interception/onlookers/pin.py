@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 
 from ...base.units import format_nbytes
-from ...memory.block import Block
 from ...memory.manager import tensorsManager
 from .by_name import ByName
+from .kept_blocks import KeptBlocks
 from .seen import SeenOperator
 
 
@@ -29,32 +28,28 @@ class Pin(ByName):
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern)
-        self._kept: weakref.WeakSet[Block] = weakref.WeakSet()
-        self._given_up: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._blocks = KeptBlocks()
 
     def before(self, op: SeenOperator) -> None:
         """Keep the operands that match."""
         super().before(op)
         for ref in op.refs:
             block = ref._ttr_block
-            if block in self._kept and not block.is_kept:
+            if self._blocks.has_lost(block):
                 self._give_up()
-            elif not (block in self._kept or block in self._given_up) and self._matches(
+            elif not self._blocks.knows(block) and self._matches(
                 tensorsManager.names.of_operand(block)
             ):
-                block.is_kept = True
-                self._kept.add(block)
+                self._blocks.keep(block, self)
 
     def _give_up(self) -> None:
-        gone = [block for block in self._kept if not block.is_kept]
-        self._kept.difference_update(gone)
-        self._given_up.update(gone)
-        nbytes = format_nbytes(sum(block.nbytes for block in gone))
-        held = format_nbytes(sum(block.nbytes for block in self._kept))
+        gone_nbytes, held_nbytes = self._blocks.give_up_lost()
+        if not gone_nbytes:
+            return  # nothing, or another thread says it
         warnings.warn(
             f"{self!r}: the budget of {tensorsManager.device} cannot hold "
-            f"{nbytes} of it beside the operators, so they come and go; {held} stay. Raise "
-            "tensorsManager.budget, or pin less.",
+            f"{format_nbytes(gone_nbytes)} of it beside the operators, so they come and go; "
+            f"{format_nbytes(held_nbytes)} stay. Raise tensorsManager.budget, or pin less.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -63,10 +58,6 @@ class Pin(ByName):
         """Let everything go: the middleware has left the list. Say first what has not stayed."""
         try:
             super().leave()
-            if not all(block.is_kept for block in self._kept):
-                self._give_up()
+            self._give_up()
         finally:
-            for block in self._kept:
-                block.is_kept = False
-            self._kept.clear()
-            self._given_up.clear()
+            self._blocks.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...base.errors import ConfigError, nearest
+from ...base.errors import ConfigError, did_you_mean, nearest
 from ...devices.base import Device
 from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
@@ -85,6 +85,13 @@ class SeenOperator:
         In a backward pass, which no module runs, the one that its parameters belong to.
         """
         return module_here(ref._ttr_block for ref in self.refs)
+
+    def read(self) -> list[torch.Tensor]:
+        """Return the tensors that it is given and does not write, plain and sparse ones, too."""
+        given = self.args, self.kwargs
+        written = {id(leaf) for leaf in self._written(*given)}
+        leaves = tree_leaves(given)
+        return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in written]
 
     def _written(self, args: Any, kwargs: Any) -> list[Any]:
         names = self._plan.write_names
@@ -160,7 +167,9 @@ def device_called(name: str) -> Device:
         found = next((d for d in books.accelerators if d.kind == asked), None)
     if found is None:
         raise ConfigError(
-            f"An operator cannot be placed on {name!r}: in use are {', '.join(known)}.",
+            f"An operator cannot be placed on {name!r}, which is not in use. "
+            f"{did_you_mean(asked, known)} Place it on one of these, take the middleware that "
+            "places it off the list, or set tensorsManager.device to a list that has it.",
             name=asked,
             known=tuple(known),
             nearest=nearest(asked, known),
