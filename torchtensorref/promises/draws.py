@@ -71,6 +71,10 @@ class Draws:
             self._generator.set_state(after)
 
 
+def _key(generator: torch.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
 class PromisedDraws:
     """What waits to be drawn, by generator.
 
@@ -94,16 +98,16 @@ class PromisedDraws:
             if self._draw is not None and self.settle not in when_drawn:
                 when_drawn.append(self.settle)
                 when_seeded.append(self._leave)
-            draws = self._of.get(generator._cdata)
+            draws = self._of.get(_key(generator))
             if draws is None or draws.is_left():
-                draws = self._of[generator._cdata] = Draws(generator)
+                draws = self._of[_key(generator)] = Draws(generator)
             return draws
 
     def settle(self, generator: torch.Generator) -> None:
         """Have drawn what waits: somebody is about to draw for real, or to look."""
         if _is_ours.get():
             return
-        draws = self._of.get(generator._cdata)
+        draws = self._of.get(_key(generator))
         if draws is not None and draws.last is not None:
             with drawing():
                 is_left = draws.is_left()
@@ -111,6 +115,6 @@ class PromisedDraws:
                 self._draw(draws.last)
 
     def _leave(self, generator: torch.Generator) -> None:
-        draws = None if _is_ours.get() else self._of.pop(generator._cdata, None)
+        draws = None if _is_ours.get() else self._of.pop(_key(generator), None)
         if draws is not None:
             draws.leave()

@@ -154,6 +154,7 @@ class PromisedCall:
         if self._promises.values.policy == "compute":
             return self._run_now()
         held = next(filter(_is_held_outside, self._operands.written))
+        assert held.exposure is not None
         raise cannot_be_written(self._plan.name, held.name, held.exposure.why)
 
     def _run_now(self) -> Any:

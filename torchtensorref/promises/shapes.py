@@ -117,11 +117,12 @@ def _format_of_convolution(
         return torch.contiguous_format
     # Only here: to make such a mode takes a second the first time.
     mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    fakes: list[Any] = [
+        None if one is None else torch._subclasses.FakeTensor(mode, one, _CPU)
+        for one in (input, weight, bias)
+    ]
     with mode:
-        x, w, b = (
-            None if one is None else torch._subclasses.FakeTensor(mode, one, _CPU)
-            for one in (input, weight, bias)
-        )
+        x, w, b = fakes
         backend = torch._C._select_conv_backend(
             x, w, bias=b, **dict(zip(_GEOMETRY, geometry, strict=True)), bias_sizes=bias_sizes
         )
