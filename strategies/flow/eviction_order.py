@@ -145,6 +145,7 @@ class EvictionOrder:
         newest: int,
         look: Look,
         *,
+        end: int = 0,
         with_small: bool,
         with_fresh: bool,
         with_named: bool = True,
@@ -159,6 +160,8 @@ class EvictionOrder:
             Number of the last operator.
         look : callable
             Describes a block; None for one that cannot be given back now.
+        end : int, optional
+            Where the history ends: the position of what was used just now.
         with_small : bool
             Small ones take part; else only the others do.
         with_fresh : bool
@@ -166,7 +169,7 @@ class EvictionOrder:
         with_named : bool, optional
             Those take part that are named as victims already.
         """
-        walk = _Walk(self, cursor, newest, look)
+        walk = _Walk(self, cursor, end, newest, look)
         try:
             for kind in list(self._kinds.values()):
                 if (with_small or not kind.is_small) and (with_named or not kind.is_named):
@@ -181,9 +184,12 @@ class EvictionOrder:
 class _Walk:
     """One walk through an order: the first of each kind, of which the best comes next."""
 
-    def __init__(self, order: EvictionOrder, cursor: int, newest: int, look: Look) -> None:
+    def __init__(
+        self, order: EvictionOrder, cursor: int, end: int, newest: int, look: Look
+    ) -> None:
         self._order = order
         self._cursor = cursor
+        self._end = end
         self._newest = newest
         self._look = look
         self._serial = 0
@@ -236,10 +242,12 @@ class _Walk:
             if block.last_use > last_use:
                 fresh.note(block_id, block.last_use)
                 continue
+            # Numbers of operators are no positions: they say how much has run in the process.
+            age = self._newest - block.last_use
             if block.is_persistent and block.nbytes > self._order.decision_nbytes:
-                score = distance = UNFORESEEN - block.last_use
+                score = distance = UNFORESEEN - (self._end - age) - self._cursor
             else:
-                distance = float(2 * (self._newest - block.last_use))
+                distance = float(2 * age)
                 score = distance / self._order.cost(block)
             self._push(score, distance, block_id, block, None)
             return

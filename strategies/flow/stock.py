@@ -341,8 +341,9 @@ class Stock:
     def _best_first(
         self, look: Look, newest: int, *, with_small: bool
     ) -> Iterator[tuple[float, BlockSnapshot]]:
-        cursor = self._forecaster.cursor
-        return self._order.best_first(cursor, newest, look, with_small=with_small, with_fresh=True)
+        cursor, end = self._forecaster.cursor, self._forecaster.end
+        order, small = self._order, with_small
+        return order.best_first(cursor, newest, look, end=end, with_small=small, with_fresh=True)
 
     @property
     def missing_count(self) -> int:

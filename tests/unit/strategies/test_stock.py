@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchTensorRef.strategies.flow.by_next_use import ByKey
 from torchTensorRef.strategies.flow.eviction_order import EvictionOrder
 from torchTensorRef.strategies.flow.history import History
-from torchTensorRef.strategies.flow.scores import cost_per_byte
+from torchTensorRef.strategies.flow.scores import UNFORESEEN, cost_per_byte
 from torchTensorRef.strategies.flow.stock import Stock, horizon_of
 from torchTensorRef.strategy import Access, BlockSnapshot
 
@@ -108,6 +108,22 @@ def test_what_turns_out_dirty_goes_later():
 
     found = order.best_first(0, 0, look, with_small=True, with_fresh=True)
     assert [block.block_id for _, block in found] == [2, 1]
+
+
+@pytest.mark.parametrize("older", [0, 10_000])
+def test_how_much_has_run_in_the_process_before_changes_no_order(older):
+    """Of 1 and 3 no next use is known: 1 was used two accesses ago, and 3 five operators ago."""
+    order = EvictionOrder()
+    order.clear(LIMIT)
+    order.note(1, 512, UNFORESEEN - 98, is_dirty=False, is_small=False)
+    order.note(2, 512, 120, is_dirty=False, is_small=False)
+    order.note_fresh(3)
+
+    def look(number: int) -> BlockSnapshot:
+        return snapshot(number, 512)._replace(is_persistent=True, last_use=older + 295)
+
+    found = order.best_first(80, older + 300, look, end=100, with_small=True, with_fresh=True)
+    assert [block.block_id for _, block in found] == [3, 1, 2]
 
 
 def test_a_large_one_goes_before_a_small_one_where_a_decision_is_dear():
