@@ -41,6 +41,7 @@ from .model_shapes import SHAPES, Shape, read
 KEEPER = Keeper("forecast_against_run", "python -m benchmarks.forecast_against_run", EXACT)
 REAL_NBYTES = 16e9
 BUDGETS = (30, 60, 110)
+STRATEGY = "flow"
 OTHERS = ("warm",)
 #: The largest shares by which a forecast may differ.
 BYTES_BOUND, TIME_BOUND = 0.01, 0.03
@@ -98,7 +99,7 @@ def run(
     others, host.machines = host.machines, [device.machine]
     try:
         tensorsManager.device = device
-        tensorsManager.budget, tensorsManager.strategy = budget_nbytes, "flow"
+        tensorsManager.budget, tensorsManager.strategy = budget_nbytes, STRATEGY
         model = made(shape.make, real=True)
         if taught is not None:
             taught.teach(model)
@@ -135,7 +136,7 @@ def agreement(shape: Shape, note: Callable[[str], None]) -> Iterator[tuple[str, 
     seen = forecast(shape.run, model, device=spec, budget=spec.capacity_nbytes)
     for budget in BUDGETS:
         budget_nbytes = seen.enough_nbytes * budget // 100
-        steps = seen.on(budget=budget_nbytes).steps
+        steps = seen.on(budget=budget_nbytes, strategy=STRATEGY).steps
         parts = run(shape, spec, budget_nbytes)
         pairs = list(zip(steps, parts, strict=True))
         nbytes = max(

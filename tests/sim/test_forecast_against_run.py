@@ -111,6 +111,61 @@ def test_a_forecast_knows_that_parts_move_alone(kind):
     assert all(figure.value == 0 for figure in figures.values()), said
 
 
+def training(optimizer: Any, scaled: bool = False) -> Any:
+    """Make a program of three steps with an optimizer."""
+
+    def run(model: Any) -> Iterator[str]:
+        own = optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        for number in range(3):
+            own.zero_grad()
+            loss = model(torch.ones(8, 4, 32)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(own)
+            scaler.update()
+            del loss
+            yield f"step {number}"
+
+    return run
+
+
+class Recurrent(nn.Module):
+    """Torch makes the first hidden state of such a layer, as a plain tensor that several read."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.inner = kind(32, 32, num_layers=2)
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "run"),
+    [
+        pytest.param(deep, training(adamw), id="steps"),
+        pytest.param(deep, training(adamw, scaled=True), id="a plain number is written"),
+        pytest.param(deep, training(torch.optim.Rprop), id="plain numbers are put into tensors"),
+        pytest.param(lambda: Recurrent(nn.GRU), training(adamw), id="plain tensors, GRU"),
+        pytest.param(lambda: Recurrent(nn.RNN), training(adamw), id="plain tensors, RNN"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["flow", "lru"])
+def test_a_forecast_knows_what_stays_plain(make, run, strategy, monkeypatch):
+    monkeypatch.setattr(benchmark, "STRATEGY", strategy)
+    said: list[str] = []
+    figures = dict(benchmark.agreement(Shape("training", make, run), said.append))
+    assert all(figure.value == 0 for figure in figures.values()), said
+
+
 def test_a_wrong_forecast_is_found(monkeypatch):
     monkeypatch.setattr(replayer, "run_watched", lambda *_: False)
     monkeypatch.setattr(Replayer, "run_ready", lambda *_: False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -50,11 +50,19 @@ class PromisedCall:
         Who knows the cells, and keeps the graph.
     operands : Operands
         What takes part.
+    numbers : container of Block, optional
+        Those of plain numbers, which a kernel on real tensors takes as they are.
     """
 
-    def __init__(self, promises: Any, operands: Operands) -> None:
+    def __init__(self, promises: Any, operands: Operands, numbers: Container[Block] = ()) -> None:
         self._promises = promises
         self._operands = operands
+        self._numbers = {*numbers, *_numbers_in(operands)}
+        recorder = promises.recorder
+        #: It writes what a plain tensor of the program's has, so that it runs where that is.
+        self._is_at_home = recorder is not None and any(
+            map(recorder.is_held_outside, operands.written)
+        )
         self._plan = operands.plan
         self._label = operands.label or _CPU
         self._cells: dict[Block, Cell] = {b: promises.cell_of(b) for b in operands.blocks}
@@ -194,9 +202,10 @@ class PromisedCall:
                 operands,
                 born=born,
                 cost=operator_cost(plan, self._args, self._kwargs, out),
-                on_host=is_random and self._label.type == "cpu",
+                on_host=self._is_at_home or (is_random and self._label.type == "cpu"),
                 shares=self._shares(),
                 peak_nbytes=self._peak_nbytes(),
+                numbers=self._numbers,
             )
 
     def _described(self, value: Any) -> Any:
@@ -278,6 +287,13 @@ class PromisedCall:
         made = self._promises.ref_over(plain, block, ref.device)
         if ref is original:
             follow(ref, made)
+
+
+def _numbers_in(operands: Operands) -> Iterator[Block]:
+    """Yield the blocks of plain numbers that an operator reads."""
+    for ref in operands.adopted.values():
+        if not ref.dim() and ref._ttr_block not in operands.written:
+            yield ref._ttr_block
 
 
 def _is_held_outside(block: Block) -> bool:

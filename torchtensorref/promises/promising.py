@@ -120,8 +120,10 @@ class Promises:
         residency = tensorsManager.residency
         if residency.recorder is not None:
             residency.recorder.mistrust("promises take part")
+        numbers: set[Block] = set()
         if not plan.writes:
-            args, kwargs = tree_map_only(torch.Tensor, _kept, (args, kwargs))
+            keep = functools.partial(_kept, numbers)
+            args, kwargs = tree_map_only(torch.Tensor, keep, (args, kwargs))
         operands = analyse(plan, args, kwargs, tensorsManager)
         if operands.has_other_subclass:
             return NotImplemented
@@ -134,7 +136,7 @@ class Promises:
                 self.recorder.note_view(operands.blocks[0])
             if operands.blocks[0].promise is None:
                 return NotImplemented  # a view of what has bytes has them, too
-        return PromisedCall(self, operands).run()
+        return PromisedCall(self, operands, numbers).run()
 
     def run_composite(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a composite operator that has not been taken apart yet; `SLOW` where it is to be."""
@@ -301,12 +303,15 @@ class Promises:
         return draws.of(generator_of(arguments))
 
 
-def _kept(value: torch.Tensor) -> Any:
-    """Take a plain number as a TensorRef: what it is now counts, and it has to have no bytes."""
+def _kept(numbers: set[Block], value: torch.Tensor) -> Any:
+    """Take a plain number as a TensorRef, in `numbers`: what it is now counts, without bytes."""
     if value.dim() or isinstance(value, TensorRef):
         return value
     ref = tensorsManager.ownership.adopt_operand(value)
-    return value if ref is None else ref
+    if ref is None:
+        return value
+    numbers.add(ref._ttr_block)
+    return ref
 
 
 def _fulfil_all(nodes: Iterable[Node]) -> None:

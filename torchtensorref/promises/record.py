@@ -70,6 +70,8 @@ class OpRecord:
     fetched_form: int = 0
     #: `reads` in the order in which they are fetched then; empty: in that of `reads`.
     fetched_reads: tuple[int, ...] = ()
+    #: `reads`, and plain numbers among them, where only the slow path is told of these; else empty.
+    slow_reads: tuple[int, ...] = ()
     #: Blocks of which the program has made views since the operator before; and those of which
     #: torch makes views on the way to it, where it cannot run at once.
     views: tuple[int, ...] = ()

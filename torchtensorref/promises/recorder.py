@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ..interception.operands import Operands
 from ..interception.read_alone import parts_of
 from ..memory.block import Block
+from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, ReadyWay
 from .record import BlockRecord, OpRecord, Record
 
@@ -47,24 +48,34 @@ class Recorder:
         on_host: bool,
         shares: bool,
         peak_nbytes: int,
+        numbers: Container[Block] = (),
     ) -> None:
-        """Write down one operator."""
+        """Write down one operator.
+
+        Parameters
+        ----------
+        numbers : container of Block, optional
+            Those of plain numbers that it only reads, which no operator is told of that only reads.
+        """
         self.note_deaths()
         flops, nbytes, dtype = cost
-        form = self._form_of(plan, operands)
+        form = self._form_of(plan, operands, () if plan.writes else numbers)
+        number_of = self._numbers_for(operands, numbers)
+        blocks = [block for block in operands.blocks if block not in numbers]
+        slow_reads = operands.blocks if plan.writes and len(blocks) < len(operands.blocks) else ()
         self.record.ops.append(
             OpRecord(
                 plan.name,
                 plan.kind,
-                tuple(map(self.number_of, operands.blocks)),
-                tuple(map(self.number_of, operands.written)),
+                tuple(map(number_of.__getitem__, blocks)),
+                tuple(map(number_of.__getitem__, operands.written)),
                 tuple(map(self.number_of, born)),
                 flops=flops,
                 nbytes=nbytes,
                 dtype=dtype,
                 peak_nbytes=peak_nbytes,
-                may_be_ready=_may_be_ready(plan, operands),
-                may_be_fetched=_may_be_fetched(plan, operands),
+                may_be_ready=_may_be_ready(plan, operands, numbers),
+                may_be_fetched=_may_be_fetched(plan, operands, numbers),
                 on_host=on_host,
                 overwrites=operands.overwritten is not None,
                 reads_part=plan.reads_part,
@@ -74,12 +85,31 @@ class Recorder:
                 shares=shares,
                 form=form,
                 fetched_form=form,
+                slow_reads=tuple(map(number_of.__getitem__, slow_reads)),
                 views=self._take_views(),
+                deaths=[n for block, n in number_of.items() if n != block.block_id],
             )
         )
 
-    def _form_of(self, plan: OpPlan, operands: Operands) -> int:
-        form = (plan.number, *(tuple(ref.size()) for ref in operands.refs[:3]))
+    def _numbers_for(self, operands: Operands, numbers: Container[Block]) -> dict[Block, int]:
+        """Return the numbers of operands, those of plain tensors for this operator alone.
+
+        On real tensors each operator reads those anew, unless the program has them as TensorRefs,
+        too.
+        """
+        adopted = {ref._ttr_block for ref in operands.adopted.values()}
+        found = {}
+        for block in operands.blocks:
+            if block in adopted and block.block_id not in self.record.blocks:
+                number = found[block] = Block(block.nbytes).block_id
+                self.record.blocks[number] = self._recorded(block, number)
+            elif block in adopted or block not in numbers:
+                found[block] = self.number_of(block)
+        return found
+
+    def _form_of(self, plan: OpPlan, operands: Operands, numbers: Container[Block] = ()) -> int:
+        refs = [ref for ref in operands.refs if ref._ttr_block not in numbers]
+        form = (plan.number, *(tuple(ref.size()) for ref in refs[:3]))
         return self._forms.setdefault(form, len(self._forms))
 
     def note_versions(self, operands: Operands) -> None:
@@ -95,6 +125,11 @@ class Recorder:
         while self.versions:
             tensor, version = self.versions.pop()
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    def is_held_outside(self, block: Block) -> bool:
+        """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
+        exposure = self.originals.get(block, block).exposure
+        return exposure is not None and exposure.alive
 
     # -- views and composite operators ----------------------------------------------------------
 
@@ -163,16 +198,14 @@ class Recorder:
         """Return the number of a block, which is written down if it is new."""
         number = block.block_id
         if number not in self.record.blocks:
-            self.record.blocks[number] = BlockRecord(
-                number,
-                block.nbytes,
-                block.is_persistent,
-                block.use_count,
-                self.names.get(number, ""),
-            )
+            self.record.blocks[number] = self._recorded(block, number)
             trace = self._traces[number] = _Trace(block, self._dead.append)
             trace.number = number
         return number
+
+    def _recorded(self, block: Block, number: int) -> BlockRecord:
+        name = self.names.get(block.block_id, "")
+        return BlockRecord(number, block.nbytes, block.is_persistent, block.use_count, name)
 
     def begin_step(self, name: str) -> None:
         """Begin another part of the program."""
@@ -210,10 +243,13 @@ def _is_like(parts: list[OpRecord], whole: OpRecord) -> bool:
     )
 
 
-def _may_be_ready(plan: OpPlan, operands: Operands) -> bool:
+def _may_be_ready(plan: OpPlan, operands: Operands, numbers: Container[Block]) -> bool:
     first = operands.args[0] if operands.args else None
+    if isinstance(first, TensorRef) and first._ttr_block in numbers:
+        return False
     return plan.ready_way != ReadyWay.NONE and plan.allows(operands.kwargs, first)
 
 
-def _may_be_fetched(plan: OpPlan, operands: Operands) -> bool:
-    return plan.may_be_fetched and not (operands.adopted or operands.unmanaged)
+def _may_be_fetched(plan: OpPlan, operands: Operands, numbers: Container[Block] = ()) -> bool:
+    adopted = [ref for ref in operands.adopted.values() if ref._ttr_block not in numbers]
+    return plan.may_be_fetched and not (adopted or operands.unmanaged)

@@ -190,7 +190,9 @@ class Replayer:
         elif not self._run_at_once(op, blocks):
             has_run = not op.part_count
             if has_run:
-                self._run_slow(op, blocks)
+                slow = [self.block(number) for number in op.slow_reads]
+                self._run_slow(op, slow or blocks)
+                del slow
         del blocks
         self._let_go(op)
         return has_run
