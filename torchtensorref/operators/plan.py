@@ -87,6 +87,8 @@ class OpPlan:
     # -- results --
 
     returns_tensors: bool
+    #: It answers the program: there are results, and none is a tensor. The host waits for them.
+    answers: bool
     #: For each result, the position of the argument it is, where it is written and handed back.
     result_of_write: tuple[int | None, ...]
     #: A result may share memory with an argument: compare storages.
@@ -278,6 +280,7 @@ def compiled(row: Row) -> OpPlan:
         reading=_reading(row),
         counts_lists=not results and not set(lists).isdisjoint(writes) and _is_made_of_others(op),
         returns_tensors=any("Tensor" in result for result in results),
+        answers=bool(results) and not any("Tensor" in result for result in results),
         result_of_write=tuple(_written_twin(schema, result) for result in schema.returns),
         may_alias=is_declared or is_composite or row.aliases or bool(row.is_view),
         is_true_view=row.is_view

@@ -81,7 +81,7 @@ class Recorder:
                 reads_part=plan.reads_part,
                 parts=parts_of(plan, operands.args, operands.kwargs),
                 packs=plan.reads_groups,
-                waits=not plan.returns_tensors,
+                waits=plan.answers,
                 shares=shares,
                 form=form,
                 fetched_form=form,

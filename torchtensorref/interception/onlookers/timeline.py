@@ -226,7 +226,7 @@ def _facts(plan: OpPlan, args: Any, kwargs: Any) -> tuple[str, ...]:
         "overwrites": overwritten_of(plan, first, refs) is not None,
         "reads_part": plan.reads_part,
         "packs": plan.reads_groups,
-        "waits": not plan.returns_tensors,
+        "waits": plan.answers,
         "shares": plan.shares and is_ref and keeps_everything(first, kwargs),
     }
     return tuple(name for name, holds in known.items() if holds)
