@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks import forecast_against_run as benchmark
 from benchmarks.model_shapes import Shape
+from torchTensorRef import forecast
 from torchTensorRef.inject import hooks
 from torchTensorRef.promises import replayer
 from torchTensorRef.promises.replayer import Replayer
@@ -111,7 +112,7 @@ def test_a_forecast_knows_that_parts_move_alone(kind):
     assert all(figure.value == 0 for figure in figures.values()), said
 
 
-def training(optimizer: Any, scaled: bool = False) -> Any:
+def training(optimizer: Any, scaled: bool = False, clipped: bool = False) -> Any:
     """Make a program of three steps with an optimizer."""
 
     def run(model: Any) -> Iterator[str]:
@@ -121,6 +122,8 @@ def training(optimizer: Any, scaled: bool = False) -> Any:
             own.zero_grad()
             loss = model(torch.ones(8, 4, 32)).square().mean()
             scaler.scale(loss).backward()
+            if clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
             scaler.step(own)
             scaler.update()
             del loss
@@ -164,6 +167,27 @@ def test_a_forecast_knows_what_stays_plain(make, run, strategy, monkeypatch):
     said: list[str] = []
     figures = dict(benchmark.agreement(Shape("training", make, run), said.append))
     assert all(figure.value == 0 for figure in figures.values()), said
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3, foreach=True)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("strategy", ["flow", "lru"])
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_a_forecast_divides_lists_as_a_run_does(share, strategy, clipped, monkeypatch):
+    """And does not wait for operators on lists, which return nothing."""
+    monkeypatch.setattr(benchmark, "STRATEGY", strategy)
+    shape = Shape("lists", deep, training(foreach, clipped=clipped))
+    model = benchmark.made(shape.make, real=False)
+    weights_nbytes = benchmark.weights_nbytes(model)
+    spec, budget = benchmark.scaled_spec(weights_nbytes), int(4 * weights_nbytes * share)
+    seen = forecast(shape.run, model, device=spec, budget=budget, strategy=strategy)
+    foretold = [
+        (s.time_ns, s.fetched_nbytes, s.written_back_nbytes, s.peak_nbytes) for s in seen.steps
+    ]
+    assert foretold == benchmark.run(shape, spec, budget)
 
 
 def test_a_wrong_forecast_is_found(monkeypatch):

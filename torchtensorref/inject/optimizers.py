@@ -59,7 +59,11 @@ def groups_wrapper(
 
 def _room() -> tuple[int, bool]:
     """Return how much there is, 0 if that is not known, and whether it is short."""
-    residency = load(".memory.manager").tensorsManager._residency
+    manager = load(".memory.manager").tensorsManager
+    recorder = None if manager.promises is None else manager.promises.recorder
+    if recorder is not None:
+        return recorder.room()  # type: ignore[no-any-return]
+    residency = manager._residency
     ledger = None if residency is None else residency.books.ledgers.get(residency.books.main)
     return (0, False) if ledger is None else (ledger.limit_nbytes, residency.books.is_pressed)
 

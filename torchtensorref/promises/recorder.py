@@ -12,6 +12,7 @@ import torch
 from ..interception.operands import Operands
 from ..interception.read_alone import parts_of
 from ..memory.block import Block
+from ..memory.budget import Budget
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, ReadyWay
 from .record import BlockRecord, OpRecord, Record
@@ -20,10 +21,18 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Writes a `Record`; see `Promises`."""
+    """Writes a `Record`; see `Promises`.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    budget : Budget, optional
+        That of the device for which lists are divided.
+    """
+
+    def __init__(self, budget: Budget | None = None) -> None:
         self.record = Record()
+        self._budget = budget
+        self._alive_nbytes = self._most_nbytes = 0
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
         #: Tensors over them, with the versions that these had before they were first written.
@@ -201,7 +210,15 @@ class Recorder:
             self.record.blocks[number] = self._recorded(block, number)
             trace = self._traces[number] = _Trace(block, self._dead.append)
             trace.number = number
+            self._alive_nbytes += block.nbytes
+            self._most_nbytes = max(self._most_nbytes, self._alive_nbytes)
         return number
+
+    def room(self) -> tuple[int, bool]:
+        """Return how much there would be, 0 if that is not known, and whether it would be short."""
+        if self._budget is None:
+            return 0, False
+        return self._budget.limit_nbytes, self._most_nbytes > self._budget.high_nbytes
 
     def _recorded(self, block: Block, number: int) -> BlockRecord:
         name = self.names.get(block.block_id, "")
@@ -223,6 +240,7 @@ class Recorder:
         while self._dead:
             number = self._dead.popleft().number
             del self._traces[number]
+            self._alive_nbytes -= self.record.blocks[number].nbytes
             if self.record.ops:
                 self.record.ops[-1].deaths.append(number)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..memory.budget import Budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
 from .promising import promise_like, recording
@@ -22,10 +23,15 @@ __all__ = ["record_of"]
 
 
 def record_of(
-    call: Callable[..., Any], *args: Any, steps: int = 1, values: Any = None, **kwargs: Any
+    call: Callable[..., Any],
+    *args: Any,
+    steps: int = 1,
+    values: Any = None,
+    lists_for: Budget | None = None,
+    **kwargs: Any,
 ) -> Record:
-    """Write down what a program would do; see `forecast`."""
-    recorder, answers = Recorder(), Values(values)
+    """Write down what a program would do, its lists divided as under a budget; see `forecast`."""
+    recorder, answers = Recorder(lists_for), Values(values)
     modules = _modules_in(call, args, kwargs)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
     with _made_up_noted(answers), _as_before(modules), recording(recorder, answers):
