@@ -72,7 +72,7 @@ def main(chosen: argparse.Namespace) -> int:
     """Foretell what was asked for, and print it; see `torchtensorref forecast --help`."""
     from ..devices.registry import default_name, spec_of
     from ..promises.forecast import Forecast, check
-    from ..promises.recording import record_of
+    from ..promises.recording import budget_on, record_of
 
     if settings.device is None:  # nothing runs there, so nobody needs to hear which it is
         settings.device = default_name()
@@ -86,7 +86,8 @@ def main(chosen: argparse.Namespace) -> int:
     if chosen.plot:
         path_to_write(chosen.plot, "--plot")
     program = _program_of_model(chosen) if chosen.model else _program_of_script(chosen)
-    record = record_of(program, values="compute or zeros")
+    lists_for = budget_on(specs[0], chosen.budget)
+    record = record_of(program, values="compute or zeros", lists_for=lists_for)
     seen = [Forecast(record, spec, chosen.budget, chosen.strategy) for spec in specs]
     sys.stdout.write(table(seen, chosen.new_tokens if chosen.model else 0) + "\n")
     if len(seen) == 1:

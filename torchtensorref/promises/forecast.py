@@ -12,15 +12,14 @@ from ..base.option_parsers import path_to_write
 from ..base.text import Text, fitted
 from ..base.units import format_nbytes, format_ns
 from ..devices.registry import spec_of
-from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
 from ..memory.advice import HELPS_THE_HOST, bound_of, waits_for_management
-from ..memory.budget import read_budget, resolve_budget
+from ..memory.budget import read_budget
 from ..strategy.choice import make_strategy
 from .files import read, write
 from .kinds import kinds_of, most_alive
 from .record import BlockRecord, OpRecord, Record
-from .recording import record_of
+from .recording import budget_on, record_of
 from .replayer import Replayer, StepCost
 from .teaching import teach
 
@@ -360,7 +359,7 @@ def forecast(
         raise ConfigError(f"steps={steps!r}: a program is called once or more often.")
     spec = spec_of(device, host)
     check(budget, strategy)  # the program may take long
-    lists_for = resolve_budget(budget, SimDevice(spec, keeps_bytes=False))
+    lists_for = budget_on(spec, budget)
     record = record_of(call, *args, steps=steps, values=values, lists_for=lists_for, **kwargs)
     return Forecast(record, spec, budget, strategy)
 

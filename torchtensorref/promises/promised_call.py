@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,11 +50,11 @@ class PromisedCall:
         Who knows the cells, and keeps the graph.
     operands : Operands
         What takes part.
-    numbers : container of Block, optional
+    numbers : iterable of Block, optional
         Those of plain numbers, which a kernel on real tensors takes as they are.
     """
 
-    def __init__(self, promises: Any, operands: Operands, numbers: Container[Block] = ()) -> None:
+    def __init__(self, promises: Any, operands: Operands, numbers: Iterable[Block] = ()) -> None:
         self._promises = promises
         self._operands = operands
         self._numbers = {*numbers, *_numbers_in(operands)}

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..memory.budget import Budget
+from ..devices.sim.device import SimDevice
+from ..devices.sim.spec import DeviceSpec
+from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
 from .promising import promise_like, recording
@@ -20,6 +22,11 @@ from .recorder import Recorder
 from .values import Values
 
 __all__ = ["record_of"]
+
+
+def budget_on(spec: DeviceSpec, budget: Any) -> Budget:
+    """Return what a budget comes to on such a card."""
+    return resolve_budget(budget, SimDevice(spec, keeps_bytes=False))
 
 
 def record_of(
