@@ -12,6 +12,7 @@ import torchTensorRef
 from torchTensorRef.inject import hooks
 
 from ..support.differential import differences
+from ..support.promised import asked_on_both
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +140,7 @@ PROGRAMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_kernels_make_what_was_promised(program):
-    with torchTensorRef.disabled():
-        torch.manual_seed(3)
-        plain = program()
-    torch.manual_seed(3)
-    with torchTensorRef.promising():
-        ours = program()
+    plain, ours = asked_on_both(program)
     assert [one.stride() for one in ours] == [one.stride() for one in plain]
     for one in ours:
         one.fulfil()

@@ -18,6 +18,7 @@ from torchTensorRef.promises import graph
 
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
+from ..support.promised import asked_on_both
 
 COUNT = 200
 
@@ -30,12 +31,7 @@ def injected(manage):
 
 def on_both(program: Any) -> tuple[Any, Any]:
     """Run a program with plain torch and on promises, which are then fulfilled."""
-    with torchTensorRef.disabled():
-        torch.manual_seed(3)
-        plain = program()
-    torch.manual_seed(3)
-    with torchTensorRef.promising():
-        ours = program()
+    plain, ours = asked_on_both(program)
     for ref in ours:
         assert ref.proxyInfo.promised
         ref.fulfil()
