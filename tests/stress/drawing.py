@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+#: What the folders of programs are called.
+FOLDER = "soak-"
 #: From two tensors to whatever.
 Call = Callable[[torch.Tensor, torch.Tensor], Any]
 

@@ -1,12 +1,13 @@
 """Random programs on many threads for a long time, while everything that can be set is changed.
 
-`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts] [--device adapter|cuda]`
-from the root. Every program's result is compared with plain torch to the bit. The main thread runs
-programs, too, and SIGINTs come at random moments. After each round of a few seconds all must be as
-it was: no block, replica, event, byte on the device, file handle or thread more, and memory
-bounded. A simulated device is told of every operator; on the adapter for real accelerators, over
-the host, ready operators run in C++ without Python. On a real one the programs are those of
-`whole_numbers.py`.
+`python -m tests.stress.soak [--minutes 30] [--seed 0] [--no-interrupts] [--device KIND]`
+from the root, on two of a kind: `sim`, `adapter` or `late`; or on a real one, such as `cuda`. Every
+program's result is compared with plain torch to the bit. The main thread runs programs, too, and
+SIGINTs come at random moments. After each round of a few seconds all must be as it was: no block,
+replica, event, byte on the device, file handle or thread more, and memory bounded. A simulated
+device is told of every operator; on the adapter for real accelerators, over the host, ready
+operators run in C++ without Python; on `late` its copies happen as late as they may. On a real one
+the programs are those of `whole_numbers.py`, else those of `programs.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import random
 import reprlib
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -29,13 +29,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import nn
 
 import torchTensorRef
 from torchTensorRef import tensorsManager
@@ -44,13 +44,16 @@ from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.memory.ref import is_ref
+from torchTensorRef.middlewares import Middleware, NanGuard, Pin
 
+from ..support.device_double import LateDevice, LateModule
 from ..support.differential import differences
 from ..support.over_host import adapters
 from ..support.programs import Scatter
 from ..support.workspaces import give_up_workspaces
 from . import whole_numbers
-from .drawing import Call, pick, provoked
+from .drawing import FOLDER
+from .programs import PROGRAMS
 
 CAPACITY_NBYTES = 1 << 20
 #: Of a real accelerator: its kernels take tens of MiB in passing.
@@ -61,8 +64,12 @@ STRATEGIES = ("flow", "lru", "genoa", "venice", Scatter)
 #: What is done while programs run, and how often.
 CHANGES = (
     *("budget", "budget", "strategy", "device", "switch"),
-    *("fault", "check", "report", "home"),
+    *("fault", "check", "report", "home", "placement", "middleware"),
 )
+#: Where operators may run, where the strategy says.
+PLACEMENTS = ("accelerator", "hybrid")
+#: What looks on, and holds what it sees.
+MIDDLEWARES: tuple[Callable[[], Middleware], ...] = (NanGuard, partial(Pin, "*"))
 #: Of what a real accelerator holds: the last copies keep what they copied until the next ones.
 LAST_COPIES_NBYTES = 1 << 20
 #: How soon Python lets another thread run; 5 ms is its own.
@@ -78,141 +85,8 @@ REAL_GROWTH_NBYTES = 1 << 30
 WARM_UP_ROUNDS = 2
 #: What is still there after so many looks, a second apart, is a leak.
 LOOKS = 10
-#: What the folders of programs are called.
-FOLDER = "soak-"
 #: Kinds of objects that must not pile up.
 COUNTED = ("Block", "Replica", "TensorRef", "Exposure", "SimEvent", "UntypedStorage")
-
-# -- programs -------------------------------------------------------------------------------------
-# Each is a function of a generator of its own: threads share torch's.
-
-
-def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Draw a tensor."""
-    return torch.rand(*shape, generator=generator)
-
-
-def drawn_weights(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Draw the weights of a module, which come from the generator that all threads share."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.uniform_(-0.3, 0.3, generator=generator)
-    return module
-
-
-def scattered(generator: torch.Generator) -> Any:
-    """Views, writes through views, aliases, copies that share, blocks that die, noise."""
-    tensors = [draw(generator, 24, 24) for _ in range(5)]
-    for _ in range(12):
-        i, j = pick(generator, 5), pick(generator, 5)
-        x, y = tensors[i], tensors[j]
-        kind = pick(generator, 10)
-        if kind == 0:
-            x.t()[1:9].mul_(0.5).add_(y[:8].sin())
-        elif kind == 1:
-            tensors[i] = x.clone()
-            tensors[i][::2] += 1
-        elif kind == 2:
-            tensors[i] = (x @ y.t()).tanh()
-        elif kind == 3:
-            x.view(-1)[::3] = y.view(-1)[:192]
-        elif kind == 4:
-            values, order = x.sort(dim=1)
-            tensors[i] = values.flip(0) + order.to(torch.float32) * 1e-3
-        elif kind == 5:
-            tensors[i] = torch.cat([x[:12], y[12:]])
-        elif kind == 6:
-            x[x > y] = 0.25
-        elif kind == 7:
-            tensors[i] = x * torch.empty_like(y).bernoulli_(0.5, generator=generator)
-        elif kind == 8:
-            x.uniform_(generator=generator)
-        else:
-            tensors[i] = x.detach().unflatten(1, (4, 6)).transpose(0, 1).reshape(24, 24)
-    return tensors
-
-
-def trained(generator: torch.Generator) -> Any:
-    """Some steps of training; the optimizer is one of four."""
-    model = nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 10)
-    )
-    drawn_weights(model, generator)
-    kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-    optimizer = kinds[pick(generator, 4)](model.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = nn.functional.mse_loss(model(draw(generator, 3, 2, 6, 6)), draw(generator, 3, 10))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return [loss.detach(), *(p.detach() for p in model.parameters()), *model.buffers()]
-
-
-def decoded(generator: torch.Generator) -> Any:
-    """Attention with keys and values that grow, as a language model writes."""
-    weights = [draw(generator, 32, 96) - 0.5, draw(generator, 32, 32), draw(generator, 40, 32)]
-    keys, values = torch.empty(1, 4, 0, 8), torch.empty(1, 4, 0, 8)
-    token, seen = torch.tensor([[pick(generator, 40)]]), []
-    with torch.no_grad():
-        for _ in range(6):
-            x = nn.functional.embedding(token, weights[2])
-            q, k, v = (x @ weights[0]).view(1, -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
-            keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
-            y = nn.functional.scaled_dot_product_attention(q, keys, values)
-            scores = nn.functional.linear(y.transpose(1, 2).flatten(2) @ weights[1], weights[2])
-            token = scores.argmax(-1)
-            seen.append(token.item())
-    return [seen, keys, values, scores]
-
-
-def exposed(generator: torch.Generator) -> Any:
-    """Arrays that share memory, written on both sides; a view that outlives them."""
-    x = draw(generator, 16, 16)
-    array = x.numpy()
-    array[2] = 5
-    x.add_(1)
-    y = torch.from_numpy(array.copy())
-    part = torch.from_dlpack(x)[3:7]
-    part.mul_(2)
-    del array
-    return [x, y @ x, part, x.tolist()[0][0]]
-
-
-def saved(generator: torch.Generator) -> Any:
-    """Written to a file and read again."""
-    model = drawn_weights(nn.LSTM(8, 16, batch_first=True), generator)
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
-        path = os.path.join(folder, "weights.pt")
-        torch.save(model.state_dict(), path)
-        other = nn.LSTM(8, 16, batch_first=True)
-        other.load_state_dict(torch.load(path, mmap=bool(pick(generator, 2))))
-        result, (hidden, cell) = other(draw(generator, 2, 5, 8))
-        return [x.detach() for x in (result, hidden, cell)]
-
-
-def failed(generator: torch.Generator) -> Any:
-    """Operators that cannot run, in between some that can; what was there stays."""
-    wrong: tuple[Call, ...] = (
-        lambda x, y: x @ y,
-        lambda x, y: x.view(5, 5),
-        lambda x, y: torch.cat([x, y.t()]),
-        lambda x, y: x[99],
-        lambda x, y: x.bernoulli_(2.0),
-    )
-    x, y = draw(generator, 8, 9), draw(generator, 8, 9)
-    return provoked(wrong, lambda x, y: x * 1.5 - y, x, y)
-
-
-PROGRAMS: list[Callable[[torch.Generator], Any]] = [
-    scattered,
-    scattered,
-    trained,
-    decoded,
-    exposed,
-    saved,
-    failed,
-]
 
 # -- one round ------------------------------------------------------------------------------------
 
@@ -236,7 +110,7 @@ def work(number: int, until: float, tally: Tally) -> None:
     torch.set_num_threads(1)  # each thread has its own number of helpers
     chance = random.Random(number)
     while time.perf_counter() < until and not tally.wrong:
-        program, seed = chance.choice(PROGRAMS), chance.getrandbits(32)
+        program, seed = chance.choice(programs), chance.getrandbits(32)
         with torchTensorRef.disabled():
             plain = program(torch.Generator().manual_seed(seed))
         try:
@@ -274,6 +148,13 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
         sys.setswitchinterval(chance.choice(SWITCH_INTERVALS_S))
     elif kind == "budget":
         tensorsManager.budget = int(chance.choice(BUDGETS) * capacity_nbytes())
+    elif kind == "placement":
+        tensorsManager.placement = chance.choice(PLACEMENTS)
+    elif kind == "middleware":
+        if tensorsManager.middlewares:
+            tensorsManager.middlewares.pop()
+        else:
+            tensorsManager.middlewares.append(chance.choice(MIDDLEWARES)())
     elif kind == "strategy":
         tensorsManager.strategy = chance.choice(STRATEGIES)
     elif kind == "fault":
@@ -291,6 +172,8 @@ def unsettle(chance: random.Random, tally: Tally) -> None:
         tensorsManager.bring_all_home()
 
 
+#: What is run.
+programs: list[Callable[[torch.Generator], Any]] = []
 #: What is used, one of them or both.
 devices: list[Any] = []
 
@@ -361,7 +244,7 @@ class Interrupts:
 
 def run_interrupted(chance: random.Random, interrupts: Interrupts, tally: Tally) -> None:
     """Run a program that is interrupted, perhaps, and again, and compare with plain torch."""
-    program, seed = chance.choice(PROGRAMS), chance.getrandbits(32)
+    program, seed = chance.choice(programs), chance.getrandbits(32)
     with torchTensorRef.disabled():
         plain = program(torch.Generator().manual_seed(seed))
     if interrupts.during(lambda: program(torch.Generator().manual_seed(seed))):
@@ -514,6 +397,14 @@ def simulated() -> list[SimDevice]:
     ]
 
 
+def late(seed: int) -> list[LateDevice]:
+    """Make two over the double whose copies happen as late as they may."""
+    made = [LateDevice(LateModule(CAPACITY_NBYTES, seed=seed + n), n) for n in range(2)]
+    for device in made:
+        device.has_host_kernels = True  # it is the host: blocks keep its bits
+    return made
+
+
 def prepare(seed: int, kind: str) -> random.Random:
     """Set the runtime up on small accelerators."""
     faulthandler.enable()
@@ -522,9 +413,11 @@ def prepare(seed: int, kind: str) -> random.Random:
         devices[:] = simulated()
     elif kind == "adapter":
         devices[:] = adapters(2, CAPACITY_NBYTES)
+    elif kind == "late":
+        devices[:] = late(seed)
     else:
         devices[:] = [registry.resolve(kind)]
-        PROGRAMS[:] = whole_numbers.PROGRAMS
+    programs[:] = whole_numbers.PROGRAMS if is_real(devices[0]) else PROGRAMS
     tensorsManager.device = devices[0]
     tensorsManager.budget = capacity_nbytes()
     tensorsManager.reset_stats()
@@ -581,7 +474,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interrupts", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--device", default="sim", help="sim, adapter, or a real one, such as cuda")
+    parser.add_argument(
+        "--device", default="sim", help="sim, adapter, late, or a real one, as cuda"
+    )
     options = parser.parse_args()
     with Interrupts(options.seed) if options.interrupts else nullcontext() as interrupts:
         tally, has_looked, grown_nbytes = soak(
