@@ -6,26 +6,20 @@ A part of the lines in each run of the tests; `INTERRUPT_EVERY_LINE` tries all, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from torchTensorRef import LostError, disabled, promising, tensorsManager
-from torchTensorRef.base.activation import watch
+from torchTensorRef import LostError, disabled, promising
 from torchTensorRef.inject import hooks
 
 from ..support.differential import differences
-from ..support.interrupting import PACKAGE, Place, interrupt, lines_of, no_memory, sent
+from ..support.interrupting import interrupt, lines_of
+from ..support.promised import ERRORS, EVERY_LINE, assert_all_is_as_ever, at, sample_of
 
 dropout = torch.nn.functional.dropout
-
-EVERY_LINE = bool(os.environ.get("INTERRUPT_EVERY_LINE"))
-#: Of the places that a program passes, how many are tried in a usual run.
-SAMPLE = 40
-ERRORS = {"sent by a thread": sent, "no memory": no_memory}
 
 
 @pytest.fixture(autouse=True)
@@ -34,43 +28,6 @@ def injected(manage: Any) -> Iterator[None]:
     manage("lru", nbytes=200 << 10)
     with hooks.is_disabled.entered(False):
         yield
-
-
-def sample_of(places: list[Place], first: int) -> list[Place]:
-    """Return every place, or so many of them, beginning elsewhere for each case."""
-    step = 1 if EVERY_LINE else max(1, len(places) // SAMPLE)
-    return places[first % step :: step]
-
-
-def at(place: Place) -> str:
-    """Say where a place is."""
-    return f"at {place[0].removeprefix(PACKAGE)}:{place[1]} {place[2]}"
-
-
-def plain_program() -> list[Any]:
-    """What nobody has interrupted, with random numbers and in place."""
-    torch.manual_seed(5)
-    x = torch.rand(64, 64)
-    y = x.clone()
-    y.add_(1)
-    torch.manual_seed(7)
-    return [x, y, dropout(y @ x), torch.randn(3)]
-
-
-def assert_all_is_as_ever(place: Place) -> None:
-    """Nothing is open, held or wrong: the next program is plain torch's."""
-    with disabled():
-        expected = plain_program()
-    ours = plain_program()
-    assert differences(expected, ours) == [], at(place)
-    assert not [x for x in ours if x._ttr_block.promise is not None], at(place)
-    assert not watch.on, at(place)
-    assert tensorsManager.violations() == [], at(place)
-    holds = tensorsManager.residency.holds
-    assert not {**holds.pins_by_thread, **holds.announced, **holds.in_flight}, at(place)
-
-
-# -- fulfil() -------------------------------------------------------------------------------------
 
 
 def writes(x: Any) -> list[Any]:
