@@ -6,6 +6,7 @@ A part of the lines in each run of the tests; `INTERRUPT_EVERY_LINE` tries all, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import disabled, middlewares, promising, tensorsManager
 from torchTensorRef.base.activation import is_disabled, making
+from torchTensorRef.base.errors import StrategyError
 from torchTensorRef.inject import hooks
 from torchTensorRef.promises.promising import promises
 
@@ -133,7 +135,8 @@ def test_after_an_error_at_any_line_of_a_scope_all_is_as_before(run, error):
     places = lines_of(lambda: run(program))
     before, version = program.state(), program.x._version
     for place in sample_of(places, len(run.__name__ + error)):
-        interrupt(lambda: run(program), ERRORS[error], place)
+        with contextlib.suppress(StrategyError):  # it says that it had no memory
+            interrupt(lambda: run(program), ERRORS[error], place)
         assert program.state() == before, at(place)
         # What is interrupted counts as written, as outside of all scopes.
         assert program.x._version - version in (0, 1), at(place)
