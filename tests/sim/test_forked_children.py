@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+import torchTensorRef
+from torchTensorRef.base.activation import is_disabled, watch
+
 CHILDREN = 8
 PATIENCE_S = 30.0
 
@@ -58,3 +61,38 @@ def test_it_reads_what_other_threads_were_using(manage, strategy):
         is_over.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_scopes_of_other_threads_are_over_there(manager):
+    x = manager.adopt(torch.ones(4))
+    is_begun, is_over = threading.Event(), threading.Event()
+
+    def promise() -> None:
+        with (
+            torchTensorRef.promising(),
+            manager.middlewares.scoped(torchTensorRef.middlewares.Pin("x"), all_threads=True),
+        ):
+            is_begun.set()
+            is_over.wait()
+
+    def is_right() -> bool:
+        seen = watch.on, manager.middlewares.here(), (x + 1).tolist(), is_disabled.get()
+        return seen == (False, (), [2, 2, 2, 2], True)
+
+    thread = threading.Thread(target=promise)
+    thread.start()
+    try:
+        is_begun.wait()
+        with torchTensorRef.disabled():
+            pid = os.fork()
+            if not pid:
+                try:
+                    os._exit(0 if is_right() else 3)
+                except BaseException:
+                    os._exit(4)
+        assert ended(pid) == 0
+    finally:
+        is_over.set()
+        thread.join()
+    assert not watch.on

@@ -51,10 +51,12 @@ def cannot_raise(code: CodeType) -> frozenset[int]:
 
     Blocks of `with` end there by themselves, or by `return`, before `__exit__` is called: Python
     looks for signals, and for what other threads send, after calls, and `__exit__` of a lock is C.
-    And a line such as `try:` does nothing.
+    And a line such as `try:` does nothing, nor does a generator where it is left at a `yield`, and
+    a block of `with` begins as soon as `__enter__` returns.
     """
     found = list(dis.get_instructions(code))
-    ends = {one.offset for one in found if one.opname == "NOP"}
+    left = {"NOP", "YIELD_VALUE", *["RETURN_VALUE"] * (code.co_name == "__enter__")}
+    ends = {one.offset for one in found if one.opname in left}
     for before, *nones in zip([found[0], *found], found, found[1:], found[2:], strict=False):
         if all(one.opname == "LOAD_CONST" and one.argval is None for one in nones):
             ends.add(nones[0].offset)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from . import forking
@@ -55,9 +55,9 @@ class Watch:
     ) -> None:
         """Note what one of those who may look on wants, in the place of what he has wanted."""
         with self._lock:
-            self._wanted.pop(who, None)
-            if wanted:
-                self._wanted[who] = (takes_apart, is_slow)
+            left = {name: what for name, what in self._wanted.items() if name != who}
+            # In one step, or an error could come when it is not there that somebody else looks on.
+            self._wanted = {**left, who: (takes_apart, is_slow)} if wanted else left
             self.takes_apart = any(apart for apart, _ in self._wanted.values())
             self.is_slow = any(slow for _, slow in self._wanted.values())
             self.on = bool(self._wanted)
@@ -68,8 +68,7 @@ class Watch:
 watch = Watch()
 
 
-@contextmanager
-def disabled() -> Iterator[None]:
+def disabled() -> AbstractContextManager[None]:
     """Leave everything plain inside: what torch makes there stays a plain tensor.
 
     Notes
@@ -77,5 +76,4 @@ def disabled() -> Iterator[None]:
     Holds for the current thread or task, and for tasks that are begun inside, until it ends.
     TensorRefs met inside still work, and operators on them give TensorRefs. Scopes nest.
     """
-    with is_disabled.entered(True):
-        yield
+    return is_disabled.entered(True)

@@ -11,7 +11,7 @@ from typing import Any
 from . import forking
 from .activation import watch
 from .errors import ConfigError, nearest
-from .scopes import Scopes
+from .scopes import Scopes, surely
 
 __all__ = ["Middleware", "Middlewares"]
 
@@ -35,6 +35,8 @@ class Middleware:
 
 #: Those of the scopes that this thread or task is in.
 _scoped: Scopes[tuple[Any, ...]] = Scopes("torchTensorRef.middlewares", ())
+#: Those of the scopes that are for the operators of all threads.
+_scoped_for_all: Scopes[tuple[Any, ...]] = Scopes("torchTensorRef.middlewares of all", ())
 
 
 class Middlewares(MutableSequence[Any]):
@@ -45,12 +47,19 @@ class Middlewares(MutableSequence[Any]):
 
     def __init__(self) -> None:
         self._of_all: tuple[Any, ...] = ()
-        self._scope_count = 0
         self._lock = forking.RLock()
+        forking.in_child.add(self)
+
+    def begin_in_child(self, *, was_held: bool) -> None:
+        """Leave the scopes of other threads in a forked child."""
+        _scoped.leave_others()
+        _scoped_for_all.leave_others()
+        self._settle()
 
     def here(self) -> tuple[Any, ...]:
         """Return those that see an operator of this thread, in their order."""
-        return (*self._of_all, *chain.from_iterable(_scoped.all()))
+        scopes = (*_scoped_for_all.everywhere(), *_scoped.all())
+        return (*self._of_all, *chain.from_iterable(scopes))
 
     @contextmanager
     def scoped(self, *middlewares: Any, all_threads: bool = False) -> Iterator[None]:
@@ -71,30 +80,28 @@ class Middlewares(MutableSequence[Any]):
         """
         for one in middlewares:
             _check(one)
-        if all_threads:
-            self.extend(middlewares)
-            try:
-                yield
-            finally:
-                for one in middlewares:
-                    self.remove(one)
-            return
-        with ExitStack() as ends:
-            for one in reversed(middlewares):
-                ends.callback(_leave, one)
-            self._enter(1)
-            ends.callback(self._enter, -1)
-            ends.enter_context(_scoped.entered(middlewares))
+        scopes, staying = _scoped_for_all if all_threads else _scoped, list(middlewares)
+        with surely(lambda: self._let_go(staying)), scopes.entered(middlewares):
+            self._settle()
             yield
 
-    def _enter(self, change: int) -> None:
-        with self._lock:
-            self._scope_count += change
-            self._settle()
-
     def _settle(self) -> None:
-        wanted = bool(self._of_all) or self._scope_count > 0
-        watch.want("middlewares", wanted, takes_apart=True)
+        with self._lock:
+            is_scoped = bool(_scoped.everywhere() or _scoped_for_all.everywhere())
+            watch.want("middlewares", bool(self._of_all) or is_scoped, takes_apart=True)
+
+    def _let_go(self, staying: list[Any]) -> None:
+        """Have those leave, and be no longer in what is given, that are not on the list."""
+        self._settle()
+
+        def let_go(one: Any) -> None:
+            if hasattr(one, "leave") and not any(one is other for other in self._of_all):
+                one.leave()
+            staying[:] = [other for other in staying if other is not one]
+
+        with ExitStack() as ends:  # what one raises keeps no other from leaving
+            for one in reversed(staying):
+                ends.callback(let_go, one)
 
     # -- as a list ------------------------------------------------------------------------------
 
@@ -133,22 +140,15 @@ class Middlewares(MutableSequence[Any]):
         wanted = tuple(wanted)
         for one in wanted:
             _check(one)
-        before, self._of_all = self._of_all, wanted
-        self._settle()
-        for one in before:
-            if not any(one is other for other in wanted):
-                _leave(one)
+        staying = list(self._of_all)
+        with surely(lambda: self._let_go(staying)):
+            self._of_all = wanted
 
     def __len__(self) -> int:
         return len(self._of_all)
 
     def __repr__(self) -> str:
         return f"<Middlewares {list(self._of_all)!r}>"
-
-
-def _leave(middleware: Any) -> None:
-    if hasattr(middleware, "leave"):
-        middleware.leave()
 
 
 def _check(middleware: object) -> None:

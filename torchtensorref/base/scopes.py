@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class _Scope(Generic[T]):
-    def __init__(self, value: T) -> None:
+class _End(property):
+    """Gives a scope what ends it: a lock's own method, in C, which no error keeps from its end."""
+
+    def __call__(self, scope: _Scope[Any], *error: Any) -> None:
+        """End it as `ExitStack` does, which takes this from the class."""
+        scope.lock.__exit__(*error)
+
+
+class _Scope(ContextDecorator, Generic[T]):
+    def __init__(self, scopes: Scopes[T], value: T) -> None:
         self.value = value
-        self.is_over = False
+        #: Taken while it is open.
+        self.lock = threading.Lock()
+        self.ident = threading.get_ident()
+        self._scopes = scopes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or not begun."""
+        return not self.lock.locked()
+
+    def __enter__(self) -> None:
+        try:
+            self.lock.acquire()
+            self._scopes.begin(self)
+        except BaseException:
+            self.lock.acquire(blocking=False)
+            self.lock.release()
+            raise
+
+    __exit__ = _End(attrgetter("lock.__exit__"))
+
+    def _recreate_cm(self) -> _Scope[T]:
+        return _Scope(self._scopes, self.value)
 
 
 class Scopes(Generic[T]):
@@ -38,6 +70,8 @@ class Scopes(Generic[T]):
     def __init__(self, name: str, default: T) -> None:
         self._default = default
         self._entered: ContextVar[tuple[_Scope[T], ...]] = ContextVar(name, default=())
+        #: Those of all threads, by their ids; one that is over may be left for a while.
+        self._of_all: dict[int, _Scope[T]] = {}
 
     def get(self) -> T:
         """Return the value of the innermost scope; the default outside of all."""
@@ -50,16 +84,43 @@ class Scopes(Generic[T]):
         """Return the values of all scopes that this thread or task is in, outermost first."""
         return tuple(scope.value for scope in self._entered.get() if not scope.is_over)
 
-    @contextmanager
-    def entered(self, value: T) -> Iterator[None]:
+    def everywhere(self) -> list[T]:
+        """Return the values of the scopes that any thread is in."""
+        self._forget_ended()
+        return [scope.value for scope in list(self._of_all.values())]
+
+    def leave_others(self) -> None:
+        """Forget the scopes of other threads, in a forked child: nobody ends them there."""
+        me = threading.get_ident()
+        self._of_all = {key: scope for key, scope in self._of_all.items() if scope.ident == me}
+
+    def entered(self, value: T) -> AbstractContextManager[None]:
         """Have a value hold inside."""
-        scope = _Scope(value)
-        self._entered.set((*self._without_ended(), scope))
+        return _Scope(self, value)
+
+    def begin(self, scope: _Scope[T]) -> None:
+        """Let one hold that is open from now on."""
+        self._forget_ended()
+        self._of_all[id(scope)] = scope
+        self._entered.set((*self._entered.get(), scope))
+
+    def _forget_ended(self) -> None:
+        for scope in list(self._of_all.values()):
+            if scope.is_over:
+                self._of_all.pop(id(scope), None)
+        entered = self._entered.get()
+        if any(scope.is_over for scope in entered):
+            self._entered.set(tuple(scope for scope in entered if not scope.is_over))
+
+
+@contextmanager
+def surely(end: Callable[[], None]) -> Iterator[None]:
+    """Have something done at the end that can be done twice: an error may come halfway."""
+    try:
         try:
             yield
         finally:
-            scope.is_over = True
-            self._entered.set(self._without_ended())
-
-    def _without_ended(self) -> tuple[_Scope[T], ...]:
-        return tuple(scope for scope in self._entered.get() if not scope.is_over)
+            end()
+    except BaseException:
+        end()
+        raise

@@ -105,9 +105,13 @@ def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     tensorsManager.doubt()
     listeners.deliver_beside(error)
     plan = getattr(op, "_ttr_plan", None)
-    if plan is None or (isinstance(error, _OF_KERNELS) and not isinstance(error, _AFTER_WRITING)):
-        return
-    note_written(plan.of_call(args, kwargs), args, kwargs)
+    if plan is not None and may_have_written(error):
+        note_written(plan.of_call(args, kwargs), args, kwargs)
+
+
+def may_have_written(error: BaseException) -> bool:
+    """Whether an operator that ends in an error may have written: kernels refuse before they do."""
+    return not isinstance(error, _OF_KERNELS) or isinstance(error, _AFTER_WRITING)
 
 
 def take_usual_path(

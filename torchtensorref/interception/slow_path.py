@@ -130,17 +130,18 @@ class SlowPath:
             # First: an exception may come when part of the operands has been written.
             commit(staged)
             try:
-                out = run_kernel(staged)
-                staged.has_run()
-                operands.has_written = bool(operands.written)
+                try:
+                    out = run_kernel(staged)
+                    staged.has_run()
+                    operands.has_written = bool(operands.written)
+                finally:
+                    count_versions(operands)
+                    confirm(staged)
+                after_kernel(staged, out, check, timing)
+                return wrap(out, staged, born)
             except BaseException:
                 staged.take_back_sizes()
                 raise
-            finally:
-                count_versions(operands)
-                confirm(staged)
-            after_kernel(staged, out, check, timing)
-            return wrap(out, staged, born)
 
 
 # -- phases 4 and 5: commit, run ----------------------------------------------------------------

@@ -113,7 +113,7 @@ class Staged:
             self.overwritten = None
 
     def take_back_sizes(self) -> None:
-        """Give what a kernel has resized before it raised (`out=`) the bytes that it had."""
+        """Give what a kernel has resized (`out=`) the bytes that it had: an error came."""
         for ref in self.operands.refs:
             if ref._ttr_block in self.operands.written:
                 storage = self.plain_of[id(ref)].untyped_storage()

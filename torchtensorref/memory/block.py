@@ -335,28 +335,35 @@ class Block(core.BlockBase):  # type: ignore[misc]
 
     def share_with(self, other: Block) -> None:
         """Make `other` a copy of this block that costs nothing until one of them is written."""
-        # In this order: whatever comes in between, nobody writes what another one has.
+        # In this order: whatever comes in between, nobody writes what another one has, and it can
+        # be done again.
         self.ready = other.ready = None
         self.owned = other.owned = False
         sharers = [weakref.ref(self)] if self.sharers is None else self.sharers
         for replica in self.replicas.values():
             replica.holders = sharers
         self.sharers = sharers
-        other.replicas = self.replicas
-        other.sharers = sharers
-        is_back = other.left and other.left <= _numbers_of(self.replicas)
-        if is_back:  # the oldest again: views that are kept are its
+        if not any(reference() is other for reference in sharers):
+            sharers.append(weakref.ref(other))
+        if other.sharers is not sharers or other.replicas is not self.replicas:
+            other.move_to(self.replicas, sharers)
+        if other.left and other.left <= _numbers_of(self.replicas):
+            # The oldest again: views that are kept are its.
+            others = [reference for reference in sharers if reference() is not other]
+            sharers[:] = [weakref.ref(other), *others]
             other.left = _NOTHING_LEFT
-        sharers.insert(0 if is_back else len(sharers), weakref.ref(other))
 
     def move_to(self, replicas: dict[Device, Replica], sharers: list[weakref.ref[Block]]) -> None:
         """Leave the sharers for replicas that hold the same bytes, alone or with others."""
         before = self.sharers
         if self.owner is self:
             self.left |= _numbers_of(self.replicas)
+        if len(sharers) > 1:  # first: it does not take for its own what others have, too
+            self.sharers = sharers
         self.replicas = replicas
-        self.sharers = sharers if len(sharers) > 1 else None
-        if before is not None:
+        if len(sharers) <= 1:
+            self.sharers = None
+        if before is not None and before is not sharers:
             before[:] = [reference for reference in before if reference() is not self]
 
     def __repr__(self) -> str:

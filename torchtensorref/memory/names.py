@@ -42,7 +42,7 @@ class Names:
         )
         self._paths: dict[int, str] = {}
         #: What has been made, and the names of what they keep for each parameter.
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._of_states: dict[int, str] = {}
         #: When one may look for a name that was not there: looking takes its time.
         self._again_s = 0.0
@@ -61,7 +61,7 @@ class Names:
 
     def note_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer, whose state is made later."""
-        self._optimizers.add(optimizer)
+        self._optimizers[id(optimizer)] = optimizer
 
     def of_block(self, block_id: int) -> str:
         """Return the name of a block: that of its tensor in a module, else ``b7``."""
@@ -116,7 +116,7 @@ class Names:
             found: dict[str, list[tuple[str, int]]] = {}
             paths: dict[int, str] = {}
             for model, root in roots:
-                for path, module in root.named_modules():
+                for path, module in _modules_in(root):
                     self._of_modules[id(module)] = module
                     paths.setdefault(id(module), path)
                     for name, block_id in _blocks_of(module):
@@ -126,7 +126,7 @@ class Names:
             self._of_blocks = _unique(found)
             self._of_states = {
                 block_id: f"{self._of_blocks.get(of, f'b{of}')}: {name}"
-                for optimizer in list(self._optimizers)
+                for optimizer in _alive(self._optimizers)
                 for of, name, block_id in _states_of(optimizer)
             }
         now_s = time.monotonic()
@@ -134,7 +134,7 @@ class Names:
 
     def _roots(self) -> list[tuple[str, nn.Module]]:
         """The noted modules that are in no other noted one, with names that tell them apart."""
-        noted = list(self._modules.values())
+        noted = _alive(self._modules)
         inner = {id(child) for module in noted for child in list(module._modules.values())}
         roots = [module for module in noted if id(module) not in inner]
         names: dict[str, int] = {}
@@ -144,6 +144,28 @@ class Names:
             names[kind] = names.get(kind, 0) + 1
             told.append((kind if names[kind] == 1 else f"{kind}#{names[kind]}", root))
         return told
+
+
+def _alive(noted: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
+    """Return what is there; all at once, since other threads note more meanwhile."""
+    return [one for reference in noted.valuerefs() if (one := reference()) is not None]
+
+
+def _modules_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield as `named_modules` does, also while other threads put modules into one another."""
+    waiting, seen = [("", root)], set[nn.Module]()
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        inner = [(f"{path}.{name}" if path else name, child) for name, child in _children(module)]
+        waiting += reversed(inner)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in list(module._modules.items()) if child is not None]
 
 
 def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:

@@ -74,6 +74,9 @@ class Sharing:
         for mover in movers:
             self._books.parts.forget(mover)
             mover.move_to(replicas, copied.holders)
+        if block is sharers[0] and block.sharers is not None:
+            # Also who has been kept from becoming one (`Block.share_with`).
+            block.sharers[:] = [weakref.ref(block)]
         _ = block.is_shared
 
     def _wait_for_readers(self, block: Block) -> None:

@@ -7,28 +7,23 @@ goes on from where the generator was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ..base import forking
 from ..base.activation import when_drawn, when_seeded
+from ..base.scopes import Scopes
 
 #: Whether we draw, or look, ourselves.
-_is_ours: ContextVar[bool] = ContextVar("torchTensorRef.drawing", default=False)
+_is_ours: Scopes[bool] = Scopes("torchTensorRef.drawing", False)
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
+def drawing() -> AbstractContextManager[None]:
     """Draw from generators inside without having drawn what waits."""
-    token = _is_ours.set(True)
-    try:
-        yield
-    finally:
-        _is_ours.reset(token)
+    return _is_ours.entered(True)
 
 
 def generator_of(arguments: Iterable[Any]) -> torch.Generator:
@@ -47,6 +42,8 @@ class Draws:
         self._seen: torch.Tensor | None = self._now
         #: The `Node` that draws last.
         self.last: Any = None
+        #: Who has begun to draw last, and the state from which: it draws the same again.
+        self._begun: tuple[Any, torch.Tensor] = (None, self._now)
 
     def leave(self) -> None:
         """Let the generator go its own way from now on: somebody sets it."""
@@ -56,19 +53,28 @@ class Draws:
         """Whether somebody else has drawn from the generator, or set it."""
         return self._seen is None or not torch.equal(self._generator.get_state(), self._seen)
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that draws the numbers which come next."""
+    def run(self, call: Callable[[], Any], who: Any) -> Any:
+        """Run an operator that draws the numbers which come next; the same ones if it runs again.
+
+        Whatever comes in between, the generator is where it was for everybody else, or after them.
+        """
         is_left = self.is_left()
         after = self._generator.get_state()
-        self._generator.set_state(self._now)
+        if self._begun[0] != who:
+            self._begun = (who, self._now)
         try:
-            result = call()
-            self._now = self._generator.get_state()
-            if not is_left:
-                self._seen = after = self._now
-            return result
-        finally:
+            try:
+                self._generator.set_state(self._begun[1])
+                result = call()
+                self._now = self._generator.get_state()
+                if not is_left:
+                    self._seen = after = self._now
+            finally:
+                self._generator.set_state(after)
+        except BaseException:  # which may have come on the last line
             self._generator.set_state(after)
+            raise
+        return result
 
 
 def _key(generator: torch.Generator) -> int:
@@ -113,6 +119,13 @@ class PromisedDraws:
                 is_left = draws.is_left()
             if not is_left and self._draw is not None:
                 self._draw(draws.last)
+
+    def leave_lost(self, is_lost: Callable[[Any], bool]) -> None:
+        """Let generators go their own way whose last node never gets its numbers."""
+        for key, draws in list(self._of.items()):
+            if is_lost(draws.last):
+                draws.leave()
+                self._of.pop(key, None)
 
     def _leave(self, generator: torch.Generator) -> None:
         draws = None if _is_ours.get() else self._of.pop(_key(generator), None)

@@ -16,13 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.errors import InvariantError
+from ..base.errors import InvariantError, LostError
 from ..devices.storages import empty_bytes, storage_of
+from ..interception.entry import may_have_written
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
-from .draws import Draws
+from .draws import Draws, drawing
 
-__all__ = ["Cell", "Node", "Operand", "lacks_values", "nodes_before", "used_by"]
+__all__ = [
+    "Cell",
+    "Node",
+    "Operand",
+    "fulfil_all",
+    "is_lost",
+    "lacks_values",
+    "nodes_before",
+    "used_by",
+]
 
 _numbers = itertools.count(1)
 
@@ -163,6 +173,7 @@ class Node:
         "checks",
         "deps",
         "draws",
+        "has_begun",
         "is_done",
         "kwargs",
         "name",
@@ -187,7 +198,9 @@ class Node:
         draws: Draws | None = None,
     ) -> None:
         self.number = next(_numbers)
-        self.name, self.where, self.run = name, where, run
+        self.name, self.where = name, where
+        #: None once it has run.
+        self.run: Callable[..., Any] | None = run
         self.args, self.kwargs = args, kwargs
         self.uses, self.writes = list(uses), {cell: _layout_of(cell) for cell in writes}
         self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
@@ -198,6 +211,8 @@ class Node:
                 self.deps.append(draws.last)
             draws.last = self
         self.is_done = False
+        #: It writes, and may have written: once more would be twice.
+        self.has_begun = False
         #: Operators that look at its results and make none: they run with it, and may refuse.
         self.checks: list[Node] = []
         if self.deps and not (self.writes or births):
@@ -210,7 +225,30 @@ class Node:
             cell.writer = self
 
     def fulfil(self) -> None:
-        """Run it for real; what it uses has its bytes."""
+        """Run it for real; what it uses has its bytes.
+
+        Raises
+        ------
+        LostError
+            It writes, and an error has come halfway: what it writes is neither old nor new.
+        """
+        if self.run is not None:
+            self._execute(self.run)
+        for check in self.checks:
+            if not check.is_done:
+                check.fulfil()
+        self.is_done = True
+        self.checks.clear()
+        self.deps.clear()
+        self.uses.clear()
+        self.writes.clear()
+
+    def _execute(self, run: Callable[..., Any]) -> None:
+        if self.has_begun:
+            raise LostError(
+                f"{self.name} at {self.where} was promised and writes, and an error came while it "
+                "ran: what it has written is lost. Make again what is promised of it."
+            )
         operands: list[tuple[Cell, Any]] = []
 
         def real_of(value: Any) -> Any:
@@ -220,10 +258,15 @@ class Node:
             return operands[-1][1]
 
         args, kwargs = tree_map(real_of, (self.args, self.kwargs))
-        if self.draws is None:
-            real = self.run(*args, **kwargs)
-        else:
-            real = self.draws.run(lambda: self.run(*args, **kwargs))
+        self.has_begun = bool(self.writes)
+        try:
+            if self.draws is None:
+                real = run(*args, **kwargs)
+            else:
+                real = self.draws.run(lambda: run(*args, **kwargs), self.number)
+        except BaseException as error:
+            self.has_begun = self.has_begun and may_have_written(error)
+            raise
         leaves = tree_leaves(real)
         for cell, ref in operands:
             if cell in self.writes and ref._ttr_block is not cell.real:  # it was resized
@@ -232,15 +275,7 @@ class Node:
             born = reference()
             if born is not None:
                 born.real = layout.laid_out(leaves[place])
-        for check in self.checks:
-            if not check.is_done:
-                check.fulfil()
-        self.is_done = True
-        self.checks.clear()
-        self.args = self.kwargs = None
-        self.deps.clear()
-        self.uses.clear()
-        self.writes.clear()
+        self.run = self.args = self.kwargs = None  # only checks may be left
 
 
 def _layout_of(cell: Cell) -> Layout:
@@ -267,6 +302,19 @@ def nodes_before(last: Node | None) -> list[Node]:
         for written in node.writes:
             waiting.extend(written.users_before(node.number))
     return [found[number] for number in sorted(found)]
+
+
+def fulfil_all(nodes: Iterable[Node]) -> None:
+    """Run nodes in their order that have not run."""
+    with drawing():
+        for node in nodes:
+            if not node.is_done:  # a check has run with what it looks at
+                node.fulfil()
+
+
+def is_lost(last: Node) -> bool:
+    """Whether a node never runs: one that was broken off comes before it."""
+    return any(node.has_begun and node.run is not None for node in nodes_before(last))
 
 
 def used_by(nodes: Iterable[Node]) -> Iterator[Cell]:

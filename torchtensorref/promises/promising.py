@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import forking
 from ..base.activation import making, watch
-from ..base.scopes import Scopes
+from ..base.scopes import Scopes, surely
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
 from ..interception.ready_path import SLOW
@@ -31,8 +31,8 @@ from ..operators.plan import OpPlan
 from ..operators.random_numbers import draws_random
 from ..operators.row import Special
 from .composite import run_composite
-from .draws import Draws, PromisedDraws, drawing, generator_of
-from .graph import Cell, Node, lacks_values, nodes_before, used_by
+from .draws import Draws, PromisedDraws, generator_of
+from .graph import Cell, Node, fulfil_all, is_lost, lacks_values, nodes_before, used_by
 from .promised_call import NOWHERE, PromisedCall
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
@@ -74,14 +74,19 @@ class Promises:
         #: The living promises: where there is none, operators are not looked at.
         self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
         self._lock = forking.Lock()
-        self._scope_count = 0
         self._draws = PromisedDraws(self._draw)
 
-    def look_on(self, change: int) -> None:
+        forking.in_child.add(self)
+
+    def begin_in_child(self, *, was_held: bool) -> None:
+        """Leave the scopes of other threads in a forked child."""
+        _scope.leave_others()
+        self.look_on()
+
+    def look_on(self) -> None:
         """See every operator while any thread is in a scope."""
         with self._lock:
-            self._scope_count += change
-            watch.want("promises", self._scope_count > 0, is_slow=True)
+            watch.want("promises", any(_scope.everywhere()), is_slow=True)
 
     @property
     def values(self) -> Values:
@@ -162,32 +167,36 @@ class Promises:
         recorder = None if scope is None else scope.recorder
         # What has been computed since it was written first is not what it had.
         if recorder is not None and block not in recorder.originals:
-            original = recorder.originals[block] = Block(block.nbytes)
+            original = Block(block.nbytes)
             block.share_with(original)
             # Who holds its bytes goes on holding those.
-            original.exposure, block.exposure = block.exposure, None
+            original.exposure = block.exposure
+            recorder.originals[block] = original
+            block.exposure = None
         if cell.real is block:
             cell.real = Block(block.nbytes)
             block.share_with(cell.real)
         with tensorsManager.residency.books.lock:
+            # In this order: it has its bytes, or is promised to have those of the cell.
             block.ready = None
-            block.move_to({}, [])
             self._promised.add(block)
             block.promise = cell
+            block.move_to({}, [])
 
     def _note_real(self, block: Block) -> None:
         """Note that a block has its bytes now."""
         block.promise = None
         self._promised.discard(block)
 
-    def take_back(self, block: Block, original: Block) -> None:
-        """Give a block what it had before it was a promise."""
-        if block.promise is None:
-            block.move_to({}, [])  # computed meanwhile
-        with tensorsManager.residency.books.lock:
-            original.share_with(block)
-            block.exposure = original.exposure
-            self._note_real(block)
+    def take_back(self, recorder: Recorder) -> None:
+        """Give what a forecast has written what it had before; it can be done twice."""
+        for block, original in recorder.originals.items():
+            with tensorsManager.residency.books.lock:
+                original.share_with(block)
+                block.exposure = original.exposure
+                self._note_real(block)
+        recorder.take_back_versions()
+        recorder.originals.clear()
 
     # -- fulfilling -----------------------------------------------------------------------------
 
@@ -198,6 +207,8 @@ class Promises:
         ------
         PromisedError
             It depends on what has no values. What was computed on the way stays computed.
+        LostError
+            It depends on a write that an error has broken off.
         """
         cell: Cell | None = block.promise
         if cell is None:
@@ -205,11 +216,19 @@ class Promises:
         nodes = nodes_before(cell.writer)
         if lacks_values([*used_by(nodes), cell]):
             raise has_no_value(asked_by, "it depends on a promise that was made without values")
-        self.outside(_fulfil_all, nodes)
+        self._run_all(nodes)
         assert cell.real is not None
         with tensorsManager.residency.books.lock:
             cell.real.share_with(block)
             self._note_real(block)
+
+    def _run_all(self, nodes: Iterable[Node]) -> None:
+        try:
+            self.outside(fulfil_all, nodes)
+        except BaseException:
+            tensorsManager.doubt()
+            self._draws.leave_lost(is_lost)
+            raise
 
     def can_all(self, cells: Iterable[Cell]) -> bool:
         """Whether all of these can have values, by what the answers here say it may take."""
@@ -223,7 +242,7 @@ class Promises:
         """Run what draws random numbers up to a node, unless it never has values."""
         scope, nodes = _scope.get(), nodes_before(last)
         if (scope is None or scope.recorder is None) and not lacks_values(used_by(nodes)):
-            self.outside(_fulfil_all, nodes)
+            self._run_all(nodes)
 
     def asked(self, block: Block, op: str = A_READ) -> None:
         """Give a block its bytes because somebody reads them; or raise `PromisedError`."""
@@ -235,8 +254,8 @@ class Promises:
         if made_up is None:
             raise has_no_value(op, "it is a promise")
         filled = tensorsManager.ownership.adopt_tensor(made_up, sole=True)._ttr_block
-        self._note_real(block)
         filled.share_with(block)
+        self._note_real(block)
 
     @staticmethod
     def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -314,13 +333,6 @@ def _kept(numbers: set[Block], value: torch.Tensor) -> Any:
     return ref
 
 
-def _fulfil_all(nodes: Iterable[Node]) -> None:
-    with drawing():
-        for node in nodes:
-            if not node.is_done:  # a check has run with what it looks at
-                node.fulfil()
-
-
 promises = Promises()
 
 
@@ -371,26 +383,14 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
 def _promising(scope: Scope) -> Iterator[None]:
     tensorsManager.promises = promises
     tensorsManager.residency.books.asked = promises.asked
-    promises.look_on(+1)
-    try:
-        with _scope.entered(scope), making.entered(promises.make):
-            yield
-    finally:
-        promises.look_on(-1)
-
-
-def recording(recorder: Recorder, values: Values) -> Any:
-    """Make promises inside, write down what is asked for, and keep no real values for later."""
-    return _recording(Scope(values, recorder, False, PromisedDraws()), recorder)
+    with surely(promises.look_on), _scope.entered(scope), making.entered(promises.make):
+        promises.look_on()
+        yield
 
 
 @contextmanager
-def _recording(scope: Scope, recorder: Recorder) -> Iterator[None]:
-    try:
-        with _promising(scope):
-            yield
-    finally:
-        for block, original in recorder.originals.items():
-            promises.take_back(block, original)
-        recorder.originals.clear()
-        recorder.take_back_versions()
+def recording(recorder: Recorder, values: Values) -> Iterator[None]:
+    """Make promises inside, write down what is asked for, and keep no real values for later."""
+    scope = Scope(values, recorder, False, PromisedDraws())
+    with surely(lambda: promises.take_back(recorder)), _promising(scope):
+        yield

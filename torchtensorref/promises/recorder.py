@@ -131,9 +131,9 @@ class Recorder:
 
     def take_back_versions(self) -> None:
         """Let tensors have the versions that they had: those of views are their base's."""
-        while self.versions:
-            tensor, version = self.versions.pop()
+        for tensor, version in reversed(self.versions):
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        self.versions.clear()
 
     def is_held_outside(self, block: Block) -> bool:
         """Whether a plain tensor of the program's has the bytes of a block, or had them before."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
 from ..memory.budget import Budget, resolve_budget
@@ -127,18 +128,20 @@ def _as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
         (tensor, tensor.grad) for _, had in before for tensor in had.values() if tensor is not None
     ]
     known: dict[int, Any] = {}
-    try:
-        for registry_, had in before:
-            for name, tensor in had.items():
-                if tensor is not None and tensor.device.type == "meta":
-                    registry_[name] = known.setdefault(id(tensor), _promised(tensor))
-        yield
-    finally:
+
+    def put_back() -> None:
         for registry_, had in before:
             registry_.clear()
             registry_.update(had)
         for tensor, gradient in gradients:
             tensor.grad = gradient
+
+    with surely(put_back):
+        for registry_, had in before:
+            for name, tensor in had.items():
+                if tensor is not None and tensor.device.type == "meta":
+                    registry_[name] = known.setdefault(id(tensor), _promised(tensor))
+        yield
 
 
 def _promised(tensor: torch.Tensor) -> Any:

@@ -9,8 +9,8 @@ from ...base import forking
 from ...memory.block import Block
 from ...memory.manager import tensorsManager
 
-#: How many pins keep a block; read and written under the lock.
-_keepers: weakref.WeakKeyDictionary[Block, int] = weakref.WeakKeyDictionary()
+#: What each pin keeps; read and written under the lock.
+_all: weakref.WeakSet[KeptBlocks] = weakref.WeakSet()
 _lock = forking.RLock()
 
 
@@ -20,6 +20,8 @@ class KeptBlocks:
     def __init__(self) -> None:
         self._kept: weakref.WeakSet[Block] = weakref.WeakSet()
         self._given_up: weakref.WeakSet[Block] = weakref.WeakSet()
+        with _lock:
+            _all.add(self)
 
     def knows(self, block: Block) -> bool:
         """Whether there is nothing to be decided about a block."""
@@ -33,28 +35,31 @@ class KeptBlocks:
         """Keep a block, unless another thread has taken the pin off the list."""
         with _lock:
             if pin in tensorsManager.middlewares.here() and block not in self._kept:
-                block.is_kept = True
-                self._kept.add(block)
-                _keepers[block] = _keepers.get(block, 0) + 1
+                try:
+                    block.is_kept = True
+                    self._kept.add(block)
+                except BaseException:
+                    self._let_go([block])
+                    raise
 
     def give_up_lost(self) -> tuple[int, int]:
         """Give up what was let go; return its bytes, and those that stay."""
         with _lock:
             lost = [block for block in self._kept if not block.is_kept]
-            self._let_go(lost)
+            lost_nbytes = sum(block.nbytes for block in lost if block not in self._given_up)
             self._given_up.update(lost)
-            return sum(block.nbytes for block in lost), sum(block.nbytes for block in self._kept)
+            self._let_go(lost)
+            return lost_nbytes, sum(block.nbytes for block in self._kept)
 
     def clear(self) -> None:
         """Let everything go."""
         with _lock:
+            self._given_up.update(self._kept)  # if an error comes, none of it is said to be lost
             self._let_go(list(self._kept))
             self._given_up.clear()
 
     def _let_go(self, blocks: Iterable[Block]) -> None:
+        others = [other._kept for other in _all if other is not self]
         for block in blocks:
-            self._kept.discard(block)
-            _keepers[block] -= 1
-            if not _keepers[block]:
-                del _keepers[block]
-                block.is_kept = False
+            block.is_kept = any(block in kept for kept in others)
+            self._kept.discard(block)  # last: an error may have it done again

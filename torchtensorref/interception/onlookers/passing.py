@@ -6,8 +6,8 @@ take without them, unless a middleware has placed it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,16 @@ Run = Callable[[OpPlan, tuple[Any, ...], dict[str, Any], "Device | None"], Any]
 
 #: Timelines that are open.
 recorders: list[Any] = []
-#: Threads in which a middleware is at work: its operators pass none.
-_within: set[int] = set()
+
+
+class _Within(threading.local):
+    """Taken in a thread in which a middleware is at work: its operators pass none."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+_within = _Within()
 
 
 def pass_onlookers(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
@@ -42,7 +50,7 @@ def pass_onlookers(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], 
         operator has not run.
     """
     middlewares = tensorsManager.middlewares.here()
-    if not middlewares or get_ident() in _within:
+    if not middlewares or _within.lock.locked():
         result = _told(plan, args, kwargs, run, None)
     else:
         result = _pass(middlewares, plan, args, kwargs, run)
@@ -72,17 +80,14 @@ def _pass(middlewares: tuple[Any, ...], plan: OpPlan, args: Any, kwargs: Any, ru
 
 @lets_program_run
 def _call(method: Callable[..., Any], name: str, op: SeenOperator, *rest: Any) -> Any:
-    me = get_ident()
-    _within.add(me)
-    try:
-        return method(op, *rest)
-    except Exception as error:
-        kind = type(getattr(method, "__self__", method)).__name__
-        done = "has not run" if name == "before" else "has run"
-        error.add_note(f"in the middleware {kind}.{name}, of {op.name}, which {done}")
-        raise not_torchs_own(error)  # noqa: B904 - its cause is known
-    finally:
-        _within.discard(me)
+    with _within.lock:
+        try:
+            return method(op, *rest)
+        except Exception as error:
+            kind = type(getattr(method, "__self__", method)).__name__
+            done = "has not run" if name == "before" else "has run"
+            error.add_note(f"in the middleware {kind}.{name}, of {op.name}, which {done}")
+            raise not_torchs_own(error)  # noqa: B904 - its cause is known
 
 
 def _told(
