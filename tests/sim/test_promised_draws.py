@@ -1,6 +1,7 @@
 """Promised random numbers: to everybody else a generator stands where it would without promises."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch.utils.checkpoint import checkpoint
 import torchTensorRef
 from torchTensorRef import disabled, promising
 from torchTensorRef.inject import hooks
+from torchTensorRef.promises.draws import Draws
 from torchTensorRef.promises.promising import promise_like
 
 from ..support.differential import differences
+from ..support.promised import asked_on_both
 
 dropout = torch.nn.functional.dropout
 
@@ -142,3 +145,35 @@ def test_what_never_has_values_is_left():
     with promising():
         dropout(promise_like(torch.ones(4)))
     assert torch.get_rng_state().numel()
+
+
+def draws_held() -> int:
+    return sum(type(x) is Draws for x in gc.get_objects())
+
+
+def test_nothing_is_kept_of_a_generator_for_which_nothing_waits():
+    before = draws_held()
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        with promising():
+            x = torch.rand(3, generator=generator)
+            y = torch.empty(3).normal_(generator=generator)
+        y.fulfil()
+        expected = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(x.fulfil(), expected)
+    assert draws_held() <= before + 1, "the last one's promises are there"
+
+
+def test_what_is_promised_after_all_was_drawn_goes_on_from_there():
+    def program() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        found = []
+        for _ in range(3):
+            found.append(torch.rand(3, generator=generator))
+            if isinstance(found[-1], torchTensorRef.TensorRef):
+                found[-1].fulfil()
+        return [*found, torch.rand(2, generator=generator)]
+
+    plain, ours = asked_on_both(program)
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found.fulfil())

@@ -35,15 +35,31 @@ def generator_of(arguments: Iterable[Any]) -> torch.Generator:
 class Draws:
     """What is to be drawn from one generator, beginning at the state that it has now."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: torch.Generator, owner: PromisedDraws) -> None:
         self._generator = generator
+        self._owner = owner
         self._now = generator.get_state()
         #: Where the generator is while nobody else has drawn from it; None: it was set.
         self._seen: torch.Tensor | None = self._now
-        #: The `Node` that draws last.
+        #: The `Node` that draws last, and how many are about to come after it.
         self.last: Any = None
+        self.coming = 0
         #: Who has begun to draw last, and the state from which: it draws the same again.
         self._begun: tuple[Any, torch.Tensor] = (None, self._now)
+
+    def wait(self, node: Any) -> Any:
+        """Have a node draw last; return the one that did."""
+        with self._owner.lock:
+            before, self.last = self.last, node
+            self.coming -= 1
+        return before
+
+    def has_run(self, node: Any) -> None:
+        """Note that a node has drawn: if nobody waits behind it, the generator is as any other."""
+        with self._owner.lock:
+            if self.last is node and not self.coming:
+                self.last = None
+                self._owner.forget(self._generator, self)
 
     def leave(self) -> None:
         """Let the generator go its own way from now on: somebody sets it."""
@@ -95,19 +111,25 @@ class PromisedDraws:
         #: By the generator that C++ knows: an operator is given another object for it than the
         #: program has.
         self._of: dict[int, Draws] = {}
-        self._lock = forking.Lock()
+        self.lock = forking.Lock()
         self._draw = draw
 
     def of(self, generator: torch.Generator) -> Draws:
-        """Return what is to be drawn from a generator, up to now."""
-        with self._lock, drawing():
+        """Return what is to be drawn from a generator, up to now; a node that waits must follow."""
+        with self.lock, drawing():
             if self._draw is not None and self.settle not in when_drawn:
                 when_drawn.append(self.settle)
                 when_seeded.append(self._leave)
             draws = self._of.get(_key(generator))
             if draws is None or draws.is_left():
-                draws = self._of[_key(generator)] = Draws(generator)
+                draws = self._of[_key(generator)] = Draws(generator, self)
+            draws.coming += 1
             return draws
+
+    def forget(self, generator: torch.Generator, draws: Draws) -> None:
+        """Leave a generator alone for which nothing waits any more (lock held)."""
+        if self._of.get(_key(generator)) is draws:
+            del self._of[_key(generator)]
 
     def settle(self, generator: torch.Generator) -> None:
         """Have drawn what waits: somebody is about to draw for real, or to look."""

@@ -206,10 +206,9 @@ class Node:
         self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
         self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
         self.draws = draws
-        if draws is not None:
-            if draws.last is not None:
-                self.deps.append(draws.last)
-            draws.last = self
+        before = None if draws is None else draws.wait(self)
+        if before is not None:
+            self.deps.append(before)
         self.is_done = False
         #: It writes, and may have written: once more would be twice.
         self.has_begun = False
@@ -238,6 +237,8 @@ class Node:
             if not check.is_done:
                 check.fulfil()
         self.is_done = True
+        if self.draws is not None:
+            self.draws.has_run(self)
         self.checks.clear()
         self.deps.clear()
         self.uses.clear()
