@@ -133,7 +133,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             block.replicas = {self.device: replica}
             block.result = block.births = None
             # Equal to the one it was counted by: while the block lives, references to it are.
-            self.counted_nbytes -= self._newborn.pop(_weakly(block), 0)
+            nbytes = self._newborn.pop(_weakly(block), 0)
+            self.counted_nbytes -= nbytes  # read only now: see `bear_if_room`
             self.take_over(block)
 
     def bury(self) -> None:
@@ -141,7 +142,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         with self._lock:
             dead, newborn = self.dead, self._newborn
             while dead:
-                self.counted_nbytes -= newborn.pop(dead.popleft(), 0)
+                nbytes = newborn.pop(dead.popleft(), 0)
+                self.counted_nbytes -= nbytes
 
     # -- replicas -------------------------------------------------------------------------------
 
