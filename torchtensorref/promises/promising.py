@@ -75,7 +75,6 @@ class Promises:
         self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
         self._lock = forking.Lock()
         self._draws = PromisedDraws(self._draw)
-
         forking.in_child.add(self)
 
     def begin_in_child(self, *, was_held: bool) -> None:
