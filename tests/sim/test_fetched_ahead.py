@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchTensorRef import promising
 from torchTensorRef.memory.resident import Candidates
 from torchTensorRef.memory.states import CLEAN, FILLING
 from torchTensorRef.strategy import Prefetch
@@ -52,3 +53,26 @@ def test_what_is_being_filled_can_go_where_nothing_else_can(manage: Any) -> None
     assert replica.state is not FILLING
     assert replica.state is not CLEAN  # it is gone
     manager.check()
+
+
+def test_what_becomes_a_promise_while_room_is_made_for_it_is_not_fetched(manage, monkeypatch):
+    manager = manage("lru", ROOM)
+    residency, books = manager.residency, manager.residency.books
+    x = manager.adopt(torch.rand(64)).toGPU().toCPU()
+    residency.evictor.evict_all()
+    victim = manager.adopt(torch.rand(64)).toGPU()
+    books.known[x._ttr_block.block_id] = x._ttr_block
+    books.known[victim._ttr_block.block_id] = victim._ttr_block
+    before, evict = x.tolist(), residency.evictor.evict
+
+    def evicted_late(*args: Any) -> Any:
+        """Evict when another thread, say, has promised to write what is to be fetched."""
+        with promising():
+            x.mul_(2)
+        return evict(*args)
+
+    monkeypatch.setattr(residency.evictor, "evict", evicted_late)
+    wish = Prefetch(x._ttr_block.block_id, (victim._ttr_block.block_id,))
+    assert not residency.prefetcher.prefetch(books.main, [wish])
+    monkeypatch.undo()
+    assert x.fulfil().tolist() == [2 * value for value in before]

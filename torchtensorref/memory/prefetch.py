@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.errors import TransferError
+from ..base.errors import PromisedError, TransferError
 from ..devices.base import Device
 from ..strategy import Prefetch
 from .block import Block
@@ -91,7 +91,7 @@ class Prefetcher:
                 self._evictor.evict(victim, f"{self._feed.strategy.name}: room to prefetch")
             self._copier.fetch(block, device, ahead=True)
             issued.append(block)
-        except RoomTakenError:
+        except (RoomTakenError, PromisedError):  # another thread has made a promise of it meanwhile
             return False
         except (torch.OutOfMemoryError, TransferError) as error:
             books.log.note(block.name, f"no prefetch {device.name}", str(error)[:80])
