@@ -28,3 +28,14 @@ def provoked(wrong: Iterable[Call], between: Call, x: torch.Tensor, y: torch.Ten
             complaints.append(type(error).__name__)
         x = between(x, y)
     return [x, y, complaints]
+
+
+def written_on_both_sides(x: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a tensor, an array and a view that share memory; return a copy, and the view."""
+    array = x.numpy()
+    array[2] = 5
+    x.add_(1)
+    y = torch.from_numpy(array.copy())
+    part = torch.from_dlpack(x)[rows]
+    part.mul_(2)
+    return y, part

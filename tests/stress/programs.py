@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import torchTensorRef
 from torchTensorRef import TensorRef
 
-from .drawing import FOLDER, Call, pick, provoked
+from .drawing import FOLDER, Call, pick, provoked, written_on_both_sides
 
 
 def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -144,13 +144,7 @@ def decoded(generator: torch.Generator) -> Any:
 def exposed(generator: torch.Generator) -> Any:
     """Arrays that share memory, written on both sides; a view that outlives them."""
     x = draw(generator, 16, 16)
-    array = x.numpy()
-    array[2] = 5
-    x.add_(1)
-    y = torch.from_numpy(array.copy())
-    part = torch.from_dlpack(x)[3:7]
-    part.mul_(2)
-    del array
+    y, part = written_on_both_sides(x, slice(3, 7))
     return [x, y @ x, part, x.tolist()[0][0]]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .drawing import Call, pick, provoked
+from .drawing import Call, pick, provoked, written_on_both_sides
 
 #: Rows and columns of most matrices: 1 MiB each.
 WIDTH = 512
@@ -97,13 +97,7 @@ def trained(generator: torch.Generator) -> Any:
 def exposed(generator: torch.Generator) -> Any:
     """Arrays that share memory, written on both sides; a view that outlives them."""
     x = draw(generator, WIDTH, WIDTH)
-    array = x.numpy()
-    array[2] = 5
-    x.add_(1)
-    y = torch.from_numpy(array.copy())
-    part = torch.from_dlpack(x)[3:70]
-    part.mul_(2)
-    del array
+    y, part = written_on_both_sides(x, slice(3, 70))
     x.remainder_(PRIME)
     return [x, (y @ x).remainder(PRIME), part, x.tolist()[0][0]]
 
