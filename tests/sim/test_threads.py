@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, called_natively
+from ..support.turns import taking_turns_every
 
 #: How often what goes by chance is tried; `make threads` tries it more often.
 ROUNDS = int(os.environ.get("THREAD_ROUNDS", "1"))
@@ -234,10 +234,8 @@ def assert_left(device: Any, manager: Any) -> None:
 
 @pytest.fixture
 def short_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
+    with taking_turns_every(1e-4):
+        yield
 
 
 def changing(manager: Any, devices: list[Any], work: Callable[[int], Any], count: int) -> list[Any]:

@@ -1,6 +1,5 @@
 """Names are looked up while other threads name something."""
 
-import sys
 import threading
 
 import pytest
@@ -9,13 +8,13 @@ from torch import nn
 
 from torchTensorRef.memory.names import Names
 
+from ...support.turns import taking_turns_every
+
 
 @pytest.fixture
 def threads_take_turns_often():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+    with taking_turns_every(1e-6):
+        yield
 
 
 @pytest.mark.usefixtures("threads_take_turns_often")
