@@ -150,7 +150,7 @@ def test_without_rows(manage):
 
 
 def test_what_is_not_cut_runs_on_the_host(manage):
-    manager = manage(nbytes=4 << 10)
+    manager = manage(nbytes=20 << 10)
     vector_of_rows = lambda x: x.csr @ x.vector  # noqa: E731
     assert_alike(*both(manager, vector_of_rows))
     assert_alike(*both(manager, lambda x: x.coo.to_sparse_csr()))

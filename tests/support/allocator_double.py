@@ -10,6 +10,7 @@ waits for the device), and the segment is asked for again.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -179,16 +180,33 @@ class CachingModule(LateModule):
 
 
 class CachingDevice(MetaDevice):
-    """A card without bytes, whose memory is given out, split and joined as on a card."""
+    """A card without bytes, whose memory is given out, split and joined as on a card.
+
+    Its clock counts what it is given to do, so that a busy machine changes no decision.
+    """
+
+    #: What the host takes for an operator or a copy.
+    STEP_NS = 100_000
 
     def __init__(self, total_nbytes: int = 80 << 30) -> None:
         self.places: dict[int, int] = {}
+        self.ns = 0
         self.allocator_of_card = CachingModule(total_nbytes)
         super().__init__(self.allocator_of_card)
         # Nothing is to be read of sources that nobody has written: not even through a ring.
         self._copier.is_page_locked = lambda memory: True  # type: ignore[method-assign]
 
+    def now_ns(self) -> int:
+        return self.ns
+
+    def before_operator(
+        self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        super().before_operator(reads, writes)
+        self.ns += self.STEP_NS
+
     def refill(self, base: torch.Tensor, nbytes: int) -> None:
+        self.ns += self.STEP_NS
         place = self.allocator_of_card.allocator.allocate(nbytes, "copies")
         super().refill(base, nbytes)
         self.places[id(base)] = place
