@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from torchTensorRef.__main__ import main
+
 from ..support import processes
 
 CONFIG = {
@@ -20,6 +22,14 @@ CONFIG = {
 
 def forecast(*arguments, **options):
     return processes.python("-m", "torchTensorRef", "forecast", *arguments, **options)
+
+
+def status_of(*arguments):
+    """Run a command that is refused, in this process; return its status."""
+    try:
+        return main(list(arguments))
+    except SystemExit as end:
+        return end.code
 
 
 def test_a_model_over_several_cards(tmp_path):
@@ -80,14 +90,16 @@ def test_what_a_model_keeps_between_tokens_has_several_names(tmp_path, config):
         ("--strategy flwo nothing.py", "Did you mean 'flow'?"),
     ],
 )
-def test_what_cannot_be_foretold_is_said_in_a_line(tmp_path, given, words):
+def test_what_cannot_be_foretold_is_said_in_a_line(tmp_path, monkeypatch, capsys, given, words):
     pytest.importorskip("transformers")
     (tmp_path / "other.json").write_text("not json")
     (tmp_path / "nothing.py").write_text("")
-    done = forecast(*given.split(), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    assert status_of("forecast", *given.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_a_script(script):
@@ -159,8 +171,6 @@ def test_a_script_that_begins_with_a_tensor(script):
         (("--host", "epic", "x.py"), "epyc"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(arguments, said):
-    done = forecast(*arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_is_wrong_is_said_in_a_line(capsys, arguments, said):
+    assert status_of("forecast", *arguments) == 2
+    assert said in capsys.readouterr().err
