@@ -55,7 +55,7 @@ test: $(VENV)/test.stamp core
 	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(PYTEST_ARGS)
 ifeq ($(CORE)$(PYTEST_ARGS),)
 	@echo "==> pytest, what touches operators (operators: python)"
-	@TTR_CORE=python $(RUN_TESTS) $(IN_PYTHON)
+	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=python $(RUN_TESTS) $(IN_PYTHON)
 endif
 
 # The library in C++; where it cannot be built that is said, and everything runs without it.
