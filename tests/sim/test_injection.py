@@ -41,6 +41,8 @@ def module_of(monkeypatch):
 
 
 MAKERS = {
+    "Normal(0, 1)": lambda: torch.distributions.Normal(0.0, 1.0).sample((3,)),
+    "Transformer's mask": lambda: nn.Transformer.generate_square_subsequent_mask(4),
     "arange": lambda: torch.arange(3),
     "as_tensor": lambda: torch.as_tensor([1.0, 2.0]),
     "asarray": lambda: torch.asarray([1.0, 2.0]),
@@ -58,6 +60,7 @@ MAKERS = {
     "randint": lambda: torch.randint(0, 9, (4,)),
     "randn": lambda: torch.randn(2),
     "randperm": lambda: torch.randperm(5),
+    "signal.windows.hann": lambda: torch.signal.windows.hann(4),
     "scalar_tensor": lambda: torch.scalar_tensor(2.0),
     "tensor": lambda: torch.tensor([[1, 2], [3, 4]]),
     "tril_indices": lambda: torch.tril_indices(3, 3),
@@ -456,6 +459,15 @@ def test_workers_of_a_loader_send_what_they_make(injected):
 class Branching(torch.nn.Module):
     def forward(self, x):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def test_what_torch_draws_is_kept(injected):
+    """A weight drawn of a distribution is fetched once, not by each operator."""
+    weight = torch.distributions.Normal(0.0, 1.0).sample((16, 16))
+    x = torch.ones(2, 16)
+    for _ in range(4):
+        x @ weight
+    assert injected.stats()["fetched_nbytes"] == weight.nbytes + x.nbytes
 
 
 # What torch 2.10 says when it exports a `cond`, without us too.

@@ -18,6 +18,9 @@ BY_DEFAULT = {
         "what torch makes for itself; its callers' tensors come through its factories",
     ),
     "torch.nn.modules.module": (True, "`to_empty` makes parameters outside their registration"),
+    "torch.distributions": (True, "what is drawn of numbers (`Normal(0.0, 1.0)`) is the program's"),
+    "torch.signal": (True, "a window is made once, and read by each transform"),
+    "torch.nn.modules.transformer": (True, "a mask is made once, and read by each layer"),
     "torchTensorRef": (False, "the runtime itself works on plain tensors"),
 }
 
