@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,20 @@ class Scaled(nn.Parameter):
 
 class Named(torch.Tensor):
     """A library's own class of tensors, which its results are of, too."""
+
+
+class Told(torch.Tensor):
+    """A class that torch lets copy, since it says how one of its own is made (monai's)."""
+
+    @staticmethod
+    def __new__(cls, x: Any, said: str) -> Any:
+        made = torch.as_tensor(x).as_subclass(cls)
+        made.said = said
+        return made
+
+    def new_empty(self, size: Any, **_: Any) -> Any:  # type: ignore[override]
+        """Return one of this class, as torch asks of those that it is to copy."""
+        return Told(self.as_subclass(torch.Tensor).new_empty(size), self.said)
 
 
 @pytest.fixture
@@ -95,6 +110,35 @@ def test_tensors_of_a_library_keep_gradients_and_class(same):
     same(program)
     with injected():
         assert isinstance(torch.rand(4).as_subclass(Named), TensorRef)
+
+
+def test_tensors_of_a_library_are_copied_as_such(same):
+    """With their class and attributes, also where the class is asked what is copied, or refuses."""
+
+    def copies(x: Any) -> list[Any]:
+        file = io.BytesIO()
+        torch.save(x, file)
+        file.seek(0)
+        made = [pickle.loads(pickle.dumps(x)), copy.copy(x), torch.load(file, weights_only=False)]
+        return [*made, *([copy.deepcopy(x)] if isinstance(x, Told) else [])]
+
+    def program() -> Any:
+        torch.manual_seed(0)
+        whole = torch.rand(4, 6)
+        found: list[Any] = []
+        for x in (whole.as_subclass(Named), Told(whole[1:3, ::2], "m"), Told(whole + 0, "g")):
+            x.noted = 3
+            x.requires_grad_(getattr(x, "said", None) == "g")
+            for made in copies(x):
+                values = made.detach().as_subclass(torch.Tensor)
+                found += [type(made).__name__, sorted(vars(made).items()), values.tolist()]
+                found += [made.stride(), made.requires_grad]
+            shared = copy.copy(x).detach().as_subclass(torch.Tensor)
+            shared.add_(1)
+            found.append(x.detach().as_subclass(torch.Tensor).tolist())
+        return [found, failure(lambda: copy.deepcopy(whole.as_subclass(Named)))]
+
+    same(program)
 
 
 def test_data_of_one_kind_is_given_to_the_other(manage):

@@ -185,6 +185,16 @@ def test_torch_load_gives_refs_that_nobody_else_holds(injected, tmp_path, mmap):
     assert nn.Linear(2, 3).load_state_dict(loaded["state"]).missing_keys == []
 
 
+def test_torch_load_keeps_attributes(injected, tmp_path):
+    """What a program notes on a tensor, and on a parameter, is in the file."""
+    x, p = torch.ones(3), nn.Parameter(torch.ones(2))
+    x.noted, p.noted = "x", ["p"]
+    torch.save({"x": x, "p": p}, tmp_path / "noted.pt")
+    read = torch.load(tmp_path / "noted.pt", weights_only=False)
+    assert [isinstance(t, TensorRef) for t in read.values()] == [True, True]
+    assert (read["x"].noted, read["p"].noted) == ("x", ["p"])
+
+
 def test_torch_load_of_a_module(injected, tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     torch.save(model, tmp_path / "file.pt")

@@ -30,7 +30,7 @@ from .budget import OutOfBudgetError
 from .guard import Guarded, guards
 from .names import names
 from .plain_views import alias_of, bare_ref, make_ref, plain_on, ref_like, view_over, view_with
-from .ref import TensorRef, as_parameter
+from .ref import TensorRef, as_parameter, attributes_given
 from .residency import Residency
 from .sparse import SparseRef, sparse_over
 from .storage_index import Table
@@ -96,6 +96,8 @@ class Ownership:
             return tensor
         if isinstance(tensor, torch.nn.Parameter):
             ref = as_parameter(ref)
+        if given := attributes_given(tensor):
+            ref.__dict__.update(given)
         return ref.requires_grad_(tensor.requires_grad) if tensor.requires_grad else ref
 
     def _adopt_sparse(self, tensor: torch.Tensor, *, sole: bool) -> Any:

@@ -65,6 +65,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _TORCHS_OWN and not isinstance(value, TensorRef)
 
 
+def is_of_own_class(ref: Any) -> bool:
+    """Whether a TensorRef is of a class of the program's, as in C++ it may be."""
+    return core.library is not None and type(ref) not in _TORCHS_OWN
+
+
 def attributes_given(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that the program has given a tensor.
 

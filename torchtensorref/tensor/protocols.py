@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _get_obj_state
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..autograd.of_class import OfClass
@@ -20,7 +22,7 @@ from ..interception.guards import may_bypass
 from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef, as_parameter, attributes_given
+from ..memory.ref import TensorRef, as_parameter, attributes_given, is_of_own_class
 from .device_names import take_out
 from .printing import text_of
 
@@ -201,6 +203,10 @@ class Protocols:
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
         plain = tensorsManager.ownership.plain_to_serialise(self)
+        if is_of_own_class(self):
+            plain.requires_grad_(self.requires_grad)
+            make, args = plain._reduce_ex_internal(proto)
+            return _rebuild_from_type_v2, (make, type(self), args, _get_obj_state(self))
         state = attributes_given(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
@@ -218,13 +224,16 @@ class Protocols:
             twin.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             twin = as_parameter(twin)
+        elif is_of_own_class(self):
+            return _rebuild_from_type_v2(lambda: twin, type(self), (), _get_obj_state(self))
         twin.__dict__.update(attributes_given(self))
         return twin
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         """Return a copy whose bytes are shared until one of the two is written."""
-        if not self.is_leaf:
-            return _deepcopy(self, memo)  # raises torch's own explanation
+        if not self.is_leaf or is_of_own_class(self):
+            # The first raises torch's own explanation. A class may have to say what is copied.
+            return _deepcopy(self, memo)
         if id(self) in memo:
             return memo[id(self)]
         if isinstance(self, torch.nn.Parameter):
