@@ -136,7 +136,10 @@ def test_tensors_of_a_library_are_copied_as_such(same):
             shared = copy.copy(x).detach().as_subclass(torch.Tensor)
             shared.add_(1)
             found.append(x.detach().as_subclass(torch.Tensor).tolist())
-        return [found, failure(lambda: copy.deepcopy(whole.as_subclass(Named)))]
+        named = whole.as_subclass(Named)
+        in_a_transform = torch.func.grad(lambda x: pickle.loads(pickle.dumps(named)).sum() * x)
+        found.append(in_a_transform(torch.tensor(1.0)).as_subclass(torch.Tensor))
+        return [found, failure(lambda: copy.deepcopy(named))]
 
     same(program)
 

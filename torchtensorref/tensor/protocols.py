@@ -203,16 +203,14 @@ class Protocols:
     def __reduce_ex__(self: Any, proto: Any) -> Any:
         """Serialise as the plain tensor it stands for, so that it loads without us."""
         plain = tensorsManager.ownership.plain_to_serialise(self)
-        if is_of_own_class(self):
-            plain.requires_grad_(self.requires_grad)
-            make, args = plain._reduce_ex_internal(proto)
-            return _rebuild_from_type_v2, (make, type(self), args, _get_obj_state(self))
-        state = attributes_given(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
         elif self.requires_grad:  # a transform of functorch refuses to hear of it
             plain.requires_grad_()
-        plain.__dict__.update(state)
+        if is_of_own_class(self):
+            make, args = plain._reduce_ex_internal(proto)
+            return _rebuild_from_type_v2, (make, type(self), args, _get_obj_state(self))
+        plain.__dict__.update(attributes_given(self))
         return plain.__reduce_ex__(proto)
 
     def __copy__(self: Any) -> Any:
