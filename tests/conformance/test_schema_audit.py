@@ -22,7 +22,7 @@ from ..support.differential import bits
 from ..support.operator_cases import operators, seed, turn_of
 
 #: One operator in so many is looked at; those in `operators/table.py` come through modules.
-ONE_IN = 8
+ONE_IN = 4
 #: Sample inputs of each.
 SAMPLES = 2
 
@@ -104,7 +104,7 @@ def test_no_new_liars_among_operators(manager, audit):
                 break
             _run(audit, lambda op=op, s=sample: op(s.input, *s.args, **s.kwargs))
             _run(audit, lambda op=op, s=sample: _into_out(op, s))
-    assert len(audit.seen) > 150
+    assert len(audit.seen) > 200
     assert audit.liars == set()
 
 

@@ -173,4 +173,6 @@ def test_a_script_that_begins_with_a_tensor(script):
 )
 def test_what_is_wrong_is_said_in_a_line(capsys, arguments, said):
     assert status_of("forecast", *arguments) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
