@@ -9,11 +9,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import get_testing_overrides, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchTensorRef import TensorRef
@@ -33,6 +35,19 @@ class Scaled(nn.Parameter):
 
 class Named(torch.Tensor):
     """A library's own class of tensors, which its results are of, too."""
+
+
+class Telling(torch.Tensor):
+    """A class that writes down what it is told of."""
+
+    told: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do as torch does, and write the function down."""
+        is_torchs = func in get_testing_overrides()
+        cls.told.append(f"{func.__name__} {is_torchs} {resolve_name(func)}")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class Told(torch.Tensor):
@@ -140,6 +155,39 @@ def test_tensors_of_a_library_are_copied_as_such(same):
         in_a_transform = torch.func.grad(lambda x: pickle.loads(pickle.dumps(named)).sum() * x)
         found.append(in_a_transform(torch.tensor(1.0)).as_subclass(torch.Tensor))
         return [found, failure(lambda: copy.deepcopy(named))]
+
+    same(program)
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "data": lambda x: x.data,
+    "new": lambda x: x.new(2).zero_(),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "numpy": lambda x: x.numpy().tolist(),
+    "array": lambda x: np.asarray(x).tolist(),
+    "print": repr,
+    "tolist": lambda x: x.tolist(),
+    "to": lambda x: x.to(torch.float64),
+    "shared": lambda x: x.share_memory_(),
+    "pinned": lambda x: x.is_pinned(),
+    "storage": lambda x: x.untyped_storage().nbytes(),
+    "address": lambda x: x.data_ptr() > 0,
+    "apply": lambda x: x.apply_(lambda number: number * 2),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)).tolist(),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_class_is_told_of_methods(same, method):
+    """What torch asks `__torch_function__` first, by the same functions, and nothing of ours."""
+
+    def program() -> Any:
+        torch.manual_seed(0)
+        x, named = torch.rand(2, 3).as_subclass(Telling), torch.rand(2, 3).as_subclass(Named)
+        Telling.told = told = []
+        made = method(x)
+        Telling.told = []
+        return [told, type(made).__name__, made, type(method(named)).__name__, named + 1]
 
     same(program)
 

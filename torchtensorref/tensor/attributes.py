@@ -14,11 +14,12 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
-from ..memory.ref import TensorRef
+from ..memory.ref import TensorRef, is_of_own_class
 from .patched_function import PatchedFunction
 
 __tracebackhide__ = hides
@@ -90,11 +91,16 @@ def _for_refs(name: str, ours: Any, theirs: Any) -> Any:
 
 def _patched(ours: Any, theirs: Any) -> PatchedFunction:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(instance, TensorRef):
+        if isinstance(instance, TensorRef) and not asks_its_class(instance):
             return ours(instance, *args, **kwargs)
-        return wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)  # which calls us again where a class was asked
 
     return PatchedFunction(theirs, call)
+
+
+def asks_its_class(ref: Any) -> bool:
+    """Whether a method of a TensorRef is for its own class's `__torch_function__` first."""
+    return is_of_own_class(ref) and has_torch_function_unary(ref)
 
 
 class _Method:
@@ -116,11 +122,18 @@ class _Property:
 
     def __init__(self, name: str, ours: property, theirs: Any) -> None:
         self._name, self._ours, self._theirs = name, ours, theirs
+        if theirs is not None:
+            #: What a class is told of, as torch tells it: `torch.Tensor.data.__get__`.
+            self._getter = PatchedFunction(
+                theirs.__get__, lambda _, __, args, ___: ours.__get__(*args)
+            )
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
         if tensor is None:
             return self._ours if self._theirs is None else self._theirs
         if isinstance(tensor, TensorRef):
+            if self._theirs is not None and asks_its_class(tensor):
+                return handle_torch_function(self._getter, (tensor,), tensor)
             return self._ours.__get__(tensor, owner)
         if self._theirs is None:
             if self._name in tensor.__dict__:

@@ -16,6 +16,7 @@ from torch._C import _functorch
 from ..interception.tracebacks import hides
 from ..memory.manager import tensorsManager
 from ..memory.ref import is_ref
+from .attributes import asks_its_class
 from .patched_function import PatchedFunction
 
 __tracebackhide__ = hides
@@ -30,7 +31,7 @@ def _values_of(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     inner = instance
     while _functorch.is_gradtrackingtensor(inner):
         inner = _functorch.get_unwrapped(inner)
-    if not is_ref(inner):
+    if not is_ref(inner) or asks_its_class(inner):
         return wrapped(*args, **kwargs)
     with torch._C._DisableFuncTorch():
         return getattr(tensorsManager.ownership.peek(inner), wrapped.__name__)(*args, **kwargs)

@@ -217,9 +217,10 @@ class Protocols:
         """Return another TensorRef on the same bytes, with the same attributes."""
         if not isinstance(self, TensorRef):
             return _copy_of_plain(self)
-        twin = self.data  # which counts its versions by itself
-        if self.requires_grad:
-            twin.requires_grad_()
+        with torch._C.DisableTorchFunctionSubclass():  # its class is given to it below
+            twin = self.data  # which counts its versions by itself
+            if self.requires_grad:
+                twin.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             twin = as_parameter(twin)
         elif is_of_own_class(self):
