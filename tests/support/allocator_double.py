@@ -9,6 +9,7 @@ waits for the device), and the segment is asked for again.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any
@@ -189,7 +190,8 @@ class CachingDevice(MetaDevice):
     STEP_NS = 100_000
 
     def __init__(self, total_nbytes: int = 80 << 30) -> None:
-        self.places: dict[int, int] = {}
+        #: By a base's `id`: gives its place back, once; by itself when the base is gone.
+        self.freeing: dict[int, weakref.finalize[..., torch.Tensor]] = {}
         self.ns = 0
         self.allocator_of_card = CachingModule(total_nbytes)
         super().__init__(self.allocator_of_card)
@@ -207,12 +209,14 @@ class CachingDevice(MetaDevice):
 
     def refill(self, base: torch.Tensor, nbytes: int) -> None:
         self.ns += self.STEP_NS
-        place = self.allocator_of_card.allocator.allocate(nbytes, "copies")
+        allocator = self.allocator_of_card.allocator
+        place = allocator.allocate(nbytes, "copies")
         super().refill(base, nbytes)
-        self.places[id(base)] = place
+        free = self.freeing[id(base)] = weakref.finalize(base, allocator.free, place)
+        free.atexit = False
 
     def empty(self, base: torch.Tensor) -> None:
         super().empty(base)
-        place = self.places.pop(id(base), None)
-        if place is not None:
-            self.allocator_of_card.allocator.free(place)
+        free = self.freeing.pop(id(base), None)
+        if free is not None:
+            free()
