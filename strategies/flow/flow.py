@@ -26,6 +26,7 @@ from .alike import Alike
 from .at_home import AtHome
 from .forecaster import Forecaster, Look, Wanted, look_into, newest_of
 from .ghost_cache import Referee
+from .guess import EXPECTED_COUNT, Guess
 from .history import History
 from .latest_start import LatestStart
 from .link_queue import LONG_QUEUE_COUNT, QUEUE_COUNT, QUEUE_NBYTES, LinkQueue
@@ -42,15 +43,14 @@ SOON = 24
 #: Forecasts are followed above the first, and fetched ahead of above the second.
 VICTIM_CONFIDENCE = 0.35
 PREFETCH_CONFIDENCE = 0.8
-
+#: Below this one, what is missing may as well not be used: what comes after it is expected, too.
+EXACT_CONFIDENCE = 0.95
 #: Looked at again when less than this share of what is looked ahead is known to be there.
 LOOK_AGAIN_SHARE = 3 / 4
 
 #: Operators after which a result that is still there is one to be followed: a gradient that is
 #: added to, an activation that backward needs.
 STAYS_AFTER = 100
-#: Uses that are expected at once.
-EXPECTED_COUNT = 32
 
 
 class Flow(Strategy):
@@ -78,6 +78,7 @@ class Flow(Strategy):
         self._gate = LatestStart()
         self._queue = LinkQueue(queue_count)
         self._at_home = AtHome()
+        self._guess = Guess()
         self._limit_nbytes = 0
         self._leap_count = 0
         self._present_until = 0  # up to this position all that comes is known to be there
@@ -250,22 +251,23 @@ class Flow(Strategy):
 
         That is while they are small: to decide about such a block takes longer than to copy it. On
         a real accelerator also while nothing that is missing is urgent, or the link is busy with
-        all that may be queued.
+        all that may be queued. And where nothing is fetched ahead.
         """
-        if not self._follows(PREFETCH_CONFIDENCE):
+        history, has = self.history, self._stock.has
+        likely = history.next_ones(EXPECTED_COUNT)
+        if not self._follows(PREFETCH_CONFIDENCE):  # nothing is fetched ahead
             self._queue.is_brief = False
-            return []
-        small: dict[int, None] = {}
-        for block_id in self.history.next_ones(EXPECTED_COUNT):
-            if self.history.nbytes(block_id) > device.decision_nbytes:
-                break
-            small[block_id] = None
+            return self._guess.these(filter(has, likely), history.end)
+        briefly = takewhile(lambda one: history.nbytes(one) <= device.decision_nbytes, likely)
+        small = list(dict.fromkeys(briefly))
         self._queue.is_brief = len(small) > 1
         if not (self._queue.is_brief or device.knows_compute_end):
-            meanwhile = list(takewhile(self._stock.has, self._meanwhile(device)))
+            meanwhile = list(takewhile(has, self._meanwhile(device)))
             if meanwhile:
                 return meanwhile
-        return list(takewhile(self._stock.has, small))
+        if history.confidence < EXACT_CONFIDENCE:
+            return self._guess.these(filter(has, small), history.end)
+        return list(takewhile(has, small))
 
     def _meanwhile(self, device: DeviceSnapshot) -> Iterator[int]:
         """Yield what is used next, until something has to be decided."""

@@ -129,6 +129,20 @@ def test_what_is_not_used_is_not_told(world):
     assert [index for index, _ in world.told()] == [2, 3]
 
 
+def test_what_is_expected_and_missing_ends_no_lease_before_it_is_used(world):
+    world.told()
+    world.weights[1].toCPU()
+    world.expect(1, 2, 3)
+    world.use(0)
+    world.told()
+    assert world.use(2) == world.use(3) == (1, 0), "ready both"
+    assert world.told() == []
+    world.expect()
+    world.use(1)
+    told = [use.block_id for use in world.strategy.uses() if use.is_persistent]
+    assert told == [world.number(2), world.number(3), world.number(1)]
+
+
 def test_a_lease_ends_when_it_is_told(world):
     world.expect(1, 2)
     world.use(0)
@@ -254,7 +268,7 @@ def test_what_is_elsewhere_is_not_expected_to_be_there(world):
     world.expect(2, 1, 3)
     world.use(0)
     ready = [weight._ttr_block.ready is not None for weight in world.weights]
-    assert ready == [False, False, True, False]
+    assert ready == [False, False, True, True]
 
 
 def test_what_was_evicted_since_can_be_used_and_is_told_once(world):

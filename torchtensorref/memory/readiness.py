@@ -36,7 +36,7 @@ class Readiness:
         Returns
         -------
         list of Block
-            Those that were opened: all before the first that cannot be.
+            Those that were opened.
         """
         opened: list[Block] = []
         host, bases = self._books.host, []
@@ -50,7 +50,7 @@ class Readiness:
                 or block.sharers is not None
                 or block.left
             ):
-                break
+                continue
             block.owned = replica.state is DIRTY and (home is None or home.state is INVALID)
             bases.append(replica.base)
             opened.append(block)
@@ -114,6 +114,9 @@ class Readiness:
     def lease(self, device: Device, expected: Sequence[int]) -> Lease | None:
         """Open the ready path to blocks that are used next, as far as they are there.
 
+        What is missing is passed over, since the program may do without it; what is on its way is
+        about to be used, and ends it.
+
         Parameters
         ----------
         expected : sequence of int
@@ -133,7 +136,7 @@ class Readiness:
                 block = books.known.get(block_id)
                 replica = block.replicas.get(device) if block is not None else None
                 if block is None or replica is None or not block.is_persistent:
-                    break
+                    continue
                 # Let nobody wait for a copy before its reader comes.
                 if not self._let_arrive(replica, True):
                     break

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from torchTensorRef.strategies import AVAILABLE
 from torchTensorRef.strategies.flow.alike import Alike
-from torchTensorRef.strategies.flow.flow import Flow
+from torchTensorRef.strategies.flow.flow import PREFETCH_CONFIDENCE, Flow
+from torchTensorRef.strategies.flow.guess import Guess
 from torchTensorRef.strategies.flow.link_queue import LinkQueue
 from torchTensorRef.strategies.genoa import Genoa
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
@@ -228,6 +231,31 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_nothing
     assert list(strategy.expects(quiet)) == expected
     strategy.on_access(Access(6, 1_000, 1, True, False, False))  # it was wrong
     assert list(strategy.expects(quiet)) == []
+
+
+def test_where_nothing_is_fetched_ahead_flow_hears_together_of_what_is_there():
+    """What is missing may as well not be used: experts that another token was routed to."""
+    strategy, routes = Flow(), random.Random(0)
+    for _ in range(40):
+        for block_id in (0, 1, routes.choice(range(10, 20)), 2, 3):
+            strategy.on_access(Access(block_id, 1_000, block_id, True, True, True))
+    assert strategy.history.confidence < PREFETCH_CONFIDENCE
+    seen = device(8_000)
+    assert list(strategy.expects(seen)) == [0, 1], "few at first"
+    for block_id in (0, 1):
+        strategy.on_access(Access(block_id, 1_000, block_id, True, True, True))
+    for block_id in range(10, 20):
+        strategy.on_evict(block_id)
+    assert list(strategy.expects(seen))[:2] == [2, 3], "as if no expert came"
+
+
+def test_guesses_are_as_long_as_they_are_right():
+    guess, end, lengths = Guess(), 0, []
+    for used_count in (9, 9, 9, 9, 9, 40, 40, 3, 0, 0):
+        lengths.append(len(guess.these(range(100), end)))
+        end += used_count
+    assert lengths == [2, 4, 8, 16, 32, 18, 32, 32, 6, 2]
+    assert guess.these([7, 7], end) == [7]
 
 
 @pytest.mark.parametrize(("second", "is_brief"), [(0, False), (9, True)])
