@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
@@ -67,11 +67,13 @@ class ByKey:
         if near and entry <= near[-1]:
             del near[bisect_left(near, entry)]
 
-    def clear(self) -> None:
-        """Leave every number out."""
-        self._entries.clear()
+    def fill(self, keys: Mapping[int, float]) -> None:
+        """Have these numbers with their keys, and no others."""
+        self._entries = {number: (key, number) for number, key in keys.items()}
         self._near.clear()
-        self._far.clear()
+        self._far = list(self._entries.values())
+        heapify(self._far)
+        self._most_far = _SLACK * len(self._far) + 64
 
     def __contains__(self, number: int) -> bool:
         return number in self._entries

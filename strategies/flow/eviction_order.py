@@ -7,7 +7,7 @@ moves on. So there is a heap for each cost, and the best of all is the best of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -20,6 +20,10 @@ from .scores import UNFORESEEN, cost_per_byte
 COST_STEP = 1 / 512
 #: Sizes whose cost is remembered.
 SIZE_COUNT = 4096
+
+
+#: A block's number, its bytes, the position of its next use, whether it is dirty, and small.
+Placed = tuple[int, int, float, bool, bool]
 
 
 class _Kind(ByKey):
@@ -74,6 +78,18 @@ class EvictionOrder:
                 known.forget(block_id)
             self._kind_of[block_id] = kind
         kind.note(block_id, -position)
+
+    def fill(self, placed: Iterable[Placed]) -> None:
+        """Note many blocks after `clear`."""
+        keys_of: dict[_Kind, dict[int, float]] = {}
+        for block_id, nbytes, position, is_dirty, is_small in placed:
+            kind = self._by_size.get((nbytes, is_dirty, is_small, False))
+            if kind is None:
+                kind = self._kind(nbytes, is_dirty, is_small, False)
+            self._kind_of[block_id] = kind
+            keys_of.setdefault(kind, {})[block_id] = -position
+        for kind, keys in keys_of.items():
+            kind.fill(keys)
 
     def note_fresh(self, block_id: int) -> None:
         """Take in a temporary: when it was used last is asked when it is looked at."""

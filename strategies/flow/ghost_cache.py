@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from .history import NEVER
 
 #: A forecast may move this many times LRU's bytes before it is doubted.
 TOLERATED = 1.05
@@ -103,10 +105,20 @@ class FarthestGhost(GhostCache):
         self._place = {block_id: place for place, block_id in enumerate(self._numbers)}
 
     def _let_one_go(self) -> None:
-        # Of few all, by age: `max` takes the first of equals, the least recently used.
-        few = len(self._held) <= DRAWN_COUNT
-        drawn = self._held if few else self._random.choices(self._numbers, k=DRAWN_COUNT)
-        self.death(max(drawn, key=self._next_use))
+        # Of few all, by age: of equals the least recently used goes.
+        is_few = len(self._held) <= DRAWN_COUNT
+        farthest, gone = -1.0, -1
+        for block_id in self._held if is_few else self._drawn():
+            distance = self._next_use(block_id)
+            if distance > farthest:
+                farthest, gone = distance, block_id
+                if distance == NEVER:
+                    break
+        self.death(gone)
+
+    def _drawn(self) -> Iterator[int]:
+        draw, numbers = self._random.random, self._numbers
+        return (numbers[int(draw() * len(numbers))] for _ in range(DRAWN_COUNT))
 
 
 class Referee:

@@ -7,14 +7,16 @@ O(log n) in the long run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 from ...strategy import Access, BlockSnapshot
 from .by_next_use import ByKey
-from .eviction_order import EvictionOrder
+from .eviction_order import EvictionOrder, Placed
 from .forecaster import Forecaster, Look, Wanted
 from .history import NEVER
-from .scores import SMALL_TOTAL_SHARE, UNFORESEEN, small_limit_nbytes
+from .positions import position_of
+from .scores import SMALL_TOTAL_SHARE, small_limit_nbytes
 
 #: The next victims, as a share of the budget, are copied home early.
 WRITE_BACK_SHARE = 3 / 4
@@ -26,8 +28,6 @@ RENEWALS_IN_A_ROW = 8
 MANY_COUNT = 1024
 #: Dirty blocks looked at, in the order of their writing.
 LOOKED_AT_COUNT = 16
-#: How far ahead the next use of a small block counts as being where none is foreseen.
-UNFORESEEN_PERIODS = 4
 #: How often the reach of early copies home is worked out, likewise.
 NEAR_SHARE = 1 / 16
 
@@ -65,8 +65,7 @@ class Stock:
         self._limit_nbytes = self._small_limit = self._decision_nbytes = 0
         self._near = 0.0  # what is used after so many accesses or more may go before long
         self._near_at = 0  # the position at which that is worked out anew
-        self._has_counted = False
-        self._count_at = 0
+        self._has_counted, self._count_at = False, 0
         self._renewals_until = 0.0  # the position that pays for what was worked out so far
 
     def set_limit(self, limit_nbytes: int, decision_nbytes: int = 0) -> None:
@@ -125,7 +124,8 @@ class Stock:
         """Put what was not used where it was foreseen where it is foreseen now, if it is."""
         for passed in self._due.take_below(self._forecaster.cursor):
             is_named = self._order.is_named(passed)
-            self._put_again(passed, self._there[passed][1], is_named=is_named)
+            if not self._is_over(passed):
+                self._put(passed, self._there[passed][1], is_named=is_named)
 
     def _note_missing(self, block_id: int) -> None:
         """Put a block that is not there where it is used next, if it is."""
@@ -226,8 +226,6 @@ class Stock:
         forecaster = self._forecaster
         self.is_void = False
         self._order.clear(self._limit_nbytes, self._decision_nbytes)
-        self._dirty.clear()
-        self._due.clear()
         self._small.clear()
         self._small_nbytes = 0
         for block_id in self._order.fresh.numbers():
@@ -235,47 +233,56 @@ class Stock:
                 self._order.forget(block_id)
                 self._temporaries.add(block_id)
                 self._there[block_id] = (0, forecaster.nbytes(block_id))
+        due: dict[int, float] = {}
+        placed: list[Placed] = []
         for block_id, (_, nbytes) in list(self._there.items()):
-            self._put_again(block_id, nbytes)
-        self._missing.clear()
-        horizon = horizon_of(forecaster)
-        for distance, block_id in forecaster.upcoming(horizon):
-            if block_id not in self._there and block_id not in self._missing:
-                self._missing.note(block_id, forecaster.cursor + distance)
+            if not self._is_over(block_id):
+                position, again, is_dirty = self._position(block_id, nbytes)
+                placed.append((block_id, nbytes, position, is_dirty, block_id in self._small))
+                if again is not None:
+                    due[block_id] = again
+        least = self._decision_nbytes
+        dirty = {block[0]: -block[2] for block in placed if block[3] and block[1] > least}
+        self._order.fill(placed)
+        self._due.fill(due)
+        self._dirty.fill(dirty)
+        missing: dict[int, float] = {}
+        for distance, block_id in forecaster.upcoming(horizon_of(forecaster)):
+            if block_id not in self._there and block_id not in missing:
+                missing[block_id] = forecaster.cursor + distance
                 self._note_small(block_id, forecaster.nbytes(block_id))
+        self._missing.fill(missing)
 
-    def _put_again(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
-        """Put a block where its next use is by now; a temporary may be foreseen no more."""
-        if block_id in self._temporaries and self._forecaster.next_use(block_id) == NEVER:
-            del self._there[block_id]
-            self._temporaries.discard(block_id)
-            self._order.forget(block_id)
-            self._order.note_fresh(block_id)
-        else:
-            self._put(block_id, nbytes, is_named=is_named)
+    def _is_over(self, block_id: int) -> bool:
+        """Whether a temporary is foreseen no more; then it goes by its age from now on."""
+        if block_id not in self._temporaries or self._forecaster.next_use(block_id) != NEVER:
+            return False
+        del self._there[block_id]
+        self._temporaries.discard(block_id)
+        self._order.forget(block_id)
+        self._order.note_fresh(block_id)
+        return True
 
     def _put(self, block_id: int, nbytes: int, *, is_named: bool = False) -> None:
         """Put a block where its next use says."""
-        forecaster = self._forecaster
-        distance, is_dirty = forecaster.next_use(block_id), block_id in self.may_be_dirty
-        if distance == NEVER and nbytes <= self._decision_nbytes:
-            # To give it back frees little: rather a larger one that is used again.
-            ahead = UNFORESEEN_PERIODS * forecaster.period
-            position: float = forecaster.cursor + ahead
-            self._due.note(block_id, forecaster.cursor + ahead // 2)  # then it is put there again
-        elif distance == NEVER and is_dirty and (end := forecaster.next_end(block_id)) != NEVER:
-            position = forecaster.cursor + end  # it goes by itself then, and takes no copy home
-            self._due.note(block_id, position)
-        elif distance == NEVER:
-            position = UNFORESEEN - self._there[block_id][0]
-        else:
-            position = forecaster.cursor + distance
-            self._due.note(block_id, position)
-            self._note_small(block_id, nbytes)
+        position, again, is_dirty = self._position(block_id, nbytes)
+        if again is not None:
+            self._due.note(block_id, again)
         kind = {"is_dirty": is_dirty, "is_small": block_id in self._small, "is_named": is_named}
         self._order.note(block_id, nbytes, position, **kind)
         if is_dirty and nbytes > self._decision_nbytes:
             self._dirty.note(block_id, -position)
+
+    def _position(self, block_id: int, nbytes: int) -> tuple[float, float | None, bool]:
+        """Return a block's position, the one at which it is put anew, and whether it is dirty."""
+        is_dirty = block_id in self.may_be_dirty
+        last_use, least = self._there[block_id][0], self._decision_nbytes
+        position, again, is_foreseen = position_of(
+            self._forecaster, block_id, nbytes, last_use, is_dirty=is_dirty, decision_nbytes=least
+        )
+        if is_foreseen:
+            self._note_small(block_id, nbytes)
+        return position, again, is_dirty
 
     def _note_small(self, block_id: int, nbytes: int) -> None:
         if nbytes <= self._small_limit and block_id not in self._small:
@@ -322,28 +329,21 @@ class Stock:
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
         self._put_passed_again()
-        cursor, with_small = self._forecaster.cursor, not self._keeps_small
-        return self._order.best_first(
-            cursor, newest, look, with_small=with_small, with_fresh=False, with_named=False
-        )
+        kinds = {"with_small": not self._keeps_small, "with_fresh": False, "with_named": False}
+        return self._order.best_first(self._forecaster.cursor, newest, look, **kinds)
 
     def all_victims(self, look: Look, newest: int) -> Iterator[BlockSnapshot]:
         """Yield what may be given back, best first, and at last what is small and recurs."""
         self._put_passed_again()
         keeps_small, yielded = self._keeps_small, set()
-        for _, block in self._best_first(look, newest, with_small=not keeps_small):
+        cursor, end = self._forecaster.cursor, self._forecaster.end
+        best_first = partial(self._order.best_first, cursor, newest, look, end=end, with_fresh=True)
+        for _, block in best_first(with_small=not keeps_small):
             yielded.add(block.block_id)
             yield block
-        for _, block in self._best_first(look, newest, with_small=True) if keeps_small else ():
+        for _, block in best_first(with_small=True) if keeps_small else ():
             if block.block_id not in yielded:
                 yield block
-
-    def _best_first(
-        self, look: Look, newest: int, *, with_small: bool
-    ) -> Iterator[tuple[float, BlockSnapshot]]:
-        cursor, end = self._forecaster.cursor, self._forecaster.end
-        order, small = self._order, with_small
-        return order.best_first(cursor, newest, look, end=end, with_small=small, with_fresh=True)
 
     @property
     def missing_count(self) -> int:

@@ -236,17 +236,21 @@ def test_on_a_real_accelerator_flow_hears_together_of_what_is_used_while_nothing
 def test_where_nothing_is_fetched_ahead_flow_hears_together_of_what_is_there():
     """What is missing may as well not be used: experts that another token was routed to."""
     strategy, routes = Flow(), random.Random(0)
-    for _ in range(40):
-        for block_id in (0, 1, routes.choice(range(10, 20)), 2, 3):
+
+    def use(*block_ids: int) -> None:
+        for block_id in block_ids:
             strategy.on_access(Access(block_id, 1_000, block_id, True, True, True))
+
+    for _ in range(40):
+        use(0, routes.randrange(10, 20), 1, routes.randrange(10, 20), 2, 3)
     assert strategy.history.confidence < PREFETCH_CONFIDENCE
-    seen = device(8_000)
-    assert list(strategy.expects(seen)) == [0, 1], "few at first"
-    for block_id in (0, 1):
-        strategy.on_access(Access(block_id, 1_000, block_id, True, True, True))
     for block_id in range(10, 20):
         strategy.on_evict(block_id)
-    assert list(strategy.expects(seen))[:2] == [2, 3], "as if no expert came"
+    seen = device(8_000)
+    assert list(strategy.expects(seen)) == [0, 1], "few at first"
+    use(0, 13, 1)
+    strategy.on_evict(13)
+    assert list(strategy.expects(seen)) == [2, 3, 0, 1], "more as long as they are used"
 
 
 def test_guesses_are_as_long_as_they_are_right():

@@ -1,0 +1,50 @@
+"""Where a block stands in the order of eviction: at the position of its next use, if it has one."""
+
+from __future__ import annotations
+
+from .forecaster import Forecaster
+from .history import NEVER
+from .scores import UNFORESEEN
+
+#: How far ahead the next use of a small block counts as being where none is foreseen.
+UNFORESEEN_PERIODS = 4
+
+
+def position_of(
+    forecaster: Forecaster,
+    block_id: int,
+    nbytes: int,
+    last_use: int,
+    *,
+    is_dirty: bool,
+    decision_nbytes: int,
+) -> tuple[float, float | None, bool]:
+    """Return where a block stands now.
+
+    Parameters
+    ----------
+    last_use : int
+        Position of its last access.
+    decision_nbytes : int
+        What is smaller is copied in less time than it takes to decide about it.
+
+    Returns
+    -------
+    float
+        Its position; the farthest goes first.
+    float or None
+        The position from which on it has to be put anew, unless it was used before; None if never.
+    bool
+        Whether a use of it is foreseen.
+    """
+    cursor, distance = forecaster.cursor, forecaster.next_use(block_id)
+    if distance != NEVER:
+        return cursor + distance, cursor + distance, True
+    if nbytes <= decision_nbytes:
+        # To give it back frees little: rather a larger one that is used again.
+        ahead = UNFORESEEN_PERIODS * forecaster.period
+        return cursor + ahead, cursor + ahead // 2, False
+    if is_dirty and (end := forecaster.next_end(block_id)) != NEVER:
+        # It goes by itself then, and takes no copy home.
+        return cursor + end, cursor + end, False
+    return UNFORESEEN - last_use, None, False
