@@ -1,12 +1,14 @@
-"""What the demos share: options, one fresh process per run, and the table that compares them.
+"""What the demos share: options, the runs of a job, and the table that compares them.
 
 A demo is a *job*: plain torch code that returns a tensor. It is run as it is in a process that
-never imports torchTensorRef, and once per strategy in one that does. All begin equally cold.
+never imports torchTensorRef, and once per strategy in one that does; each begins with nothing on
+the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -40,9 +42,9 @@ def options(text: str, budget: str) -> argparse.ArgumentParser:
     parser.add_argument("--strategy", help=f"one strategy only (else {' and '.join(STRATEGIES)})")
     parser.add_argument("--report", action="store_true", help="what each run reports, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the picture (%(default)s)")
-    # How a demo calls itself: one run, and the folder for its answer.
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    # How a demo calls itself: the runs of one process, and the folder for their answers.
+    parser.add_argument("--runs", nargs="+", default=(), help=argparse.SUPPRESS)
+    parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -55,11 +57,15 @@ def main(job: Job, parser: argparse.ArgumentParser) -> int:
         The exit status: 1 if a number differs or a budget was exceeded.
     """
     chosen = parser.parse_args()
-    if chosen.run:
-        return run_here(job, chosen)
-    names = (PLAIN, *((chosen.strategy,) if chosen.strategy else STRATEGIES))
+    if chosen.runs:
+        run_here(job, chosen)
+        return 0
+    names = (chosen.strategy,) if chosen.strategy else STRATEGIES
+    for name in names:
+        use(name)  # before the runs, which take long: it says what is wrong with the name
     with tempfile.TemporaryDirectory() as folder:
-        runs = [run_in_a_process(name, Path(folder)) for name in names]
+        # One process for all strategies: it takes longer to load what a job needs than to run it.
+        runs = run_in_a_process((PLAIN,), Path(folder)) + run_in_a_process(names, Path(folder))
         pictures = draw(runs[1:], chosen.out)
     print("\n".join(runs[-1]["lines"]))
     for run in runs[1:] if chosen.report else ():
@@ -69,48 +75,67 @@ def main(job: Job, parser: argparse.ArgumentParser) -> int:
     return status
 
 
-def run_here(job: Job, chosen: argparse.Namespace) -> int:
-    """Run the job in this process and write what came out into the folder for the answer."""
-    manager = None if chosen.run == PLAIN else managed(chosen)
-    timeline = nullcontext() if manager is None else manager.trace(chosen.answer / "timeline.json")
-    with timeline:
-        result, lines, model = job(chosen)
-    answer = {"name": chosen.run, "lines": lines, "shape": list(result.shape)}
-    if manager is not None:
-        answer |= {"stats": manager.stats(), "report": manager.report()}
-    del model  # it had to live until here: a report is about what is alive
-    (chosen.answer / "bytes").write_bytes(result.numpy().tobytes())
-    (chosen.answer / "answer.json").write_text(json.dumps(answer))
-    return 0
+def run_here(job: Job, chosen: argparse.Namespace) -> None:
+    """Do these runs in this process; each leaves what came out in its folder for the answer."""
+    for name in chosen.runs:
+        answer = folder_of(name, chosen.answers)
+        answer.mkdir()
+        manager = None if name == PLAIN else managed(chosen, name)
+        timeline = nullcontext() if manager is None else manager.trace(answer / "timeline.json")
+        with timeline:
+            result, lines, model = job(chosen)
+        told = {"name": name, "lines": lines, "shape": list(result.shape)}
+        if manager is not None:
+            told |= {"stats": manager.stats(), "report": manager.report()}
+        (answer / "bytes").write_bytes(result.numpy().tobytes())
+        (answer / "answer.json").write_text(json.dumps(told))
+        del model, result  # they had to live until here: a report is about what is alive
+        gc.collect()  # the next run begins with nothing
 
 
-def managed(chosen: argparse.Namespace) -> Any:
+def folder_of(name: str, answers: Path) -> Path:
+    """Return where the run of that name leaves its answer."""
+    return answers / name.replace("/", "_")
+
+
+def managed(chosen: argparse.Namespace, strategy: str) -> Any:
     """Put this process under torchTensorRef: all that a program needs to add."""
     import torchTensorRef
 
-    try:
-        torchTensorRef.tensorsManager.device = chosen.device
-        torchTensorRef.tensorsManager.budget = chosen.budget
-        torchTensorRef.tensorsManager.strategy = chosen.run
-    except torchTensorRef.TensorRefError as error:
-        raise SystemExit(str(error)) from None
+    use(strategy, device=chosen.device, budget=chosen.budget)
+    torchTensorRef.tensorsManager.reset_stats()
     torchTensorRef.injectTo.append("transformers")
     return torchTensorRef.tensorsManager
 
 
-def run_in_a_process(name: str, folder: Path) -> dict[str, Any]:
-    """Run this demo once in a process of its own; return its answer."""
-    answer = folder / name.replace("/", "_")
-    answer.mkdir()
+def use(strategy: str, **settings: str) -> None:
+    """Set the manager's strategy and more; end with a sentence where one is not understood."""
+    import torchTensorRef
+
+    try:
+        for name, value in {**settings, "strategy": strategy}.items():
+            setattr(torchTensorRef.tensorsManager, name, value)
+    except torchTensorRef.TensorRefError as error:
+        raise SystemExit(str(error)) from None
+
+
+def run_in_a_process(names: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """Do runs of this demo in a process of their own; return their answers."""
     # Nothing is downloaded; and the plain run must not meet a torchTensorRef that is set to be on.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, *sys.argv, "--run", name, "--answer", str(answer)]
+    command = [sys.executable, *sys.argv, "--runs", *names, "--answers", str(folder)]
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"The run of {name} ended with status {done.returncode}, see above.")
-    return json.loads((answer / "answer.json").read_text()) | {
-        "bytes": (answer / "bytes").read_bytes(),
-        "timeline": answer / "timeline.json",
+        said = ", ".join(names)
+        raise SystemExit(f"The run of {said} ended with status {done.returncode}, see above.")
+    return [answer_in(folder_of(name, folder)) for name in names]
+
+
+def answer_in(folder: Path) -> dict[str, Any]:
+    """Read what a run has left."""
+    return json.loads((folder / "answer.json").read_text()) | {
+        "bytes": (folder / "bytes").read_bytes(),
+        "timeline": folder / "timeline.json",
     }
 
 

@@ -31,8 +31,8 @@ def generate(options):
     import torch
     from transformers import AutoModelForCausalLM
 
-    folder = options.answer.parent / "model"
-    if options.run == common.PLAIN:
+    folder = options.answers / "model"
+    if common.PLAIN in options.runs:
         save_model(folder, options)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = torch.tensor(PROMPT)

@@ -20,15 +20,16 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 #: What a managed test gets unless it asks for more: small enough that everything is evicted often.
 DEFAULT_NBYTES = 1 << 20
-#: So many objects that are there before a file of tests begins are libraries.
-MANY_OBJECTS = 50_000
+#: So many objects that are there before a test begins are libraries.
+MANY_OBJECTS = 10_000
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def libraries_are_set_aside() -> None:
     """Keep the collector from walking through imported libraries, which every test has it run.
 
-    That took more than half of the time of the tests: 0.2 s for 400,000 objects.
+    That took more than half of the time of the tests: 0.2 s for 400,000 objects. Tests import
+    libraries, too: before each one, those of the tests before it are set aside.
     """
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -100,6 +101,7 @@ def whole(python: Path, record: Path) -> Run:
     return Run(torch, version, date.today().isoformat(), 0.0, counts, failures)
 
 
+@functools.cache
 def _versions(python: Path) -> tuple[str, str]:
     torch, version = json.loads(
         subprocess.run(

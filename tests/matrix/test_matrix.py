@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_read_has_failed(tmp_path, monkeypatch):
 def test_what_takes_too_long_is_broken_off(tmp_path, monkeypatch, load, limit_s):
     """And what was run is counted; where others want the cores, it may take longer."""
     monkeypatch.setattr(runs, "FOLDER", tmp_path)
-    monkeypatch.setattr(runs, "GRACE_S", 5)  # pytest hears no SIGINT where its parents ignore it
+    monkeypatch.setattr(runs, "GRACE_S", 1)  # pytest hears no SIGINT where its parents ignore it
     monkeypatch.setattr(runs.os, "getloadavg", lambda: (load, load, load))
     tests = tmp_path / "test_it.py"
     waits = "def test_that_waits():\n    time.sleep(60)\n"

@@ -25,9 +25,9 @@ def forecast(*arguments, **options):
 
 
 def status_of(*arguments):
-    """Run a command that is refused, in this process; return its status."""
+    """Run a command in this process; return its status."""
     try:
-        return main(list(arguments))
+        return main([str(argument) for argument in arguments])
     except SystemExit as end:
         return end.code
 
@@ -48,14 +48,14 @@ def test_a_model_over_several_cards(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_prompt_leaves_for_the_next_token_is_a_cache(tmp_path, count):
+def test_what_a_prompt_leaves_for_the_next_token_is_a_cache(tmp_path, capsys, count):
     """Of one token, nobody read it: it counted as activations."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = forecast("--model", tmp_path, "--prompt", "512", "--new-tokens", count)
-    assert done.returncode == 0, done.stderr
+    given = ("--model", tmp_path, "--prompt", "512", "--new-tokens", count)
+    assert status_of("forecast", *given) == 0
     # Keys and values: 3 layers, 2 heads of 16 numbers, 512 tokens, two bytes each.
-    assert "cache 192.00 KiB" in " ".join(done.stdout.split())
+    assert "cache 192.00 KiB" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,11 @@ def test_what_a_prompt_leaves_for_the_next_token_is_a_cache(tmp_path, count):
     ],
     ids=lambda config: config["model_type"],
 )
-def test_what_a_model_keeps_between_tokens_has_several_names(tmp_path, config):
+def test_what_a_model_keeps_between_tokens_has_several_names(tmp_path, capsys, config):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    done = forecast("--model", tmp_path, "--prompt", "9", "--new-tokens", "4")
-    assert done.returncode == 0, done.stderr
-    assert "token 4" in done.stdout
+    assert status_of("forecast", "--model", tmp_path, "--prompt", "9", "--new-tokens", "4") == 0
+    assert "token 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_scripts_own_error_is_told_as_python_tells_it(script):
     assert "could not be written" not in done.stderr
 
 
-def test_a_script_on_a_host_whose_time_is_counted(script):
+def test_a_script_on_a_host_whose_time_is_counted(script, capsys):
     path = script(
         """
         import torch
@@ -142,11 +141,12 @@ def test_a_script_on_a_host_whose_time_is_counted(script):
                 x = layer(x)
         """
     )
-    done = forecast("--device", "rtx3060", "--host", "epyc", "--budget", "200KB", path)
-    assert done.returncode == 0, done.stderr
-    assert "AMD EPYC" in done.stdout
-    assert "the host's own time bounds this run" in done.stdout
-    assert "a larger budget" in " ".join(done.stdout.split())
+    given = ("--device", "rtx3060", "--host", "epyc", "--budget", "200KB", path)
+    assert status_of("forecast", *given) == 0
+    out = capsys.readouterr().out
+    assert "AMD EPYC" in out
+    assert "the host's own time bounds this run" in out
+    assert "a larger budget" in " ".join(out.split())
 
 
 def test_a_script_that_begins_with_a_tensor(script):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import traceback
 import warnings
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -21,6 +23,10 @@ from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from .aliasing import alias_differences
 from .differential import copied, differences, managed
+
+# For every sample, torch looks through the stack for a `unittest.TestCase` that it could note the
+# sample in. There is none here, and looking reads the source of each frame.
+common_utils.extract_test_fn = lambda: None
 
 DTYPES = (
     torch.float32,
@@ -124,6 +130,7 @@ def name_of(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
+@functools.cache
 def operators() -> dict[str, Any]:
     """Every operator of torch's database that the CPU has, by name."""
     return {name_of(op): op for op in op_db}
