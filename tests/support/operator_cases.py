@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from torchTensorRef import tensorsManager
@@ -26,7 +27,7 @@ from .differential import copied, differences, managed
 
 # For every sample, torch looks through the stack for a `unittest.TestCase` that it could note the
 # sample in. There is none here, and looking reads the source of each frame.
-common_utils.extract_test_fn = lambda: None
+common_utils.extract_test_fn = core.extract_test_fn = lambda: None
 
 DTYPES = (
     torch.float32,
