@@ -14,8 +14,8 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
-# which test it was in.
-WORKERS ?= 2
+# which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.
+WORKERS ?= 3
 # Of each of them in torch's kernels: with more than there are cores, they wait for each other.
 THREADS ?= 1
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
