@@ -56,22 +56,23 @@ class Found(NamedTuple):
     is_equal: bool
 
 
-def model_of(way: str) -> Any:
-    """Make the model, always the same."""
+def model_of(way: str, **sizes: Any) -> Any:
+    """Make the model, always the same, or one of other sizes."""
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=WORKING,
-        tie_word_embeddings=True,
-    )
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": WORKING,
+        "tie_word_embeddings": True,
+    }
+    config = transformers.Qwen3MoeConfig(**{**usual, **sizes})
     config._experts_implementation = way
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).eval()

@@ -193,22 +193,18 @@ def mixture() -> Program:
 
 def grouped() -> Program:
     """One token of a Qwen3-MoE, whose layers keep their 128 experts in one tensor each."""
-    from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import DynamicCache
 
-    config = Qwen3MoeConfig(
-        vocab_size=4096,
+    from .experts import VOCABULARY, model_of
+
+    model = model_of(
+        "grouped_mm",
         hidden_size=64,
         moe_intermediate_size=32,
         num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=16,
-        num_experts=128,
-        num_experts_per_tok=8,
+        tie_word_embeddings=False,
     )
-    model = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(50)  # so that tokens differ in the experts they need
 
     def start(model: nn.Module, bring: Callable[[Any], Any]) -> Step:
         generator = torch.Generator().manual_seed(1)
@@ -216,9 +212,9 @@ def grouped() -> Program:
 
         def token() -> Any:
             if made["count"] % 16 == 0:
-                made["cache"] = DynamicCache(config=config)
+                made["cache"] = DynamicCache(config=model.config)
             made["count"] += 1
-            ids = bring(torch.randint(4096, (1, 1), generator=generator))
+            ids = bring(torch.randint(VOCABULARY, (1, 1), generator=generator))
             return model(ids, past_key_values=made["cache"], use_cache=True).logits
 
         return token

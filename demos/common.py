@@ -61,8 +61,8 @@ def main(job: Job, parser: argparse.ArgumentParser) -> int:
         run_here(job, chosen)
         return 0
     names = (chosen.strategy,) if chosen.strategy else STRATEGIES
-    for name in names:
-        use(name)  # before the runs, which take long: it says what is wrong with the name
+    if chosen.strategy:  # before the runs, which take long: it says what is wrong with the name
+        use(chosen.strategy)
     with tempfile.TemporaryDirectory() as folder:
         # One process for all strategies: it takes longer to load what a job needs than to run it.
         runs = run_in_a_process((PLAIN,), Path(folder)) + run_in_a_process(names, Path(folder))
