@@ -120,6 +120,35 @@ def test_results_without_bytes_of_their_own_stay_plain(manager):
     )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("strategy", ["genoa", "lru"])
+def test_what_a_quantizer_keeps_outlives_the_eviction_of_what_it_was_made_of(manage, strategy):
+    """Scales of the right dtype are kept as they are: torch read a replica that was emptied."""
+
+    def quantized(scales: torch.Tensor, points: torch.Tensor) -> Any:
+        values, numbers = torch.ones(16, 3), torch.ones(16, 3, dtype=torch.int8)
+        yield torch.quantize_per_channel(values, scales, points, 0, torch.qint8)
+        yield torch._make_per_channel_quantized_tensor(numbers, scales, points, 0)
+        yield torch._empty_per_channel_affine_quantized(
+            [16, 3], scales=scales, zero_points=points, axis=0, dtype=torch.qint8
+        )
+
+    def program() -> Any:
+        given, kept = [], []
+        for _ in range(3):  # the first time all of them take the slow path
+            given.append((torch.rand(16, dtype=torch.float64) * 1, torch.arange(16) + 1))
+            kept += quantized(*given[-1])
+            for _ in range(4):
+                torch.ones(64, 48).mul(2).sum()
+        return [q.q_per_channel_scales().sum() for q in kept]
+
+    assert_same_injected(
+        program,
+        manage(strategy, 1 << 14),
+        plain_because="so is what is made of a quantizer's parts",
+    )
+
+
 def test_a_parameter_is_made_anew_on_the_meta_device_from_what_it_notes(manager):
     with injected():
         parameter = nn.Linear(3, 4).weight

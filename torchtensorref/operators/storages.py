@@ -42,4 +42,16 @@ STORAGES = (
         Row(op, reason="no byte is read", special=Special.COMPARE_SIZES)
         for op in (aten.is_same_size.default, aten._has_same_storage_numel.default)
     ),
+    *(
+        Row(
+            op,
+            reason="keeps the very scales that it is given, as only the slow path sees",
+            is_never_ready=True,
+        )
+        for op in (
+            aten.quantize_per_channel.default,
+            aten._make_per_channel_quantized_tensor.default,
+            aten._empty_per_channel_affine_quantized.default,
+        )
+    ),
 )
