@@ -19,16 +19,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from .allocation_sites import AllocationSites
+from .places import Places
 from .tolerance import PROGRAM_AGREEMENT, Tolerance
 
-#: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
-GRAM_LENGTHS = (24, 8, 3, 1)
-#: Places remembered per context.
-PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
 INDEXED_RUN = 24
-#: Longest agreement that is told apart from a longer one.
-LONGEST_AGREEMENT = 4096
 #: Accesses to results of operators that may be missing from what was foreseen, one after another.
 MADE_RUN = 8
 #: Weight of the past in `History.confidence`, per access.
@@ -36,8 +31,6 @@ CONFIDENCE_DECAY = 1 - 1 / 48
 
 #: Distance of what the forecast does not contain.
 NEVER = math.inf
-
-_Grams = dict[int, list[int]]
 
 
 class History:
@@ -78,11 +71,9 @@ class History:
         self._symbols: list[int] = []
         self._structs = array("q")
         self._uses: dict[int, array[int]] = {}
-        self._grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
-        self._older_grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
+        self._places = Places(self._symbols)
         self._index_until = INDEXED_RUN
         self._tolerance = Tolerance()
-        self._is_exact = False
         self._temporary_count = 0  # entries that belong to temporaries
         self._names = AllocationSites()
         self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
@@ -110,9 +101,8 @@ class History:
             self._append(symbol, struct)
             self.cursor += 1
             self._tolerance.match()
-            self._is_exact = True
             if self.end <= self._index_until:
-                self._index()
+                self._places.note(self.end)
             self._judge(nbytes, nbytes)
         elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
             self._access_unforeseen(symbol, nbytes, struct, index)
@@ -166,7 +156,6 @@ class History:
             if other != symbol and is_new:
                 symbol = self._names.rename(block_id, symbol, other)
             self.cursor = self.start + index + 1
-            self._is_exact = True
             self._judge(nbytes, nbytes)
         elif is_made and self._tolerance.takes_extra:
             self._tolerance.note_extra()
@@ -174,7 +163,7 @@ class History:
             return False
         self._append(symbol, struct)
         self._index_until = self.end + INDEXED_RUN
-        self._index()
+        self._places.note(self.end)
         return True
 
     def _made_before(self, symbol: int, nbytes: int, struct: int, *, is_made: bool) -> int:
@@ -199,10 +188,10 @@ class History:
             self._judge(nbytes, 0)
         is_substitute = self.cursor >= 0 and self._structs[index] == struct
         self._append(symbol, struct)
-        self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._tolerance.takes_substitute
-        place = self._find_place(PROGRAM_AGREEMENT if is_in_place else 1)
+        least = PROGRAM_AGREEMENT if is_in_place else 1
+        place = self._places.find(self.start, self.end, self._uses[symbol], least)
         if is_in_place and place < 0:
             self.cursor += 1
             self._tolerance.note_substitute()
@@ -210,7 +199,7 @@ class History:
             before, self.cursor = self.cursor, place
             self._tolerance.begin()
             self.leap_count += before >= 0 or self.cursor >= 0
-        self._index()
+        self._places.note(self.end)
 
     def _set_nbytes(self, block_id: int, nbytes: int) -> None:
         self.living_nbytes += nbytes - self._nbytes.get(block_id, 0)
@@ -239,57 +228,6 @@ class History:
         if not uses or uses[-1] != self.end:
             uses.append(self.end)
             self._temporary_count += 1
-
-    # -- finding a place ---------------------------------------------------------------------
-
-    def _index(self) -> None:
-        """Remember what the recent accesses looked like here."""
-        symbols = self._symbols
-        for length, places_by_gram in zip(GRAM_LENGTHS, self._grams, strict=True):
-            if len(symbols) < length:
-                continue
-            places = places_by_gram.setdefault(hash(tuple(symbols[-length:])), [])
-            places.append(self.end)
-            if len(places) > PLACES_PER_GRAM:
-                del places[0]
-
-    def _find_place(self, least: int) -> int:
-        """Return where the recent past agrees with the record longest; the newest on ties.
-
-        -1 if nowhere for at least so many accesses.
-        """
-        for rank, length in enumerate(GRAM_LENGTHS):
-            if rank and length < least:
-                break
-            if len(self._symbols) < length:
-                continue
-            gram = hash(tuple(self._symbols[-length:]))
-            places = self._older_grams[rank].get(gram, []) + self._grams[rank].get(gram, [])
-            if length == 1 and not places:
-                places = [use + 1 for use in self._uses[self._symbols[-1]][-PLACES_PER_GRAM:]]
-            found = [
-                (agreed, place)
-                for place in places
-                if self.start <= place < self.end and (agreed := self._agreement(place)) >= least
-            ]
-            if found:
-                return max(found)[1]
-        return -1
-
-    def _agreement(self, place: int) -> int:
-        """Return for how many accesses the record before `place` equals the newest ones."""
-        symbols, then, now = self._symbols, place - self.start, len(self._symbols)
-        longest = min(then, LONGEST_AGREEMENT)
-        agreed, stride, is_growing = 0, 16, True
-        while stride and agreed < longest:
-            stride = min(stride, longest - agreed)
-            left, right = then - agreed, now - agreed
-            if symbols[left - stride : left] == symbols[right - stride : right]:
-                agreed += stride
-                stride = stride * 2 if is_growing else stride // 2
-            else:
-                is_growing, stride = False, stride // 2
-        return agreed
 
     # -- forecast ----------------------------------------------------------------------------
 
@@ -382,7 +320,7 @@ class History:
         self._uses = self._kept_uses()
         self._names.forget_before(self.start, self._uses)
         self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
-        self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)
+        self._places.forget_half()
         if self.cursor < self.start or not kept:
             self.cursor = -1
             self.leap_count += 1
