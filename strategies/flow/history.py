@@ -20,12 +20,15 @@ from collections.abc import Iterator
 
 from .allocation_sites import AllocationSites
 from .places import Places
+from .routing import Routing
 from .tolerance import PROGRAM_AGREEMENT, Tolerance
 
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
 INDEXED_RUN = 24
 #: Accesses to results of operators that may be missing from what was foreseen, one after another.
 MADE_RUN = 8
+#: So many accesses before the place and behind it are close by.
+NEAR_RUN = 8
 #: Weight of the past in `History.confidence`, per access.
 CONFIDENCE_DECAY = 1 - 1 / 48
 
@@ -74,6 +77,7 @@ class History:
         self._places = Places(self._symbols)
         self._index_until = INDEXED_RUN
         self._tolerance = Tolerance()
+        self._routing = Routing()
         self._temporary_count = 0  # entries that belong to temporaries
         self._names = AllocationSites()
         self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
@@ -101,10 +105,14 @@ class History:
             self._append(symbol, struct)
             self.cursor += 1
             self._tolerance.match()
+            self.leap_count += self._routing.note_hit(struct, symbol)
             if self.end <= self._index_until:
                 self._places.note(self.end)
             self._judge(nbytes, nbytes)
-        elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
+        elif not (
+            self._access_made(block_id, symbol, nbytes, struct, is_new=is_new)
+            or self._access_beside_routed(symbol, nbytes, struct)
+        ):
             self._access_unforeseen(symbol, nbytes, struct, index)
         if self.end - self.start + self._temporary_count > self.capacity:
             self._trim()
@@ -182,11 +190,42 @@ class History:
                     grown = index
         return grown
 
+    def _access_beside_routed(self, symbol: int, nbytes: int, struct: int) -> bool:
+        """Record an access that differs from the forecast only in what the data chooses.
+
+        That says nothing about the place: others may be used there, or more of them, or fewer.
+        """
+        routing = self._routing
+        if self.cursor < 0 or not routing.kinds:
+            return False
+        first, is_routed = self.cursor - self.start, routing.has(struct, symbol)
+        made = () if is_routed else self._names.born_at
+        index = routing.beyond(self._symbols, self._structs, first, symbol, passes=made)
+        if index >= 0:
+            for passed in range(first, index):
+                kind, other = self._structs[passed], self._symbols[passed]
+                if routing.has(kind, other):
+                    routing.note_miss(kind, other)
+            self.cursor = self.start + index + 1
+            self.leap_count += routing.note_hit(struct, symbol)
+        elif not is_routed:
+            return False
+        elif routing.has(struct, self._symbols[first]) and self._structs[first] == struct:
+            self.cursor += 1
+            if symbol in self._uses:
+                routing.note_miss(struct, self._symbols[first])
+        if symbol in self._uses:
+            self._judge(nbytes, 0 if is_routed else nbytes)
+        self._append(symbol, struct)
+        return True
+
     def _access_unforeseen(self, symbol: int, nbytes: int, struct: int, index: int) -> None:
         """Record an access that the cursor did not expect, and find it a new place."""
         if symbol in self._uses:  # a block never seen could not be foreseen
             self._judge(nbytes, 0)
         is_substitute = self.cursor >= 0 and self._structs[index] == struct
+        if is_substitute and self._is_chosen(symbol, index):
+            self.leap_count += self._routing.note_miss(struct, self._symbols[index])
         self._append(symbol, struct)
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._tolerance.takes_substitute
@@ -200,6 +239,19 @@ class History:
             self._tolerance.begin()
             self.leap_count += before >= 0 or self.cursor >= 0
         self._places.note(self.end)
+
+    def _is_chosen(self, symbol: int, index: int) -> bool:
+        """Whether it may be by the data that a block is used, and not the one of the record.
+
+        Not where the record has it close by, or after the one used last: a layer is left out then,
+        or there again, or another model runs.
+        """
+        uses, symbols = self._uses.get(symbol), self._symbols
+        if not uses or symbol in symbols[max(0, index - NEAR_RUN) : index + NEAR_RUN]:
+            return False
+        before = uses[-1] - self.start - 1
+        follows = before >= 0 and symbols[before] == symbols[-1]
+        return not follows or self._routing.has(self._structs[-1], symbols[-1])
 
     def _set_nbytes(self, block_id: int, nbytes: int) -> None:
         self.living_nbytes += nbytes - self._nbytes.get(block_id, 0)
@@ -262,6 +314,9 @@ class History:
         use = uses[bisect_left(uses, cursor)]
         if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
             return NEVER  # that use is of another one, to be made there
+        # A temporary may have been used last behind the record's last access.
+        if use < self.end and self._routing.has(self._structs[use - self.start], symbol):
+            return NEVER
         return use - cursor
 
     def next_end(self, block_id: int) -> float:
@@ -279,12 +334,13 @@ class History:
         """
         if self.cursor < 0:
             return
-        distance, names = first, self._names
+        distance, names, has_routed = first, self._names, bool(self._routing.kinds)
         while distance < limit:
             index = self.cursor - self.start + distance % self.period
-            for symbol in self._symbols[index : index + limit - distance]:
+            for at, symbol in enumerate(self._symbols[index : index + limit - distance], index):
                 block_id = self._bearer_of.get(symbol, symbol)
-                if block_id in self._nbytes and (
+                is_routed = has_routed and self._routing.has(self._structs[at], symbol)
+                if (block_id in self._nbytes and not is_routed) and (
                     symbol not in names.born_at
                     or names.next_birth(symbol, self.cursor) > self.cursor + distance
                 ):
@@ -319,6 +375,7 @@ class History:
         del self._structs[: count - kept]
         self._uses = self._kept_uses()
         self._names.forget_before(self.start, self._uses)
+        self._routing.keep(self._uses)
         self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
         self._places.forget_half()
         if self.cursor < self.start or not kept:
