@@ -203,8 +203,7 @@ class Flow(Strategy):
         if not wanted:
             self._present_until = history.end + horizon
             return ()
-        distance, *_ = wanted[0]
-        self._present_until = history.end + distance
+        self._present_until = history.end + wanted[0][0]
         if self._can_wait(device):
             return ()
         return self._issue(device, look, wanted, newest_of(resident))

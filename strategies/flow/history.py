@@ -19,25 +19,21 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from .allocation_sites import AllocationSites
+from .places import Places
+from .routing import Routing
 from .tolerance import PROGRAM_AGREEMENT, Tolerance
 
-#: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
-GRAM_LENGTHS = (24, 8, 3, 1)
-#: Places remembered per context.
-PLACES_PER_GRAM = 6
 #: Accesses after a lost place whose contexts are indexed; what follows can be reached from them.
 INDEXED_RUN = 24
-#: Longest agreement that is told apart from a longer one.
-LONGEST_AGREEMENT = 4096
 #: Accesses to results of operators that may be missing from what was foreseen, one after another.
 MADE_RUN = 8
+#: So many accesses before the place and behind it are close by.
+NEAR_RUN = 8
 #: Weight of the past in `History.confidence`, per access.
 CONFIDENCE_DECAY = 1 - 1 / 48
 
 #: Distance of what the forecast does not contain.
 NEVER = math.inf
-
-_Grams = dict[int, list[int]]
 
 
 class History:
@@ -78,11 +74,10 @@ class History:
         self._symbols: list[int] = []
         self._structs = array("q")
         self._uses: dict[int, array[int]] = {}
-        self._grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
-        self._older_grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
+        self._places = Places(self._symbols)
         self._index_until = INDEXED_RUN
         self._tolerance = Tolerance()
-        self._is_exact = False
+        self._routing = Routing()
         self._temporary_count = 0  # entries that belong to temporaries
         self._names = AllocationSites()
         self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
@@ -110,11 +105,14 @@ class History:
             self._append(symbol, struct)
             self.cursor += 1
             self._tolerance.match()
-            self._is_exact = True
+            self.leap_count += self._routing.note_hit(struct, symbol)
             if self.end <= self._index_until:
-                self._index()
+                self._places.note(self.end)
             self._judge(nbytes, nbytes)
-        elif not self._access_made(block_id, symbol, nbytes, struct, is_new=is_new):
+        elif not (
+            self._access_made(block_id, symbol, nbytes, struct, is_new=is_new)
+            or self._access_beside_routed(symbol, nbytes, struct)
+        ):
             self._access_unforeseen(symbol, nbytes, struct, index)
         if self.end - self.start + self._temporary_count > self.capacity:
             self._trim()
@@ -166,7 +164,6 @@ class History:
             if other != symbol and is_new:
                 symbol = self._names.rename(block_id, symbol, other)
             self.cursor = self.start + index + 1
-            self._is_exact = True
             self._judge(nbytes, nbytes)
         elif is_made and self._tolerance.takes_extra:
             self._tolerance.note_extra()
@@ -174,7 +171,7 @@ class History:
             return False
         self._append(symbol, struct)
         self._index_until = self.end + INDEXED_RUN
-        self._index()
+        self._places.note(self.end)
         return True
 
     def _made_before(self, symbol: int, nbytes: int, struct: int, *, is_made: bool) -> int:
@@ -193,16 +190,47 @@ class History:
                     grown = index
         return grown
 
+    def _access_beside_routed(self, symbol: int, nbytes: int, struct: int) -> bool:
+        """Record an access that differs from the forecast only in what the data chooses.
+
+        That says nothing about the place: others may be used there, or more of them, or fewer.
+        """
+        routing = self._routing
+        if self.cursor < 0 or not routing.kinds:
+            return False
+        first, is_routed = self.cursor - self.start, routing.has(struct, symbol)
+        made = () if is_routed else self._names.born_at
+        index = routing.beyond(self._symbols, self._structs, first, symbol, passes=made)
+        if index >= 0:
+            for passed in range(first, index):
+                kind, other = self._structs[passed], self._symbols[passed]
+                if routing.has(kind, other):
+                    routing.note_miss(kind, other)
+            self.cursor = self.start + index + 1
+            self.leap_count += routing.note_hit(struct, symbol)
+        elif not is_routed:
+            return False
+        elif routing.has(struct, self._symbols[first]) and self._structs[first] == struct:
+            self.cursor += 1
+            if symbol in self._uses:
+                routing.note_miss(struct, self._symbols[first])
+        if symbol in self._uses:
+            self._judge(nbytes, 0 if is_routed else nbytes)
+        self._append(symbol, struct)
+        return True
+
     def _access_unforeseen(self, symbol: int, nbytes: int, struct: int, index: int) -> None:
         """Record an access that the cursor did not expect, and find it a new place."""
         if symbol in self._uses:  # a block never seen could not be foreseen
             self._judge(nbytes, 0)
         is_substitute = self.cursor >= 0 and self._structs[index] == struct
+        if is_substitute and self._is_chosen(symbol, index):
+            self.leap_count += self._routing.note_miss(struct, self._symbols[index])
         self._append(symbol, struct)
-        self._is_exact = False
         self._index_until = self.end + INDEXED_RUN
         is_in_place = is_substitute and self._tolerance.takes_substitute
-        place = self._find_place(PROGRAM_AGREEMENT if is_in_place else 1)
+        least = PROGRAM_AGREEMENT if is_in_place else 1
+        place = self._places.find(self.start, self.end, self._uses[symbol], least)
         if is_in_place and place < 0:
             self.cursor += 1
             self._tolerance.note_substitute()
@@ -210,7 +238,20 @@ class History:
             before, self.cursor = self.cursor, place
             self._tolerance.begin()
             self.leap_count += before >= 0 or self.cursor >= 0
-        self._index()
+        self._places.note(self.end)
+
+    def _is_chosen(self, symbol: int, index: int) -> bool:
+        """Whether it may be by the data that a block is used, and not the one of the record.
+
+        Not where the record has it close by, or after the one used last: a layer is left out then,
+        or there again, or another model runs.
+        """
+        uses, symbols = self._uses.get(symbol), self._symbols
+        if not uses or symbol in symbols[max(0, index - NEAR_RUN) : index + NEAR_RUN]:
+            return False
+        before = uses[-1] - self.start - 1
+        follows = before >= 0 and symbols[before] == symbols[-1]
+        return not follows or self._routing.has(self._structs[-1], symbols[-1])
 
     def _set_nbytes(self, block_id: int, nbytes: int) -> None:
         self.living_nbytes += nbytes - self._nbytes.get(block_id, 0)
@@ -239,57 +280,6 @@ class History:
         if not uses or uses[-1] != self.end:
             uses.append(self.end)
             self._temporary_count += 1
-
-    # -- finding a place ---------------------------------------------------------------------
-
-    def _index(self) -> None:
-        """Remember what the recent accesses looked like here."""
-        symbols = self._symbols
-        for length, places_by_gram in zip(GRAM_LENGTHS, self._grams, strict=True):
-            if len(symbols) < length:
-                continue
-            places = places_by_gram.setdefault(hash(tuple(symbols[-length:])), [])
-            places.append(self.end)
-            if len(places) > PLACES_PER_GRAM:
-                del places[0]
-
-    def _find_place(self, least: int) -> int:
-        """Return where the recent past agrees with the record longest; the newest on ties.
-
-        -1 if nowhere for at least so many accesses.
-        """
-        for rank, length in enumerate(GRAM_LENGTHS):
-            if rank and length < least:
-                break
-            if len(self._symbols) < length:
-                continue
-            gram = hash(tuple(self._symbols[-length:]))
-            places = self._older_grams[rank].get(gram, []) + self._grams[rank].get(gram, [])
-            if length == 1 and not places:
-                places = [use + 1 for use in self._uses[self._symbols[-1]][-PLACES_PER_GRAM:]]
-            found = [
-                (agreed, place)
-                for place in places
-                if self.start <= place < self.end and (agreed := self._agreement(place)) >= least
-            ]
-            if found:
-                return max(found)[1]
-        return -1
-
-    def _agreement(self, place: int) -> int:
-        """Return for how many accesses the record before `place` equals the newest ones."""
-        symbols, then, now = self._symbols, place - self.start, len(self._symbols)
-        longest = min(then, LONGEST_AGREEMENT)
-        agreed, stride, is_growing = 0, 16, True
-        while stride and agreed < longest:
-            stride = min(stride, longest - agreed)
-            left, right = then - agreed, now - agreed
-            if symbols[left - stride : left] == symbols[right - stride : right]:
-                agreed += stride
-                stride = stride * 2 if is_growing else stride // 2
-            else:
-                is_growing, stride = False, stride // 2
-        return agreed
 
     # -- forecast ----------------------------------------------------------------------------
 
@@ -324,6 +314,9 @@ class History:
         use = uses[bisect_left(uses, cursor)]
         if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
             return NEVER  # that use is of another one, to be made there
+        # A temporary may have been used last behind the record's last access.
+        if use < self.end and self._routing.has(self._structs[use - self.start], symbol):
+            return NEVER
         return use - cursor
 
     def next_end(self, block_id: int) -> float:
@@ -341,12 +334,13 @@ class History:
         """
         if self.cursor < 0:
             return
-        distance, names = first, self._names
+        distance, names, has_routed = first, self._names, bool(self._routing.kinds)
         while distance < limit:
             index = self.cursor - self.start + distance % self.period
-            for symbol in self._symbols[index : index + limit - distance]:
+            for at, symbol in enumerate(self._symbols[index : index + limit - distance], index):
                 block_id = self._bearer_of.get(symbol, symbol)
-                if block_id in self._nbytes and (
+                is_routed = has_routed and self._routing.has(self._structs[at], symbol)
+                if (block_id in self._nbytes and not is_routed) and (
                     symbol not in names.born_at
                     or names.next_birth(symbol, self.cursor) > self.cursor + distance
                 ):
@@ -381,8 +375,9 @@ class History:
         del self._structs[: count - kept]
         self._uses = self._kept_uses()
         self._names.forget_before(self.start, self._uses)
+        self._routing.keep(self._uses)
         self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
-        self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)
+        self._places.forget_half()
         if self.cursor < self.start or not kept:
             self.cursor = -1
             self.leap_count += 1

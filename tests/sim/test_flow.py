@@ -300,6 +300,30 @@ class Constant(History):
         return iter([(first, block_id) for _, block_id in super().upcoming(6)])
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_experts_that_the_data_chooses_are_not_fetched_ahead(manage, share):
+    """None is likelier than another: no more than LRU moves, and matrices of every token stay."""
+    layers, experts, before = 6, 24, 20
+    draw, order = random.Random(1), list[int]()
+    for _ in range(2 * before):
+        for layer in range(layers):
+            first = layer * (experts + 2)
+            chosen = sorted(draw.sample(range(experts), 3))
+            order += [first, *(first + 2 + number for number in chosen), first + 1]
+    half = len(order) // 2
+    moved = {}
+    for strategy in (LeastRecentlyUsed(), Flow()):
+        blocks = layers * (experts + 2)
+        manager = manage(strategy, int(blocks * LAYER_NBYTES * share), **SLOW_LINK)
+        model = manager.adopt(stack(blocks))
+        use_in_order(model, order[:half])
+        manager.reset_stats()
+        use_in_order(model, order[half:])
+        moved[type(strategy)] = moved_nbytes(manager)
+    assert moved[Flow] <= 1.01 * moved[LeastRecentlyUsed]
+    assert manager.strategy.history._routing.kinds
+
+
 @pytest.mark.parametrize("forecaster", [Reversed, Shuffled, Constant])
 class TestWrongForecast:
     """It may cost time; it never changes a result, and LRU's way is soon taken instead."""
