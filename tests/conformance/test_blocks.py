@@ -63,7 +63,7 @@ def test_the_operator_in_blocks_does_what_plain_torch_does(manage, name, keeps_b
 def test_the_rules_are_met(manage):
     manage("lru", nbytes=1 << 24)
     with forced_blocks(0, keep_bits=False) as counts:
-        for name in ALWAYS:
-            for case in cases_of(operators()[name], torch.float32, samples=6):
+        for name in sorted(ALWAYS):
+            for case in cases_of(operators()[name], torch.float32, samples=2):
                 compare(case)
     assert len(counts) > 20
