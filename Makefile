@@ -12,6 +12,7 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/sim/test_random_programs.py tests/sim/test_threads.py tests/sim/test_training.py \
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
+SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.
@@ -47,7 +48,7 @@ GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
 GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
 GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts threads sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -96,6 +97,10 @@ interrupts: $(VENV)/test.stamp
 # What eight threads do at once, under every strategy, a hundred times: half an hour on two cores.
 threads: $(VENV)/test.stamp
 	@THREAD_ROUNDS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -k eight_threads tests/sim/test_threads.py
+
+# Every combination of what `make test` combines in part only (tests/support/sweeps.py): ten minutes.
+sweeps: $(VENV)/test.stamp core
+	@WHOLE_SWEEPS=1 OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(SWEEPS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp
