@@ -29,8 +29,8 @@ def made(name: str, seed: int):
     return trace, len(set(blocks_of(trace)))
 
 
-#: Where nothing can be foreseen the excess is LRU's and varies with the seed: only the table's. Three
-#: more are the same with every seed.
+#: Where nothing can be foreseen the excess is LRU's and varies with the seed: only the table's.
+#: Three more are the same with every seed.
 TABLE_CASES = [*((name, 1) for name in TRACES), ("decode", 2), ("rollouts", 2)]
 
 
