@@ -13,7 +13,8 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
 SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py \
-	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py
+	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
+	tests/conformance/test_trainer.py tests/unit/tensor/test_einsum_of_others.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.
@@ -91,7 +92,8 @@ soak: $(VENV)/test.stamp
 interrupts: LINES = .cache/interrupted_lines
 interrupts: $(VENV)/test.stamp
 	@mkdir -p .cache && rm -f $(LINES)
-	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k at_any_line tests/sim/test_interrupts.py
+	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k "at_any_line or fulfilled_again" \
+		tests/sim/test_interrupts.py tests/sim/test_interrupted_scopes.py tests/sim/test_interrupted_promises.py
 	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
 
