@@ -12,7 +12,7 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/sim/test_random_programs.py tests/sim/test_threads.py tests/sim/test_training.py \
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
-SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py \
+SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
 	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
 	tests/conformance/test_trainer.py tests/unit/tensor/test_einsum_of_others.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
@@ -101,7 +101,7 @@ interrupts: $(VENV)/test.stamp
 threads: $(VENV)/test.stamp
 	@THREAD_ROUNDS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -k eight_threads tests/sim/test_threads.py
 
-# Every combination of what `make test` combines in part only (tests/support/sweeps.py): ten minutes.
+# Every combination of what `make test` combines in part only (tests/support/sweeps.py).
 sweeps: $(VENV)/test.stamp core
 	@WHOLE_SWEEPS=1 OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(SWEEPS)
 
