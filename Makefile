@@ -12,6 +12,9 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/sim/test_random_programs.py tests/sim/test_threads.py tests/sim/test_training.py \
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
+SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
+	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
+	tests/conformance/test_trainer.py tests/unit/tensor/test_einsum_of_others.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.
@@ -47,7 +50,7 @@ GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
 GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
 GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts threads sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -89,13 +92,18 @@ soak: $(VENV)/test.stamp
 interrupts: LINES = .cache/interrupted_lines
 interrupts: $(VENV)/test.stamp
 	@mkdir -p .cache && rm -f $(LINES)
-	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k at_any_line tests/sim/test_interrupts.py
+	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k "at_any_line or fulfilled_again" \
+		tests/sim/test_interrupts.py tests/sim/test_interrupted_scopes.py tests/sim/test_interrupted_promises.py
 	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
 
 # What eight threads do at once, under every strategy, a hundred times: half an hour on two cores.
 threads: $(VENV)/test.stamp
 	@THREAD_ROUNDS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -k eight_threads tests/sim/test_threads.py
+
+# Every combination of what `make test` combines in part only (tests/support/sweeps.py).
+sweeps: $(VENV)/test.stamp core
+	@WHOLE_SWEEPS=1 OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(SWEEPS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp

@@ -11,6 +11,7 @@ import torch
 
 from ..support.injection import assert_same_injected
 from ..support.programs import COUNTS_OF_STEPS
+from ..support.sweeps import in_turn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -76,19 +77,25 @@ def training(folder: Path, **settings: Any) -> Any:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["lru", "flow"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "optim": "adafactor"},
-        {"gradient_checkpointing": True, "lr_scheduler_type": "cosine", "warmup_steps": 1},
-    ],
-    ids=["as it comes", "accumulation, adafactor", "checkpointing, cosine"],
-)
+SETTINGS = {
+    "as it comes": {},
+    "accumulation, adafactor": {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.1,
+        "optim": "adafactor",
+    },
+    "checkpointing, cosine": {
+        "gradient_checkpointing": True,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "strategy"), in_turn(SETTINGS, ["lru", "flow"], each=1))
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_three_steps_of_the_trainer(manage, tmp_path, strategy, settings):
+def test_three_steps_of_the_trainer(manage, tmp_path, name, strategy):
     manager = manage(strategy, BUDGET_NBYTES)
-    program = partial(training, tmp_path, **settings)
+    program = partial(training, tmp_path, **SETTINGS[name])
     assert_same_injected(program, manager, plain_because=COUNTS_OF_STEPS)
     assert manager.stats()["fetched_nbytes"] > 10 * BUDGET_NBYTES

@@ -48,6 +48,7 @@ SELECTION = (
     "tests/conformance/test_schema_audit.py",
     "tests/sim/test_compiler.py",
     "tests/sim/test_core.py",
+    "tests/sim/test_import_orders.py",
     "tests/sim/test_injection.py",
     "tests/sim/test_training.py",
 )

@@ -8,10 +8,12 @@ from torchTensorRef.base.options import options
 from torchTensorRef.operators.blocked import along, table
 
 from ..support.differential import differences
+from ..support.sweeps import in_turn
 
 aten = torch.ops.aten
 
 BUDGET = 100_000
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +102,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(CASES, FLOATS))
 def test_where_no_row_fits_it_is_cut(manage, name, dtype):
     manager, x = manage(nbytes=BUDGET), torch.randn(3, 160_000 // dtype.itemsize)
     x = MADE.get(name, torch.clone)(x).to(dtype)
@@ -130,8 +131,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(EXACT, [torch.int64, torch.int32, torch.uint8, torch.bool])
+)
 def test_what_keeps_every_bit_is_cut_without_being_asked(manage, name, dtype):
     if dtype is torch.bool and name.startswith("arg"):
         pytest.skip("torch refuses it")
@@ -232,6 +234,9 @@ def qkv(dtype, heads, key_heads, queries, keys, width=32):
     ]
 
 
+ATTENTION = ("plain", "causal", "scale", "mask of keys", "mask", "shared keys", "shared and causal")
+
+
 def attention(mask=None, **how):
     def run(q, k, v):
         return F.scaled_dot_product_attention(
@@ -241,10 +246,7 @@ def attention(mask=None, **how):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "case", ["plain", "causal", "scale", "mask of keys", "mask", "shared keys", "shared and causal"]
-)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(ATTENTION, FLOATS))
 def test_attention_whose_keys_do_not_fit(manage, case, dtype):
     shared = {"enable_gqa": True} if "shared" in case else {}
     queries, keys = (800, 800) if "causal" in case else (96, 1_024)
@@ -316,7 +318,7 @@ def refusal(manager):
 
 @pytest.mark.parametrize("blocks", ["exact", "any"])
 def test_the_smallest_budget_that_would_do_is_named_and_does(manage, blocks):
-    manager, x = manage(nbytes=2_000), torch.randn(8, 40_000)
+    manager, x = manage(nbytes=2_000), torch.randn(8, 4_000)
     with options(blocks=blocks):
         whole(manager, lambda x: x.softmax(-1), [x])
     text = refusal(manager)

@@ -246,8 +246,9 @@ def test_bad_arguments_are_refused_in_a_sentence(given, words, tmp_path):
     assert "Traceback" not in ours.stderr
 
 
-@pytest.mark.parametrize("given", ["cuda:99", "xpu:99", "sim,mps:99"])
-@pytest.mark.parametrize("how", ["option", "variable"])
+@pytest.mark.parametrize(
+    ("given", "how"), [("cuda:99", "option"), ("xpu:99", "variable"), ("sim,mps:99", "option")]
+)
 def test_a_device_that_is_not_there_is_said_in_a_line(script, given, how):
     path = script("import torch\nprint('before')\ntorch.zeros(1)\nprint('after')\n")
     option, told = (("--device", given), {}) if how == "option" else ((), {"TTR_DEVICE": given})

@@ -20,6 +20,8 @@ from torchTensorRef.devices.sim.host_costs import HOST_COSTS, HostCosts
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.inject import hooks
 
+from ..support.sweeps import by_pairs
+
 SPEC = DeviceSpec(name="foretold", capacity_nbytes=1 << 20)
 COSTS = HostCosts(ready_ns=3_000, decided_ns=41_000, fetched_ns=52_000, evicted_ns=37_000)
 #: With costs, and with small blocks that are kept and leased: to decide about them costs more.
@@ -117,11 +119,12 @@ def test_a_decode_is_foretold_to_the_byte_and_nanosecond(strategy, share):
     assert [costs_of(step) for step in seen.steps] == real
 
 
-@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
-@pytest.mark.parametrize("share", [0.3, 0.6, 1.5])
-@pytest.mark.parametrize("spec", COUNTED.values(), ids=COUNTED)
-def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, share, spec):
+@pytest.mark.parametrize(
+    ("strategy", "share", "name"), by_pairs(["genoa", "lru", "flow"], [0.3, 0.6, 1.5], COUNTED)
+)
+def test_a_decode_is_foretold_with_what_management_takes_of_the_host(strategy, share, name):
     torch.manual_seed(0)
+    spec = COUNTED[name]
     model = Decoder()
     token = torch.tensor([3, 1, 4])
     budget = int(sum(p.nbytes for p in model.parameters()) * share)

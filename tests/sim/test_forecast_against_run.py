@@ -16,6 +16,8 @@ from torchTensorRef.inject import hooks
 from torchTensorRef.promises import replayer
 from torchTensorRef.promises.replayer import Replayer
 
+from ..support.sweeps import by_pairs, in_turn
+
 
 @pytest.fixture(autouse=True)
 def injected(manage):
@@ -151,18 +153,18 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("make", "run"),
-    [
-        pytest.param(deep, training(adamw), id="steps"),
-        pytest.param(deep, training(adamw, scaled=True), id="a plain number is written"),
-        pytest.param(deep, training(torch.optim.Rprop), id="plain numbers are put into tensors"),
-        pytest.param(lambda: Recurrent(nn.GRU), training(adamw), id="plain tensors, GRU"),
-        pytest.param(lambda: Recurrent(nn.RNN), training(adamw), id="plain tensors, RNN"),
-    ],
-)
-@pytest.mark.parametrize("strategy", ["flow", "lru"])
-def test_a_forecast_knows_what_stays_plain(make, run, strategy, monkeypatch):
+TRAINED = {
+    "steps": (deep, training(adamw)),
+    "a plain number is written": (deep, training(adamw, scaled=True)),
+    "plain numbers are put into tensors": (deep, training(torch.optim.Rprop)),
+    "plain tensors, GRU": (lambda: Recurrent(nn.GRU), training(adamw)),
+    "plain tensors, RNN": (lambda: Recurrent(nn.RNN), training(adamw)),
+}
+
+
+@pytest.mark.parametrize(("name", "strategy"), in_turn(TRAINED, ["flow", "lru"], each=1))
+def test_a_forecast_knows_what_stays_plain(name, strategy, monkeypatch):
+    make, run = TRAINED[name]
     monkeypatch.setattr(benchmark, "STRATEGY", strategy)
     said: list[str] = []
     figures = dict(benchmark.agreement(Shape("training", make, run), said.append))
@@ -173,9 +175,9 @@ def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3, foreach=True)
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("strategy", ["flow", "lru"])
-@pytest.mark.parametrize("share", [0.4, 0.6])
+@pytest.mark.parametrize(
+    ("share", "strategy", "clipped"), by_pairs([0.4, 0.6], ["flow", "lru"], [False, True])
+)
 def test_a_forecast_divides_lists_as_a_run_does(share, strategy, clipped, monkeypatch):
     """And does not wait for operators on lists, which return nothing."""
     monkeypatch.setattr(benchmark, "STRATEGY", strategy)

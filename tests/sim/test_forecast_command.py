@@ -101,21 +101,21 @@ def test_what_cannot_be_foretold_is_said_in_a_line(tmp_path, monkeypatch, capsys
     assert err.count("\n") == 1
 
 
-def test_a_script(script):
+def test_a_script(script, capsys):
     path = script(
         """
         import sys, torch
         model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 10))
         loss = model(torch.randn(5, 100)).square().mean()
         loss.backward()
-        print(sys.argv[1:], float(loss))
+        print(sys.argv[1:], loss.item())
         """
     )
-    done = forecast("--device", "rtx3060", path, "--flag", "x")
-    assert done.returncode == 0, done.stderr
-    assert "['--flag', 'x'] 0." in done.stdout
-    assert "rtx3060" in done.stdout
-    assert "for management" not in done.stdout
+    assert status_of("forecast", "--device", "rtx3060", path, "--flag", "x") == 0
+    out = capsys.readouterr().out
+    assert "['--flag', 'x'] 0." in out
+    assert "rtx3060" in out
+    assert "for management" not in out
 
 
 def test_a_scripts_own_error_is_told_as_python_tells_it(script):

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import subprocess
 import sys
 import types
 import weakref
@@ -381,58 +380,6 @@ def test_other_names_of_a_module_are_not_touched(injected, module_of):
     injectTo.append("library_c")
     injectTo.exclude("library_c")
     assert (library.zeros(2), library.torch) == ("own", "no module")
-
-
-ORDERS = {
-    "torch first": "import torch\nimport torchTensorRef\n{imports}",
-    "we first": "import torchTensorRef\nimport torch\n{imports}",
-    "libraries first": "{imports}\nimport torchTensorRef\nimport torch",
-    "we between": "import torch\n{imports}\nimport torchTensorRef",
-}
-
-_NAMES = """
-accelerate accelerate.utils diffusers diffusers.schedulers huggingface_hub numpy psutil safetensors
-safetensors.torch scipy sentence_transformers sklearn tokenizers torch.optim torch.utils.data
-transformers transformers.cache_utils transformers.generation.utils
-transformers.modeling_attn_mask_utils transformers.models.bert.modeling_bert
-transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama
-transformers.models.t5.modeling_t5 tqdm
-"""
-LIBRARIES = _NAMES.split()
-
-PROGRAM = """
-import sys, warnings
-warnings.simplefilter("ignore")
-{beginning}
-for name in ("transformers", "accelerate", "diffusers", "sentence_transformers", "safetensors"):
-    torchTensorRef.injectTo.append(name)
-import torch
-from torchTensorRef.inject import torch_
-torchTensorRef.tensorsManager.device = "sim"
-kinds = [hasattr(t, "proxyInfo") for t in (
-    torch.zeros(2), torch.tensor([1.0]), torch.nn.Linear(2, 2).weight,
-    torch.nn.BatchNorm1d(2).running_mean, torch.zeros(2, device="meta"))]
-left = torch_.taken_names()
-print(kinds, left, isinstance(torch.zeros, type(len)))
-"""
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_order_of_imports_changes_no_type(order, tmp_path):
-    there = [name for name in LIBRARIES if can_import(name.partition(".")[0])]
-    imports = "\n".join(f"import {name}" for name in there)
-    program = PROGRAM.format(beginning=ORDERS[order].format(imports=imports))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
-    expected = "[True, True, True, True, False] [] True\n"
-    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
-
-
-def can_import(name):
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
 
 
 def test_a_forked_child_makes_plain_tensors(injected):

@@ -38,7 +38,7 @@ from ..support.programs import RandomEviction, called_natively
 NOTES = os.environ.get("INTERRUPT_EVERY_LINE", "")
 EVERY_LINE = bool(NOTES)
 #: Of the places that a program passes, how many are tried in a usual run.
-SAMPLE = 24
+SAMPLE = 16
 #: So many runs tell which places a program passes.
 RUNS = 3
 #: A program may pass a line in one run and not in the next; then it is tried again.

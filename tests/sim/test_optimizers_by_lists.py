@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..support.programs import COUNTS_OF_STEPS, assert_right, trained
 
-STEPS, WIDTH, DEPTH = 6, 24, 8
+STEPS, WIDTH, DEPTH = 4, 24, 8
 #: What the parameters of the model take.
 MODEL_NBYTES = 4 * DEPTH * WIDTH * (WIDTH + 1)
 

@@ -14,6 +14,7 @@ from torchTensorRef.operators.layouts import parts_of
 
 from ..support.faces import QUIET
 from ..support.forced_blocks import forced_blocks
+from ..support.sweeps import in_turn
 
 pytestmark = QUIET
 
@@ -107,8 +108,9 @@ def assert_alike(expected: torch.Tensor, got: torch.Tensor, is_marked: bool = Tr
         assert got.is_coalesced() == expected.is_coalesced()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(PRODUCTS, [torch.float32, torch.float64], each=1)
+)
 def test_rows_keep_every_bit(manage, name, dtype):
     kib = {"vector": 60, "sampled": 250}.get(name, 120)
     manager = manage("flow", nbytes=(kib << 10) * dtype.itemsize // 4)

@@ -1,4 +1,4 @@
-"""Twenty steps of training: losses, gradients, parameters and optimizer state are plain torch's."""
+"""Ten steps of training: losses, gradients, parameters and optimizer state are plain torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..support.programs import COUNTS_OF_STEPS, Bring, assert_right, state_of, trained
 
-STEPS = 20
+STEPS = 10
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),

@@ -17,7 +17,7 @@ from .interrupting import PACKAGE, Place, no_memory, sent
 
 EVERY_LINE = bool(os.environ.get("INTERRUPT_EVERY_LINE"))
 #: Of the places that a program passes, how many are tried in a usual run.
-SAMPLE = 40
+SAMPLE = 24
 ERRORS = {"sent by a thread": sent, "no memory": no_memory}
 
 

@@ -1,5 +1,6 @@
 """What torch and torch_semiring_einsum document and test of their einsum, in every semiring."""
 
+import itertools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.einsum_equations import EVERYONES, spelt_out
 from tests.support.naive_einsum import naive_einsum
+from tests.support.sweeps import in_turn
 from torchTensorRef.tensor.einsum import SEMIRINGS, einsum
 
 WITH_GRADIENTS = ("real", "log", "max-plus", "min-plus")
@@ -54,9 +56,20 @@ def assert_right(text, operands, semiring, **how):
         torch.testing.assert_close(one, other.nan_to_num())
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-@pytest.mark.parametrize("semiring", SEMIRINGS)
-@pytest.mark.parametrize(("text", "shapes"), EVERYONES, ids=lambda x: str(x).strip() or "nothing")
+#: Each equation in each semiring, with one of two layouts; in a whole sweep with both.
+EVERYWHERE = [
+    (*equation, semiring, layout)
+    for (equation, semiring), layout in in_turn(
+        itertools.product(EVERYONES, SEMIRINGS), ["transposed", "strided"], each=1
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "semiring", "layout"),
+    EVERYWHERE,
+    ids=lambda x: str(x).strip() or "nothing",
+)
 def test_every_equation_of_others_forward_and_backward(text, shapes, semiring, layout):
     operands = operands_of(shapes, semiring, layout)
     for how in ({}, {"block_size": 3}, {"budget": "1MiB"}):

@@ -1,0 +1,47 @@
+"""Sweeps over combinations: all of them by `make sweeps`, in a usual run a sample of each sweep."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+#: Whether all combinations are run.
+WHOLE = bool(os.environ.get("WHOLE_SWEEPS"))
+
+Combination = tuple[Any, ...]
+
+
+def in_turn(first: Iterable[Any], second: Iterable[Any], *, each: int = 2) -> list[Combination]:
+    """Every value of the first axis with so many of the second, which take turns."""
+    firsts, seconds = list(first), list(second)
+    if WHOLE:
+        return list(itertools.product(firsts, seconds))
+    turns = itertools.cycle(seconds)
+    found = []
+    for number, value in enumerate(firsts):
+        if number and number * each % len(seconds) == 0:
+            next(turns)  # else a value would meet the same ones as the last but one
+        found += [(value, next(turns)) for _ in range(each)]
+    return found
+
+
+def by_pairs(*axes: Iterable[Any]) -> list[Combination]:
+    """So many combinations that each two values of different axes meet in one of them."""
+    values = [list(axis) for axis in axes]
+    places = list(itertools.product(*(range(len(axis)) for axis in values)))
+    chosen = places if WHOLE else _covering(places)
+    return [tuple(axis[at] for axis, at in zip(values, place, strict=True)) for place in chosen]
+
+
+def _covering(places: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Take the place with the most pairs that no other has, until all have been met."""
+    pairs_of = {place: set(itertools.combinations(enumerate(place), 2)) for place in places}
+    unmet = set().union(*pairs_of.values())
+    chosen = []
+    while unmet:
+        best = max(places, key=lambda place: len(pairs_of[place] & unmet))
+        chosen.append(best)
+        unmet -= pairs_of[best]
+    return sorted(chosen)
