@@ -375,7 +375,7 @@ class History:
         del self._structs[: count - kept]
         self._uses = self._kept_uses()
         self._names.forget_before(self.start, self._uses)
-        self._routing.keep(self._uses)
+        self._routing.keep(self._uses, set(self._structs))
         self._temporary_count = sum(map(len, self._uses.values())) - kept + self._names.birth_count
         self._places.forget_half()
         if self.cursor < self.start or not kept:

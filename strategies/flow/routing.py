@@ -93,8 +93,9 @@ class Routing:
                 break
         return -1
 
-    def keep(self, symbols: Container[int]) -> None:
-        """Forget all other blocks."""
-        self._hit_count = {
-            symbol: count for symbol, count in self._hit_count.items() if symbol in symbols
-        }
+    def keep(self, symbols: Container[int], kinds: Container[int]) -> None:
+        """Forget all other blocks and kinds."""
+        counts = self._hit_count.items()
+        self._hit_count = {symbol: count for symbol, count in counts if symbol in symbols}
+        self._credit = {kind: credit for kind, credit in self._credit.items() if kind in kinds}
+        self.kinds.intersection_update(self._credit)

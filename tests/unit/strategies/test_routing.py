@@ -137,10 +137,13 @@ def test_layers_left_out_at_random_are_not_taken_for_experts(count):
 def test_what_it_remembers_is_bounded():
     history, draw = History(capacity=1_000), random.Random(0)
     for number in range(20_000):
-        history.access(draw.randrange(5) if number % 3 else 10 + number, 1, number % 3)
+        size = number // 100  # of a cache that grows
+        history.access(draw.randrange(200) if number % 3 else 1_000 + number, 1, size)
     routing = history._routing
+    assert history.end > 10 * (history.end - history.start)
     assert len(routing._hit_count) <= 1_000
-    assert len(routing._credit) <= 3
+    assert len(routing._credit) <= 12
+    assert len(routing.kinds) <= len(routing._credit)
 
 
 def test_a_kind_that_was_wrong_once_is_soon_forgiven():
