@@ -40,6 +40,9 @@ class Forecaster(Protocol):
     def next_use(self, block_id: int) -> float:
         """Return after how many accesses a block is used."""
 
+    def is_chosen(self, block_id: int) -> bool:
+        """Say whether the data chooses if a block is used where it is foreseen."""
+
     def next_end(self, block_id: int) -> float:
         """Return after how many accesses another block takes the place of one."""
 

@@ -82,8 +82,7 @@ class History:
         self._names = AllocationSites()
         self._symbol_of, self._bearer_of = self._names.symbol_of, self._names.bearer_of
         self._nbytes: dict[int, int] = {}  # living blocks
-        self._foreseen_nbytes = 0.0
-        self._judged_nbytes = 0.0
+        self._foreseen_nbytes = self._judged_nbytes = 0.0
 
     # -- recording ---------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ class History:
         if symbol in self._uses:  # a block never seen could not be foreseen
             self._judge(nbytes, 0)
         is_substitute = self.cursor >= 0 and self._structs[index] == struct
-        if is_substitute and self._is_chosen(symbol, index):
+        if is_substitute and self._may_be_chosen(symbol, index):
             self.leap_count += self._routing.note_miss(struct, self._symbols[index])
         self._append(symbol, struct)
         self._index_until = self.end + INDEXED_RUN
@@ -240,11 +239,10 @@ class History:
             self.leap_count += before >= 0 or self.cursor >= 0
         self._places.note(self.end)
 
-    def _is_chosen(self, symbol: int, index: int) -> bool:
+    def _may_be_chosen(self, symbol: int, index: int) -> bool:
         """Whether it may be by the data that a block is used, and not the one of the record.
 
-        Not where the record has it close by, or after the one used last: a layer is left out then,
-        or there again, or another model runs.
+        Not where the record has it close by, or after the one used last: a layer was left out.
         """
         uses, symbols = self._uses.get(symbol), self._symbols
         if not uses or symbol in symbols[max(0, index - NEAR_RUN) : index + NEAR_RUN]:
@@ -303,21 +301,29 @@ class History:
         return self._nbytes.get(block_id, 0)
 
     def next_use(self, block_id: int) -> float:
-        """Return after how many accesses a block is forecast to be used; `NEVER` if it is not."""
-        cursor = self.cursor
-        if cursor < 0:
-            return NEVER
-        symbol = self._symbol_of.get(block_id, block_id)
+        """Return after how many accesses a block is forecast to be used; `NEVER` if it is not.
+
+        What the data chooses is that much farther as it is less likely.
+        """
+        distance, odds = self._next(block_id)
+        return distance / odds if odds else NEVER
+
+    def is_chosen(self, block_id: int) -> bool:
+        """Whether it is the data that says if a block is used where it is forecast to be."""
+        return self._next(block_id)[1] < 1
+
+    def _next(self, block_id: int) -> tuple[float, float]:
+        """Return after how many accesses a block is used next, and how likely that is."""
+        cursor, symbol = self.cursor, self._symbol_of.get(block_id, block_id)
         uses = self._uses.get(symbol)
-        if not uses or uses[-1] < cursor:
-            return NEVER
+        if cursor < 0 or not uses or uses[-1] < cursor:
+            return NEVER, 1.0
         use = uses[bisect_left(uses, cursor)]
         if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
-            return NEVER  # that use is of another one, to be made there
-        # A temporary may have been used last behind the record's last access.
-        if use < self.end and self._routing.has(self._structs[use - self.start], symbol):
-            return NEVER
-        return use - cursor
+            return NEVER, 1.0  # that use is of another one, to be made there
+        # A temporary's may be behind the record's last access.
+        kind = self._structs[use - self.start] if use < self.end else -1
+        return use - cursor, self._routing.odds(kind, symbol)
 
     def next_end(self, block_id: int) -> float:
         """Return after how many accesses another one is to be made in a block's place."""

@@ -19,6 +19,8 @@ ROUTED, FORETOLD = 0.4, 0.6
 FORGIVEN = 0.99
 #: Accesses that the data chose, passed over at once where a program does without them.
 ROUTED_RUN = 512
+#: What is less likely than that is as good as not foretold.
+LEAST_ODDS = 0.2
 #: A block is trusted that has come as foretold so many times in a row.
 TRUSTED_COUNT = 3
 
@@ -35,6 +37,12 @@ class Routing:
     def has(self, kind: int, symbol: int) -> bool:
         """Whether an operator of a kind uses a block because the data says so."""
         return kind in self.kinds and self._hit_count.get(symbol, 0) < TRUSTED_COUNT
+
+    def odds(self, kind: int, symbol: int) -> float:
+        """Return how likely an operator uses the block that is foretold; 0 for hardly."""
+        if not self.has(kind, symbol):
+            return 1.0
+        return credit if (credit := self._credit[kind]) > LEAST_ODDS else 0.0
 
     def note_hit(self, kind: int, symbol: int) -> bool:
         """An operator used what was foretold; return whether its kind is routed no more."""

@@ -130,7 +130,7 @@ class Stock:
     def _note_missing(self, block_id: int) -> None:
         """Put a block that is not there where it is used next, if it is."""
         distance = self._forecaster.next_use(block_id)
-        if distance == NEVER:
+        if distance == NEVER or self._forecaster.is_chosen(block_id):
             self._missing.forget(block_id)
         else:
             self._missing.note(block_id, self._forecaster.cursor + distance)

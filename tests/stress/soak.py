@@ -43,6 +43,7 @@ from torchTensorRef.devices import registry
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.memory.block import Block
 from torchTensorRef.memory.ref import is_ref
 from torchTensorRef.middlewares import Middleware, NanGuard, Pin
 
@@ -326,19 +327,22 @@ def held_nbytes(device: Any) -> int:
 
 
 def holders(depth: int = 6) -> list[str]:
-    """Say who holds the TensorRefs that there are, and who holds those."""
-    found = []
-    for thing in [x for x in gc.get_objects() if is_ref(x)][:3]:
+    """Say who holds the TensorRefs that there are, or blocks without any, and who holds those."""
+    found, there = [], gc.get_objects()
+    things = [x for x in there if is_ref(x)] or [x for x in there if type(x) is Block]
+    del there
+    for thing in things[:3]:
         chain, at = [], thing
         for _ in range(depth):
-            mine = {id(sys._getframe()), id(chain), id(found)}
+            mine = {id(sys._getframe()), id(chain), id(found), id(things)}
             others = [x for x in gc.get_referrers(at) if id(x) not in mine and x is not gc]
             others = [x for x in others if type(x).__name__ != "list_iterator"]
             if not others:
                 break
             at = others[0]
             chain.append(f"{type(at).__name__} {reprlib.repr(at)[:200]} (1 of {len(others)})")
-        found.append(f"{tuple(thing.shape)} is held by " + ", held by ".join(chain))
+        name = tuple(thing.shape) if is_ref(thing) else repr(thing)
+        found.append(f"{name} is held by " + ", held by ".join(chain))
     return found
 
 
