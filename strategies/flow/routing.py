@@ -2,9 +2,10 @@
 
 What such operators use is foretold wrongly most of the time, however steady the program is. They
 are told by their kind (operator and size), as a processor's prefetcher tells instructions apart
-whose addresses it cannot foretell: each kind has a credit of its own. What they use is left to its
-age, and says nothing about the place of the program in its record. A block that was used where it
-was foretold is trusted all the same: a matrix of every token may be as large as those of experts.
+whose addresses it cannot foretell: each kind has a credit of its own. What they use counts as
+farther the less likely it is, and says nothing about the place of the program in its record. A
+block that was used where it was foretold is trusted all the same: a matrix of every token may be as
+large as those of experts.
 """
 
 from __future__ import annotations
