@@ -203,7 +203,8 @@ class Flow(Strategy):
         if not wanted:
             self._present_until = history.end + horizon
             return ()
-        self._present_until = history.end + wanted[0][0]
+        distance, *_ = wanted[0]
+        self._present_until = history.end + distance
         if self._can_wait(device):
             return ()
         return self._issue(device, look, wanted, newest_of(resident))

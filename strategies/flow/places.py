@@ -92,8 +92,3 @@ class Places:
     def forget_half(self) -> None:
         """Forget what was noted before this was called last."""
         self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)
-
-    @property
-    def count(self) -> int:
-        """How many contexts are known, of the length of which there are most."""
-        return max(map(len, (*self._grams, *self._older_grams)))
