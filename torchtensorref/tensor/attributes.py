@@ -24,8 +24,15 @@ from .patched_function import PatchedFunction
 
 __tracebackhide__ = hides
 
+
+class _Empty:
+    """Kept by its name: of a class that nobody keeps, a collection empties what `vars` gave."""
+
+    __slots__ = ()
+
+
 #: What every class has in its body, also an empty one.
-_OF_EVERY_CLASS = frozenset(vars(type("Empty", (), {"__slots__": ()}))) | {
+_OF_EVERY_CLASS = frozenset(vars(_Empty)) | {
     "__annotations__",
     "__firstlineno__",
     "__static_attributes__",
