@@ -13,7 +13,8 @@ def test_a_collection_while_it_is_loaded_changes_nothing() -> None:
     had `__slots__` of ours, and no parameter could be swapped.
     """
     spec = attributes.__spec__
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     threshold = gc.get_threshold()
     gc.freeze()
     try:
@@ -22,6 +23,6 @@ def test_a_collection_while_it_is_loaded_changes_nothing() -> None:
             gc.set_threshold(allocations, 0, 0)
             loaded = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded)
-            assert loaded._OF_EVERY_CLASS >= {"__slots__", "__module__", "__doc__"}
+            assert {"__slots__", "__module__", "__doc__"} <= loaded._OF_EVERY_CLASS
     finally:
         gc.set_threshold(*threshold)
