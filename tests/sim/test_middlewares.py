@@ -357,6 +357,8 @@ def test_one_without_a_method_of_its_own_is_refused_with_what_it_has(manager):
 
     with pytest.raises(ConfigError, match=r"would do nothing\. It has 'befor'\."):
         manager.middlewares.append(Misspelt())
+    with pytest.raises(ConfigError, match=r"would do nothing\.$"):
+        manager.middlewares.append(middlewares.Middleware())
     named = Misspelt()
     named.after = lambda op, result: None
     with manager.middlewares.scoped(named):

@@ -86,6 +86,7 @@ WRONG_BUDGETS = [
     ("101%", "above 0% and up to 100%"),
     ("1GiB,2GiB", "'1GiB,2GiB' has 2 amounts; devices: 1 (sim:"),
     ("1GiB,2GiB", "Or say which device has which: 'cuda:0=6GiB,cuda:1=25%'"),
+    ("1GiB,", "'1GiB,' has a comma too many"),
     ("atuo", "'atuo' is no budget. Did you mean 'auto'?"),
     ({"sim": "atuo"}, "'atuo' is no budget. Did you mean 'auto'?"),
     ([GIB], "type list"),
@@ -280,6 +281,16 @@ def test_no_device_at_all_is_said_by_name(card: Any, none: Any) -> None:
 def test_a_device_that_is_named_twice(card: Any, twice: Any) -> None:
     with pytest.raises(ConfigError, match="sim:1 is named twice among the devices"):
         card.device = twice
+    assert card.device == "sim:test"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("sim:1,", "a comma too many"), ("sim:1;sim:2", "Several devices are separated by commas")],
+)
+def test_commas_between_devices(card: Any, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        card.device = text
     assert card.device == "sim:test"
 
 

@@ -162,7 +162,8 @@ def _check(middleware: object) -> None:
         )
     own = [getattr(method, "__func__", method) for method in methods]
     if own == [Middleware.before, Middleware.after]:
-        written = [name for name in vars(type(middleware)) if nearest(name, ("before", "after"))]
+        meant = vars(type(middleware)).keys() - vars(Middleware).keys()
+        written = sorted(name for name in meant if nearest(name, ("before", "after")))
         raise ConfigError(
             f"{middleware!r} has no before(op) and no after(op, result) of its own, so it would do "
             "nothing." + "".join(f" It has {name!r}." for name in written)

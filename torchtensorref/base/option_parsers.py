@@ -184,6 +184,8 @@ def budget_by_device(budget: str, devices: str) -> str:
     amounts, names = budget.split(","), devices.split(",")
     if len(amounts) == 1 or "=" in budget:
         return budget
+    if not all(map(str.strip, amounts)):
+        raise ConfigError(f"The budget {budget!r} has a comma too many.", name=budget)
     if len(amounts) != len(names):
         raise ConfigError(
             f"The budget {budget!r} has {len(amounts)} amounts; devices: {len(names)} "

@@ -105,6 +105,8 @@ def accelerators(setting: Any) -> list[Device]:
     if setting is None:
         setting = settings.device or default_name()
     if isinstance(setting, str):
+        if "," in setting and not all(map(str.strip, setting.split(","))):
+            raise ConfigError(f"The devices {setting!r} have a comma too many.", name=setting)
         setting = setting.split(",")
     names = setting if isinstance(setting, (list, tuple)) else [setting]
     if not names:
@@ -186,7 +188,7 @@ def _open_simulated(name: str, rest: str) -> Device:
     if spec is None:
         raise ConfigError(
             f"There is no simulated device {spec_name!r}. {did_you_mean(spec_name, specs)} "
-            "Or give a DeviceSpec of your own.",
+            "Or give a DeviceSpec of your own. Several devices are separated by commas.",
             name=spec_name,
             known=tuple(specs),
             nearest=nearest(spec_name, specs),
