@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torchTensorRef.promises import graph
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
 from ..support.promised import asked_on_both
+from ..support.turns import taking_turns_every
 
 COUNT = 200
 
@@ -411,6 +413,60 @@ def test_scopes_are_of_one_thread(manage):
         thread.start()
         thread.join()
     assert seen == [[2, 2, 2]]
+
+
+def test_threads_fulfil_the_same_promises(manage):
+    """Each operator runs once, whoever asks first: what is written in place would be twice."""
+    manager = manage("lru")
+
+    def program() -> list[torch.Tensor]:
+        x, found = torch.ones(100), []
+        for number in range(6):
+            x = x * 2 - 1
+            x.add_(number)
+            x[10:].mul_(1.5)
+            found.append(x + 1)
+        return found
+
+    with torchTensorRef.disabled():
+        expected = [values.tolist() for values in program()]
+    with taking_turns_every(1e-6), ThreadPoolExecutor(3) as pool:
+        for _ in range(20):
+            with torchTensorRef.promising():
+                promised = program()
+            together = threading.Barrier(3)
+
+            def fulfil(first: int, promised: Any = promised, together: Any = together) -> Any:
+                together.wait()
+                places = [(first + step) % 6 for step in range(6)]
+                return {place: promised[place].fulfil().tolist() for place in places}
+
+            for found in pool.map(fulfil, (0, 3, 5)):
+                assert [found[place] for place in range(6)] == expected
+    manager.check()
+
+
+def test_what_is_promised_to_be_written_while_it_is_fulfilled_is_written(manage):
+    manager = manage("lru")
+    with torchTensorRef.promising():
+        x = torch.zeros(100)
+    is_over = threading.Event()
+
+    def fulfil() -> None:
+        while not is_over.is_set():
+            x.fulfil()
+
+    with taking_turns_every(1e-6), ThreadPoolExecutor(1) as pool:
+        done = pool.submit(fulfil)
+        try:
+            with torchTensorRef.promising():
+                for _ in range(200):
+                    x.add_(1)
+        finally:
+            is_over.set()
+        done.result()
+    assert_same(torch.full((100,), 200.0), x.fulfil())
+    manager.check()
 
 
 def test_an_interrupted_fulfilment_can_go_on(manage, monkeypatch):

@@ -289,6 +289,17 @@ class PromisedCall:
             follow(ref, made)
 
 
+def take_number(numbers: set[Block], value: torch.Tensor) -> Any:
+    """Take a plain number as a TensorRef, in `numbers`: what it is now counts, without bytes."""
+    if value.dim() or isinstance(value, TensorRef):
+        return value
+    ref = tensorsManager.ownership.adopt_operand(value)
+    if ref is None:
+        return value
+    numbers.add(ref._ttr_block)
+    return ref
+
+
 def _numbers_in(operands: Operands) -> Iterator[Block]:
     """Yield the blocks of plain numbers that an operator reads."""
     for ref in operands.adopted.values():

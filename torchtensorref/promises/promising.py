@@ -33,7 +33,7 @@ from ..operators.row import Special
 from .composite import run_composite
 from .draws import Draws, PromisedDraws, generator_of
 from .graph import Cell, Node, fulfil_all, is_lost, lacks_values, nodes_before, used_by
-from .promised_call import NOWHERE, PromisedCall
+from .promised_call import NOWHERE, PromisedCall, take_number
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
 
@@ -74,6 +74,8 @@ class Promises:
         #: The living promises: where there is none, operators are not looked at.
         self._promised: weakref.WeakSet[Block] = weakref.WeakSet()
         self._lock = forking.Lock()
+        #: Held while the graph is added to, or a part of it runs: threads may share promises.
+        self._graph = forking.RLock()
         self._draws = PromisedDraws(self._draw)
         forking.in_child.add(self)
 
@@ -126,8 +128,8 @@ class Promises:
             residency.recorder.mistrust("promises take part")
         numbers: set[Block] = set()
         if not plan.writes:
-            keep = functools.partial(_kept, numbers)
-            args, kwargs = tree_map_only(torch.Tensor, keep, (args, kwargs))
+            take = functools.partial(take_number, numbers)
+            args, kwargs = tree_map_only(torch.Tensor, take, (args, kwargs))
         operands = analyse(plan, args, kwargs, tensorsManager)
         if operands.has_other_subclass:
             return NotImplemented
@@ -140,7 +142,8 @@ class Promises:
                 self.recorder.note_view(operands.blocks[0])
             if operands.blocks[0].promise is None:
                 return NotImplemented  # a view of what has bytes has them, too
-        return PromisedCall(self, operands, numbers).run()
+        with self._graph:
+            return PromisedCall(self, operands, numbers).run()
 
     def run_composite(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a composite operator that has not been taken apart yet; `SLOW` where it is to be."""
@@ -209,17 +212,18 @@ class Promises:
         LostError
             It depends on a write that an error has broken off.
         """
-        cell: Cell | None = block.promise
-        if cell is None:
-            return
-        nodes = nodes_before(cell.writer)
-        if lacks_values([*used_by(nodes), cell]):
-            raise has_no_value(asked_by, "it depends on a promise that was made without values")
-        self._run_all(nodes)
-        assert cell.real is not None
-        with tensorsManager.residency.books.lock:
-            cell.real.share_with(block)
-            self._note_real(block)
+        with self._graph:
+            cell: Cell | None = block.promise
+            if cell is None:
+                return
+            nodes = nodes_before(cell.writer)
+            if lacks_values([*used_by(nodes), cell]):
+                raise has_no_value(asked_by, "it depends on a promise that was made without values")
+            self._run_all(nodes)
+            assert cell.real is not None
+            with tensorsManager.residency.books.lock:
+                cell.real.share_with(block)
+                self._note_real(block)
 
     def _run_all(self, nodes: Iterable[Node]) -> None:
         try:
@@ -239,22 +243,27 @@ class Promises:
 
     def _draw(self, last: Node) -> None:
         """Run what draws random numbers up to a node, unless it never has values."""
-        scope, nodes = _scope.get(), nodes_before(last)
-        if (scope is None or scope.recorder is None) and not lacks_values(used_by(nodes)):
-            self._run_all(nodes)
+        scope = _scope.get()
+        with self._graph:
+            nodes = nodes_before(last)
+            if (scope is None or scope.recorder is None) and not lacks_values(used_by(nodes)):
+                self._run_all(nodes)
 
     def asked(self, block: Block, op: str = A_READ) -> None:
         """Give a block its bytes because somebody reads them; or raise `PromisedError`."""
         values = self.values
-        if values.computes and self.can_all([block.promise]):
-            self.fulfil(block, op)
-            return
-        made_up = values.made_up((block.nbytes,), (1,), torch.uint8)
-        if made_up is None:
-            raise has_no_value(op, "it is a promise")
-        filled = tensorsManager.ownership.adopt_tensor(made_up, sole=True)._ttr_block
-        filled.share_with(block)
-        self._note_real(block)
+        with self._graph:
+            if block.promise is None:
+                return  # another thread has given it its bytes
+            if values.computes and self.can_all([block.promise]):
+                self.fulfil(block, op)
+                return
+            made_up = values.made_up((block.nbytes,), (1,), torch.uint8)
+            if made_up is None:
+                raise has_no_value(op, "it is a promise")
+            filled = tensorsManager.ownership.adopt_tensor(made_up, sole=True)._ttr_block
+            filled.share_with(block)
+            self._note_real(block)
 
     @staticmethod
     def outside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -319,17 +328,6 @@ class Promises:
         """Return where an operator, or a factory, with such arguments is to draw from."""
         draws = (_scope.get() or _without).draws or self._draws
         return draws.of(generator_of(arguments))
-
-
-def _kept(numbers: set[Block], value: torch.Tensor) -> Any:
-    """Take a plain number as a TensorRef, in `numbers`: what it is now counts, without bytes."""
-    if value.dim() or isinstance(value, TensorRef):
-        return value
-    ref = tensorsManager.ownership.adopt_operand(value)
-    if ref is None:
-        return value
-    numbers.add(ref._ttr_block)
-    return ref
 
 
 promises = Promises()
