@@ -16,6 +16,7 @@ from torchTensorRef.memory.known import KnownBlocks
 from torchTensorRef.operators.blocked import probe
 
 from ..support.device_double import LateDevice
+from ..support.injection import injected
 from ..support.programs import linears, sweep
 
 
@@ -533,3 +534,12 @@ def test_what_an_optimizer_keeps_is_named_and_no_weight(manage):
     state = optimizer.state[model.layers[1].weight]["exp_avg"]
     assert manager.name_of(state) == "layers.1.weight: exp_avg"
     assert not manager.names.of_operand(state._ttr_block), "a pattern of modules is not for it"
+
+
+def test_a_refused_optimizer_that_is_still_there_is_no_hindrance(manage):
+    """Its error holds it, as a notebook holds the last one; torch has given it no state yet."""
+    manager = manage("lru")
+    with injected(), pytest.raises(TypeError, match="iterable of Tensors") as refused:
+        torch.optim.SGD(torch.ones(3))
+    assert manager.report()
+    del refused

@@ -328,10 +328,11 @@ def held_nbytes(device: Any) -> int:
 
 def holders(depth: int = 6) -> list[str]:
     """Say who holds the TensorRefs that there are, or blocks without any, and who holds those."""
-    found, there = [], gc.get_objects()
+    there = gc.get_objects()
     things = [x for x in there if is_ref(x)] or [x for x in there if type(x) is Block]
-    del there
-    for thing in things[:3]:
+    del there, things[3:]
+    found: list[str] = []
+    for thing in things:
         chain, at = [], thing
         for _ in range(depth):
             mine = {id(sys._getframe()), id(chain), id(found), id(things)}
@@ -339,10 +340,15 @@ def holders(depth: int = 6) -> list[str]:
             others = [x for x in others if type(x).__name__ != "list_iterator"]
             if not others:
                 break
+            kinds = Counter(type(x).__name__ for x in others)
             at = others[0]
-            chain.append(f"{type(at).__name__} {reprlib.repr(at)[:200]} (1 of {len(others)})")
+            chain.append(f"{type(at).__name__} {reprlib.repr(at)[:200]} (one of {dict(kinds)})")
+        block = thing._ttr_block if is_ref(thing) else thing
         name = tuple(thing.shape) if is_ref(thing) else repr(thing)
-        found.append(f"{name} is held by " + ", held by ".join(chain))
+        count = sys.getrefcount(thing) - 4  # `things`, `thing`, `block` or `at`, the argument
+        held = ", held by ".join(chain) or "nothing in Python"
+        story = " | ".join(tensorsManager.log.story(block.name)[-12:])
+        found.append(f"{name}, {count} references, is held by {held}; its story: {story}")
     return found
 
 

@@ -177,7 +177,8 @@ def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _states_of(optimizer: Any) -> Iterator[tuple[int, str, int]]:
     """Yield the parameter's block, the name, and the block of what an optimizer keeps."""
-    for parameter, state in list(optimizer.state.items()):
+    kept = getattr(optimizer, "state", {})  # not yet, or never, where it was refused its parameters
+    for parameter, state in list(kept.items()):
         if not (isinstance(parameter, TensorRef) and isinstance(state, dict)):
             continue
         for name, value in list(state.items()):
