@@ -40,24 +40,18 @@ inline const void* python_frame() {
 #endif
 }
 
-// While an operator on TensorRefs is taken apart, or goes back, factories come to us too: what they
-// make is filled for a TensorRef, and nothing in the call of a factory says so. Those that Python
-// calls meanwhile (a hook's, our own) are none of these: they have another frame. Nor are those of
-// threads that a scripted function forks meanwhile: torch hands the key on to them.
+// While an operator on TensorRefs is taken apart, or goes back, factories come to us too: what they make is filled for a
+// TensorRef, and nothing in the call of a factory says so. Those that Python calls meanwhile (a hook's, our own) are none
+// of these: they have another frame. Nor are those of threads that a script forks: torch hands them the key.
 class WithFactories {
  public:
-  explicit WithFactories(bool wanted)
-      : was_(are_taken()), was_here_(is_here_), is_other_(was_ != wanted || is_here_ != wanted), before_(frame_) {
-    if (!is_other_) return;
-    c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
-    is_here_ = wanted;
-    if (wanted) frame_ = python_frame();
+  explicit WithFactories(bool wanted) : was_(are_taken()), was_here_(is_here_), is_other_(was_ != wanted || is_here_ != wanted), before_(frame_) {
+    if (is_other_) c10::impl::tls_set_dispatch_key_included(kBelow, is_here_ = wanted);
+    if (is_other_ && wanted) frame_ = python_frame();
   }
   ~WithFactories() {
-    if (!is_other_) return;
-    c10::impl::tls_set_dispatch_key_included(kBelow, was_);
-    is_here_ = was_here_;
-    frame_ = before_;
+    if (is_other_) c10::impl::tls_set_dispatch_key_included(kBelow, was_);
+    is_here_ = was_here_, frame_ = before_;
   }
   WithFactories(const WithFactories&) = delete;
 
