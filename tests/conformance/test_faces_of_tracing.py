@@ -300,3 +300,35 @@ def test_scripted_modules_are_written_and_copied(right, is_frozen):
         return results
 
     right(program)
+
+
+@torch.jit.script
+def _by_length(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(x.shape[:1], dtype=torch.long, device=x.device).to(x)
+
+
+@torch.jit.script
+def _in_forks(x: torch.Tensor) -> torch.Tensor:
+    one, other = torch.jit.fork(_by_length, x), torch.jit.fork(_by_length, x + 1)
+    return torch.jit.wait(one) + torch.jit.wait(other)
+
+
+def test_what_a_gradient_forks_in_a_scripted_function(right):
+    """Torch hands on to its threads what the backward pass has set, and they make numbers."""
+
+    class InForks(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return _in_forks(x)
+
+        @staticmethod
+        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+            return _in_forks(grad)
+
+    def program(bring: Bring) -> Any:
+        x = bring(torch.rand(3, 2)).requires_grad_()
+        out = InForks.apply(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        return [out.detach(), gradient, _in_forks(x.detach())]
+
+    right(program)

@@ -597,3 +597,30 @@ def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
         """
     done = python(script(program))
     assert done.returncode == 0, done.stderr
+
+
+def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
+    """As torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins."""
+    program = """
+        import torchTensorRef, torch
+        from torch.nn import functional as F
+        from torchTensorRef import disabled, tensorsManager
+        torch.set_num_threads(1)
+        tensorsManager.device, tensorsManager.strategy = "sim", "lru"
+        parts = [
+            lambda x, w: F.linear(x[1:33].view(2, 16), w),
+            lambda x, w: F.linear(w[:2], x[5:517].view(32, 16)),
+            lambda x, _: F.scaled_dot_product_attention(*x[1:721].view(3, 1, 1, 20, 12)),
+        ]
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            tensorsManager.budget = 1800 * dtype.itemsize
+            for part in parts:
+                with disabled():
+                    x, w = torch.randn(3001).to(dtype), torch.randn(32, 16).to(dtype)
+                    expected = part(x, w)
+                found = part(tensorsManager.adopt(x.clone()), tensorsManager.adopt(w.clone()))
+                assert torch.equal(expected, tensorsManager.release(found)), (dtype, part)
+        """
+    monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
+    done = python("-W", "ignore", script(program))
+    assert done.returncode == 0, done.stderr

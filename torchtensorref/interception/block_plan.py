@@ -8,13 +8,23 @@ import torch
 
 from ..devices.base import Device
 from ..memory.block import Block
-from ..operators.blocked.cut import Along, Call, Cut, Place, has_one_layout, is_dense
+from ..operators.blocked.cut import (
+    Along,
+    Call,
+    Cut,
+    Place,
+    begins_at,
+    has_one_layout,
+    is_dense,
+)
 from ..operators.blocked.elementwise import elementwise
+from ..operators.blocked.products import ALIGNED_NBYTES
 from ..operators.blocked.sizes import Part, Tiling, choose
 from ..operators.blocked.sums import HALF
-from ..operators.blocked.table import rule_of
+from ..operators.blocked.table import MINDS_PLACES, rule_of
 from ..operators.costs import touched_nbytes
 from ..operators.plan import OpPlan
+from ..operators.substitutes import Substitute
 from .layouts import as_kernels_lay_out, as_operands_lie
 from .operands import Operands
 
@@ -92,6 +102,15 @@ class Plan:
     def keeps_layouts(self) -> bool:
         """Whether no operand is packed: kernels go another way through those without gaps."""
         return all(is_dense(ref) for ref, _ in self.cut_refs.values())
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether kernels find pieces where they do not mind: a piece begins a block of its own."""
+        op = self.operands.plan.op
+        op = op.op if isinstance(op, Substitute) else op
+        return op not in MINDS_PLACES or all(
+            ref.dtype in HALF or begins_at(ref, ALIGNED_NBYTES) for ref, _ in self.cut_refs.values()
+        )
 
     def _is_away(self, ref: Any, nbytes: int) -> bool:
         block: Block = ref._ttr_block

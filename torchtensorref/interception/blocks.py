@@ -92,7 +92,7 @@ class Blocks:
         except UnfitError:
             return NotImplemented
         pairs = zip(tiling.axes, tiling.counts(), strict=True)
-        keeps_bits = all(axis.keeps_bits for axis, tiles in pairs if tiles > 1)
+        keeps_bits = plan.keeps_places and all(axis.keeps_bits for axis, n in pairs if n > 1)
         self._note(run.tile_count, tiling.need_nbytes, keeps_bits)
         return result
 
@@ -133,6 +133,9 @@ class Blocks:
                 continue
             if device.has_host_kernels and not (cut.can_be_cut or plan.keeps_layouts):
                 self.why_not = "packed operands are computed otherwise"
+                continue
+            if device.has_host_kernels and settings.blocks != "any" and not plan.keeps_places:
+                self.why_not = "operands that begin elsewhere are added in another order"
                 continue
             try:
                 tiling = plan.tiling(room_nbytes)

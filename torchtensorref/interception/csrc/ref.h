@@ -13,6 +13,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace ttr {
 using c10::DispatchKey;
@@ -39,33 +40,32 @@ inline const void* python_frame() {
 #endif
 }
 
-// While an operator on TensorRefs is taken apart, or goes back, factories come to us too: what they
-// make is filled for a TensorRef, and nothing in the call of a factory says so. Those that Python
-// calls meanwhile (a hook's, our own) are none of these: they have another frame.
+// While an operator on TensorRefs is taken apart, or goes back, factories come to us too: what they make is filled for a
+// TensorRef, and nothing in the call of a factory says so. Those that Python calls meanwhile (a hook's, our own) are none
+// of these: they have another frame. Nor are those of threads that a script forks: torch hands them the key.
 class WithFactories {
  public:
-  explicit WithFactories(bool wanted) : was_(are_taken()), is_other_(was_ != wanted), before_(frame_) {
-    if (!is_other_) return;
-    c10::impl::tls_set_dispatch_key_included(kBelow, wanted);
-    if (wanted) frame_ = python_frame();
+  explicit WithFactories(bool wanted) : was_(are_taken()), was_here_(is_here_), is_other_(was_ != wanted || is_here_ != wanted), before_(frame_) {
+    if (is_other_) c10::impl::tls_set_dispatch_key_included(kBelow, is_here_ = wanted);
+    if (is_other_ && wanted) frame_ = python_frame();
   }
   ~WithFactories() {
-    if (!is_other_) return;
-    c10::impl::tls_set_dispatch_key_included(kBelow, was_);
-    frame_ = before_;
+    if (is_other_) c10::impl::tls_set_dispatch_key_included(kBelow, was_);
+    is_here_ = was_here_, frame_ = before_;
   }
   WithFactories(const WithFactories&) = delete;
 
   static bool are_taken() { return c10::impl::tls_is_dispatch_key_included(kBelow); }
-  // Whether C++ itself calls the factory. Autograd's threads for devices have no frame.
+  // Whether C++ itself calls the factory. Autograd's threads for devices have no frame, and are handed the key, too.
   static bool is_called_by_cpp() {
     const void* frame = python_frame();
-    return !frame || frame == frame_;
+    return frame ? frame == frame_ : is_here_ || torch::autograd::get_current_graph_task_id() != -1;
   }
 
  private:
   static inline thread_local const void* frame_ = nullptr;
-  const bool was_, is_other_;
+  static inline thread_local bool is_here_ = false;
+  const bool was_, was_here_, is_other_;
   const void* const before_;
 };
 
