@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from torchTensorRef.base.errors import ExposedError, TransferError
-from torchTensorRef.memory import copies
+from torchTensorRef.base.errors import ExposedError, LostError, TransferError
+from torchTensorRef.memory import copies, core
 from torchTensorRef.memory.transfer import ATTEMPTS
 
 
@@ -272,3 +274,31 @@ def test_copies_that_another_thread_begins_meanwhile_are_waited_for(manager, mon
     assert seen[0] is None
     assert seen[-1] is not None, "from then on copies know that it may be written"
     del array
+
+
+def test_a_finalizer_in_a_cycle_may_use_what_the_cycle_holds(manage):
+    """In Python the collector has told us that it died: an error then, and no endless wait."""
+    manager = manage("lru")
+    seen: list[Any] = []
+
+    class Own:
+        def __init__(self) -> None:
+            self.me = self
+            self.x = manager.adopt(torch.arange(4.0)).toGPU().mul_(2)
+
+        def __del__(self) -> None:
+            for ask in (lambda: self.x.tolist(), lambda: self.x.numpy().tolist()):
+                try:
+                    seen.append(ask())
+                except LostError as error:
+                    seen.append(str(error))
+
+    Own()
+    gc.collect()
+    for found in seen:
+        if core.library is None:
+            assert "in a cycle with the __del__ that uses it" in found
+        else:
+            assert found == [0, 2, 4, 6]
+    assert len(seen) == 2
+    manager.check()

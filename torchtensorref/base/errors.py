@@ -156,9 +156,10 @@ class LostError(TensorRefError, RuntimeError):
 
     Cause: an error that may come at any instruction (`MemoryError`, one that another thread has
     sent with `PyThreadState_SetAsyncExc`) came while the bytes were being moved. A signal, such
-    as Ctrl-C, never does this.
+    as Ctrl-C, never does this. Or, on the path in Python, the `__del__` of an object in a cycle
+    uses a TensorRef that the cycle holds.
 
-    Cure: make the tensor again, or load it. All others are as they were.
+    Cure: make the tensor again, or load it; break the cycle. All others are as they were.
     """
 
     block: str = ""  # its short name, as in stories

@@ -59,7 +59,7 @@ class Copier:
             The copy failed; the replica is still dirty, and whole.
         """
         with self._books.lock:
-            home = self.leaving.begin(replica)
+            home = self.leaving.begin_wanted(replica)
         if home is not None:
             self.leaving.issue(replica, home)
             self.wait_for(home)

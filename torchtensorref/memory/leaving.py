@@ -18,6 +18,7 @@ from . import telling
 from .block import Block, Replica
 from .bookkeeping import Books
 from .holds import Holds
+from .ledger import given_up
 from .states import DIRTY, FILLING, INVALID
 from .transfer import Transfer
 
@@ -54,6 +55,12 @@ class Leaving:
             self._holds.issuing[home] = threading.get_ident()
             home.become(FILLING, "write-back issued")
         return home
+
+    def begin_wanted(self, replica: Replica) -> Replica | None:
+        """Do the same where somebody holds the block and waits for it."""
+        if replica.block is None:
+            raise given_up(replica)
+        return self.begin(replica)
 
     def issue(self, replica: Replica, home: Replica) -> bool:
         """Issue the copy that this thread has begun; False if another one has (lock not held).

@@ -9,6 +9,7 @@ from collections import deque
 import torch
 
 from ..base import forking
+from ..base.errors import LostError
 from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..strategy import TINY_SHARE
@@ -23,6 +24,20 @@ _weakly = weakref.ref
 LOOKS = 1000
 #: A number that no operator has reached.
 ALL = (1 << 63) - 1
+
+
+def given_up(replica: Replica) -> LostError:
+    """Return what is raised where a block is used again that was told to have died.
+
+    That is in Python alone, where the collector sees what TensorRefs hold: it clears the weak
+    references to all that a cycle holds before it calls the cycle's finalizers.
+    """
+    name = f"b{replica.block_id}"
+    return LostError(
+        f"Python's collector had given {name} up, in a cycle with the __del__ that uses it now. "
+        "Break the cycle, or build the library in C++ (`torchtensorref build`), where that works.",
+        block=name,
+    )
 
 
 class Ledger(core.LedgerBase):  # type: ignore[misc]
@@ -154,7 +169,9 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             self._put_in_order(replica)
 
     def _count(self, replica: Replica) -> None:
-        death = mortals[replica.number]
+        death = mortals.get(replica.number)
+        if death is None:
+            raise given_up(replica)
         death.counted_nbytes = nbytes = replica.nbytes
         self._replicas[replica.number] = death
         self.counted_nbytes += nbytes

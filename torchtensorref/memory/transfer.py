@@ -13,6 +13,7 @@ from ..devices.base import Device, Event
 from ..devices.host.readers import host_readers
 from ..devices.storages import as_bytes, bytes_of, empty_bytes, storage_of
 from .block import Replica
+from .ledger import given_up
 from .names import names
 
 _is_profiled = torch._C._autograd._profiler_enabled
@@ -137,6 +138,8 @@ class Transfer:
 
     def peek(self, replica: Replica) -> torch.Tensor:
         """Return a host copy of a replica's bytes; counted nowhere, since nothing becomes of it."""
+        if replica.block is None:
+            raise given_up(replica)
         device = replica.device
         copied = empty_bytes(replica.nbytes)
         self._retry(lambda: device.copy_out(replica.base, copied)).synchronize()
