@@ -543,3 +543,16 @@ def test_a_refused_optimizer_that_is_still_there_is_no_hindrance(manage):
         torch.optim.SGD(torch.ones(3))
     assert manager.report()
     del refused
+
+
+def test_an_optimizer_may_keep_its_state_in_a_way_of_its_own(manage):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+            self.state = [1, 2]
+
+    manager = manage("lru")
+    with injected():
+        kept = Own([torch.nn.Parameter(torch.ones(3))])
+    assert manager.report()
+    del kept

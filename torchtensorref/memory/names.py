@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -177,8 +177,8 @@ def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 def _states_of(optimizer: Any) -> Iterator[tuple[int, str, int]]:
     """Yield the parameter's block, the name, and the block of what an optimizer keeps."""
-    kept = getattr(optimizer, "state", {})  # not yet, or never, where it was refused its parameters
-    for parameter, state in list(kept.items()):
+    kept = vars(optimizer).get("state")  # none where it was refused its parameters; or its own kind
+    for parameter, state in list(kept.items()) if isinstance(kept, Mapping) else ():
         if not (isinstance(parameter, TensorRef) and isinstance(state, dict)):
             continue
         for name, value in list(state.items()):
