@@ -50,7 +50,7 @@ GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
 GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
 GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps blocks sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -104,6 +104,10 @@ threads: $(VENV)/test.stamp
 # Every combination of what `make test` combines in part only (tests/support/sweeps.py).
 sweeps: $(VENV)/test.stamp core
 	@WHOLE_SWEEPS=1 OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(SWEEPS)
+
+# Operators in blocks with several threads of torch's, and MKL as users have it: five minutes.
+blocks: $(VENV)/test.stamp
+	@$(BIN)/python -W ignore -m tests.stress.blocked $(BLOCKS_ARGS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp

@@ -615,6 +615,22 @@ def test_threads_share_a_softmax_otherwise_than_its_tiles(manage, function, thre
     manager.check()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_share_a_product_otherwise_than_its_tiles(manage, threads):
+    """With MKL's compatible kernels, as tests have them: the probe sees that on this machine."""
+    manager = manage("lru", 75_000)
+    torch.set_num_threads(threads)
+    for rows, inner, columns in ((3300, 9, 20), (2470, 16, 100), (1000, 64, 16)):
+        with disabled():
+            x, y = torch.rand(rows, inner), torch.rand(inner, columns)
+            expected = [x @ y, x @ y.t().contiguous().t()]
+        x, y = manager.adopt(x.clone()), manager.adopt(y.clone())
+        found = [x @ y, x @ y.t().contiguous().t()]
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, manager.release(other)), (rows, inner, columns)
+    manager.check()
+
+
 def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
     """As torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins."""
     program = """

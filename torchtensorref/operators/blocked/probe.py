@@ -13,6 +13,9 @@ import torch
 #: Terms of each sum; of half precision not so many, which some processors add very slowly.
 INNER = (96, 1024, 8192)
 INNER_OF_HALF = (96, 4096)
+#: Rows beside whole steps: with `MKL_CBWR=COMPATIBLE` two threads and more divide those of a whole
+#: otherwise than a tile's where some are left over.
+MORE_ROWS = 3
 
 
 def tiles_are_alike(dtype: torch.dtype, step: int) -> bool:
@@ -41,7 +44,7 @@ def _is_alike(dtype: torch.dtype, step: int, inner: int, generator: torch.Genera
     def drawn(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator, dtype=torch.float32).to(dtype)
 
-    a = drawn(2 * step, inner)
+    a = drawn(2 * step + MORE_ROWS, inner)
     for b in (drawn(inner, 2 * step), drawn(2 * step, inner).t()):
         whole = a @ b
         for rows in (slice(step), slice(step, None)):
