@@ -186,9 +186,10 @@ def _open_simulated(name: str, rest: str) -> Device:
     specs = {**SPECS, **_given}
     spec = specs.get(spec_name or DEFAULT_SPEC_NAME)
     if spec is None:
+        are_several = " Several devices are separated by commas." if {*name} & {*"; "} else ""
         raise ConfigError(
             f"There is no simulated device {spec_name!r}. {did_you_mean(spec_name, specs)} "
-            "Or give a DeviceSpec of your own. Several devices are separated by commas.",
+            f"Or give a DeviceSpec of your own.{are_several}",
             name=spec_name,
             known=tuple(specs),
             nearest=nearest(spec_name, specs),
