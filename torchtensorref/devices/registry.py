@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,11 +105,13 @@ def accelerators(setting: Any) -> list[Device]:
     """
     if setting is None:
         setting = settings.device or default_name()
+    names: Sequence[Any]
     if isinstance(setting, str):
-        if "," in setting and not all(map(str.strip, setting.split(","))):
+        names = setting.split(",")
+        if len(names) > 1 and not all(map(str.strip, names)):
             raise ConfigError(f"The devices {setting!r} have a comma too many.", name=setting)
-        setting = setting.split(",")
-    names = setting if isinstance(setting, (list, tuple)) else [setting]
+    else:
+        names = setting if isinstance(setting, (list, tuple)) else [setting]
     if not names:
         raise ConfigError("No device is named. Write 'cpu' to use no accelerator.")
     found = [resolve(name) for name in names]

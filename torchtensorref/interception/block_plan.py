@@ -24,7 +24,7 @@ from ..operators.blocked.sums import HALF
 from ..operators.blocked.table import MINDS_PLACES, rule_of
 from ..operators.costs import touched_nbytes
 from ..operators.plan import OpPlan
-from ..operators.substitutes import Substitute
+from ..operators.substitutes import itself
 from .layouts import as_kernels_lay_out, as_operands_lie
 from .operands import Operands
 
@@ -106,9 +106,7 @@ class Plan:
     @property
     def keeps_places(self) -> bool:
         """Whether kernels find pieces where they do not mind: a piece begins a block of its own."""
-        op = self.operands.plan.op
-        op = op.op if isinstance(op, Substitute) else op
-        return op not in MINDS_PLACES or all(
+        return itself(self.operands.plan.op) not in MINDS_PLACES or all(
             ref.dtype in HALF or begins_at(ref, ALIGNED_NBYTES) for ref, _ in self.cut_refs.values()
         )
 

@@ -18,7 +18,7 @@ from ..operators.blocked.along import RULES as ALONG
 from ..operators.blocked.cut import WHOLE, Call, Cut
 from ..operators.blocked.sizes import MUCH_LESS, TileTooLargeError, Tiling
 from ..operators.blocked.table import cut_of, rule_of
-from ..operators.substitutes import Substitute
+from ..operators.substitutes import itself
 from .block_plan import Plan, arguments_of
 from .operands import Operands
 from .parts_of_tables import run_on_parts
@@ -160,7 +160,7 @@ class Blocks:
             return []
         if plan.has_device and operands.argument("device") is not None:
             return []
-        op = plan.op.op if isinstance(plan.op, Substitute) else plan.op
+        op = itself(plan.op)
         rules = [rule_of(op), ALONG.get(op)]
         if not any(rules) or any(ref.is_conj() or ref.is_neg() for ref in operands.refs):
             return []

@@ -19,7 +19,7 @@ from ..memory.manager import TensorsManager
 from ..memory.plain_views import plain_on
 from ..memory.residency import Residency
 from ..operators.blocked.taken import TAKES
-from ..operators.substitutes import Substitute
+from ..operators.substitutes import itself
 from .block_plan import arguments_of
 from .operands import Operands, analyse
 from .pieces import gathered_piece
@@ -40,7 +40,7 @@ def run_on_parts(
         is no room, or the call is the program's own mistake. Then nothing has changed.
     """
     plan, device = operands.plan, operands.accelerator
-    take = TAKES.get(plan.op.op if isinstance(plan.op, Substitute) else plan.op)
+    take = TAKES.get(itself(plan.op))
     if (
         take is None
         or settings.blocks == "off"

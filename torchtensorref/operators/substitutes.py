@@ -52,6 +52,11 @@ class Substitute:
         return getattr(self.op, name)
 
 
+def itself(op: Any) -> Any:
+    """Return an operator, also where a substitute has taken its place: what tables know it by."""
+    return op.op if isinstance(op, Substitute) else op
+
+
 class ByDevice(Substitute):
     """An operator that is another one where its first tensor does not lie on the host."""
 

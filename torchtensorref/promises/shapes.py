@@ -19,7 +19,7 @@ from ..memory.manager import tensorsManager
 from ..operators.blocked.elementwise import elementwise
 from ..operators.blocked.table import rule_of
 from ..operators.plan import OpPlan
-from ..operators.substitutes import Substitute
+from ..operators.substitutes import itself
 
 __all__ = ["shapes_of"]
 
@@ -187,7 +187,7 @@ def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
         Nobody knows them without values.
     """
     # What C++ chose for the host has the host's shapes, wherever its bytes will be.
-    op = plan.op.op if isinstance(plan.op, Substitute) else plan.op
+    op = itself(plan.op)
     if plan.name.startswith("aten.quantize_per_"):
         raise NotImplementedError("torch's shape function gives a tensor that is not quantized")
     kind = tensorsManager.residency.books.main.torch_device.type
