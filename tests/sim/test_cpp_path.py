@@ -311,6 +311,18 @@ def test_writes_and_views_are_counted_and_linked_as_plain_ones(adapter):
 
 
 @needs_cpp
+def test_a_list_of_which_one_is_refused_counts_what_was_written_before_it(adapter, handed_over):
+    leaf, x, single = (part * 1 for part in ready(adapter(), r(4), r(4), r(1)))  # theirs alone
+    product, refused = leaf.requires_grad_() * x, single.expand(4)
+    handed_over.clear()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        torch._foreach_add_([x, refused], 1.0)
+    assert not handed_over
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@needs_cpp
 def test_results_are_counted_until_they_die(adapter):
     manager = adapter()
     (x,) = ready(manager, r(8))

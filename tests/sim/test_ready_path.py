@@ -515,3 +515,15 @@ def test_fresh_results_that_share_memory_share_a_block(manage, mode, room):
     del found[1]  # the others have its bytes, too
     manager.bring_all_home()
     assert_equal([wanted[0], *wanted[2:]], found)
+
+
+def test_what_is_written_before_another_in_a_list_is_refused_has_another_version(ample):
+    """Else a gradient is worked out from what was saved for it and is not there any more."""
+    leaf, x, single = ready(ample, torch.rand(4), torch.rand(4), torch.rand(1))
+    before = x.tolist()
+    product = leaf.requires_grad_() * x
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        torch._foreach_add_([x, single.expand(4)], 1.0)
+    assert x.tolist() == [value + 1 for value in torch.tensor(before)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()

@@ -202,10 +202,12 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         if is_logged:
             residency.feed.uses.note_all(tick, plan.kind, flat, targets(plan, args))
         run = plan.binding
-        out = run(*folded(plan, args, plain), **kwargs)
-        has_written = bool(plan.writes)
-        if plan.counts_lists:
-            plan.count_writes(args, kwargs)
+        try:
+            out = run(*folded(plan, args, plain), **kwargs)
+            has_written = bool(plan.writes)
+        finally:  # a kernel may refuse one of them when it has written those before it
+            if plan.counts_lists:
+                plan.count_writes(args, kwargs)
         if device.has_virtual_clock:
             charge(plan, flat, targets(plan, args), plain, kwargs, out, device)
         if plan.writes:

@@ -100,7 +100,7 @@ class ReadyCall {
     }
     push_plain();
     if (!call() || !wrap(tick)) return stack_.resize(start_ + plan_.arg_count), false;
-    if (plan_.counts_lists) count_lists();
+    count_lists();
     finish();
     return true;
   }
@@ -200,7 +200,7 @@ class ReadyCall {
       return false;  // the slow path makes room and tries again
     } catch (const c10::Error&) {
       // The host has the same kernels: then it is the program's own mistake.
-      if (operands_.all[0].plain.is_cpu()) throw;
+      if (operands_.all[0].plain.is_cpu()) count_lists(), throw;
       return false;
     } catch (py::error_already_set& error) {  // the kernel is written in Python
       if (operands_.all[0].plain.is_cpu() || !is_of_a_kernel(error)) throw;
@@ -289,11 +289,11 @@ class ReadyCall {
     return make_ref(out, BlockPtr(core_of(born.ptr())), operands_.device, label);
   }
 
-  // Torch leaves it to this kernel, which has seen nothing but plain tensors.
+  // Torch leaves it to this kernel, which has seen nothing but plain tensors; it may have refused one behind others.
   void count_lists() const {
-    for (const auto& slot : plan_.slots)
-      if (slot.is_written && slot.is_list)
-        for (const IValue& part : argument(slot.index).toListRef())
+    for (auto slot = plan_.slots.begin(); plan_.counts_lists && slot != plan_.slots.end(); ++slot)
+      if (slot->is_written && slot->is_list)
+        for (const IValue& part : argument(slot->index).toListRef())
           if (part.isTensor() && !part.toTensor().is_inference()) part.toTensor().unsafeGetTensorImpl()->bump_version();
   }
 
