@@ -232,6 +232,20 @@ def test_numbers_print_as_in_torch(manager):
     assert moved.proxyInfo.device == "sim:test"
 
 
+def test_a_view_that_no_gradient_may_go_through_prints_as_in_torch(manager):
+    def printed(x: torch.Tensor) -> str:
+        base = x.requires_grad_() * 1
+        with torch.no_grad():
+            view = base[0]
+        base.mul_(2)
+        return repr(view)
+
+    x = torch.ones(2, 2)
+    expected = printed(x.clone())
+    assert "Invalid" in expected
+    assert printed(manager.adopt(x)) == expected
+
+
 def test_an_operand_larger_than_the_budget_runs_at_home(manage):
     manager = manage(nbytes=10_000)
     plain = torch.rand(100, 100)

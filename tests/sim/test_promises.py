@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -589,3 +590,104 @@ def test_classes_are_looked_at_also_once_there_were_promises():
     with pytest.raises(RuntimeError, match="smaller than num_classes"):
         nn.functional.one_hot(torch.tensor([1, 3]), 2)
     assert kept.proxyInfo.promised
+
+
+# -- what kernels do that shape functions do not tell ---------------------------------------------
+
+
+def lstm_trained() -> list[Any]:
+    """An LSTM's gradients, clipped as they are, and what a step makes of its weights."""
+    model, x = nn.LSTM(4, 4, batch_first=True), torch.rand(3, 2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(x)[0].pow(2).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.005)
+    optimizer.step()
+    return [*model.parameters(), *(weight.grad for weight in model.parameters())]
+
+
+def test_an_lstm_trains_on_promises_as_on_tensors():
+    """Its kernel looks at whether gradients are wanted, and gives one of them to two biases.
+
+    Autograd copies that, else it is clipped twice. And it keeps scratch memory of a size that no
+    shape function knows.
+    """
+    plain, ours = on_both(lstm_trained)
+    assert differences(plain, ours) == []
+
+
+def test_an_lstm_that_was_run_on_promises_goes_back_outside_of_them():
+    """All of the scratch memory is handed on, whatever size it was promised."""
+
+    def program() -> Any:
+        torch.manual_seed(3)
+        model = nn.LSTM(4, 4)
+        return model, model(torch.rand(2, 3, 4))[0]
+
+    with torchTensorRef.disabled():
+        plain, out = program()
+        out.sum().backward()
+    with torchTensorRef.promising():
+        ours, out = program()
+    out.sum().backward()
+    gradients = [x.grad.fulfil() for x in ours.parameters()]
+    assert differences([x.grad for x in plain.parameters()], gradients) == []
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "to elements that share memory": lambda x: x[:1].expand(3, 4).mul_(2),
+    "to more dimensions than there are": lambda x: x.sum().index_put_(
+        (torch.tensor([0]),), x.sum()
+    ),
+    "of values of another shape": lambda x: x.index_put_((torch.tensor([0, 1]),), torch.ones(3, 4)),
+    "of values of another shape, elsewhere": lambda x: x.index_put(
+        (torch.tensor([0, 1]),), torch.ones(3, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_that_a_kernel_refuses_is_refused_when_it_is_asked_for(write):
+    """Else what was to be written could not be read any more."""
+    with torchTensorRef.disabled(), pytest.raises((RuntimeError, IndexError)) as expected:
+        write(torch.ones(3, 4))
+    x = torch.ones(3, 4)
+    with (
+        torchTensorRef.promising(values="compute"),
+        pytest.raises(expected.type),
+    ):
+        write(x)
+    assert torch.equal(x, torch.ones(3, 4))
+
+
+def test_writes_at_indices_are_promised():
+    def program() -> list[Any]:
+        x, rows = torch.rand(4, 3), torch.tensor([2, 0])
+        x[rows] = torch.rand(3)
+        x[:, rows] = 0.5
+        x[rows[:, None], torch.tensor([1])] += 1
+        x.index_put_((rows,), torch.rand(()), accumulate=True)
+        return [x, x.index_put((rows,), torch.rand(2, 1))]
+
+    plain, ours = on_both(program)
+    assert differences(plain, ours) == []
+
+
+def test_single_numbers_go_back_twice():
+    """Torch takes such an operator apart, and leaves single numbers on the host as they are."""
+    x = torch.tensor(0.7)
+    function = torch.func.hessian(lambda x: (x.sin() * x).sum())
+    expected = function(x)
+    with torchTensorRef.promising():
+        found = function(x)
+    assert found.proxyInfo.promised
+    assert torch.equal(found.fulfil(), expected)
+
+
+def test_a_promise_is_set_to_a_storage():
+    x = torch.rand(4)
+    with torchTensorRef.promising(values="compute"):
+        y = torch.empty(0).set_(x.untyped_storage(), 1, (2,))
+        y.add_(1)
+    assert torch.equal(x.fulfil()[1:3], y.fulfil())
+    with torchTensorRef.promising(), pytest.raises(PromisedError, match="set_"):
+        torch.empty(0).set_(x.untyped_storage(), 1, (2,))

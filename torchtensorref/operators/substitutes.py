@@ -307,10 +307,12 @@ def lstm_layer_backward(*args: Any) -> list[Tensor | None]:
 
 def lstm_layer_backward_at_home(*args: Any) -> Any:
     """Its gradients on the host, where the forward operator may have run elsewhere."""
-    workspace = args[22]
-    if workspace.numel() == 0:
+    scratch = args[22].untyped_storage()
+    if scratch.nbytes() == 0:
         return lstm_layer_backward(*args)
-    return aten.mkldnn_rnn_layer_backward.default(*args)
+    # All of it: of one that was promised nobody knew the size.
+    workspace = args[22].new_empty(0).set_(scratch, 0, (scratch.nbytes(),))
+    return aten.mkldnn_rnn_layer_backward.default(*args[:22], workspace)
 
 
 # -- chosen for an accelerator, run on the host -------------------------------------------------

@@ -132,7 +132,9 @@ class Layout(NamedTuple):
         what the program has made of the promise since then follows what it was told.
         """
         found = Layout.of(real, real._ttr_block.nbytes)
-        if found == self:
+        # Of scratch memory a shape function says that there is none.
+        is_scratch = self.size == (0,) and not self.nbytes and found.dtype == self.dtype
+        if found == self or is_scratch:
             return real._ttr_block  # type: ignore[no-any-return]
         if (found.size, found.dtype) != (self.size, self.dtype):
             raise InvariantError(
@@ -173,6 +175,7 @@ class Node:
         "checks",
         "deps",
         "draws",
+        "grad_mode",
         "has_begun",
         "is_done",
         "kwargs",
@@ -202,6 +205,8 @@ class Node:
         #: None once it has run.
         self.run: Callable[..., Any] | None = run
         self.args, self.kwargs = args, kwargs
+        #: As it was when it was asked for: kernels look at it (an LSTM's keeps scratch memory).
+        self.grad_mode = torch.is_grad_enabled()
         self.uses, self.writes = list(uses), {cell: _layout_of(cell) for cell in writes}
         self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
         self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
@@ -261,10 +266,11 @@ class Node:
         args, kwargs = tree_map(real_of, (self.args, self.kwargs))
         self.has_begun = bool(self.writes)
         try:
-            if self.draws is None:
-                real = run(*args, **kwargs)
-            else:
-                real = self.draws.run(lambda: run(*args, **kwargs), self.number)
+            with torch.set_grad_enabled(self.grad_mode):
+                if self.draws is None:
+                    real = run(*args, **kwargs)
+                else:
+                    real = self.draws.run(lambda: run(*args, **kwargs), self.number)
         except BaseException as error:
             self.has_begun = self.has_begun and may_have_written(error)
             raise

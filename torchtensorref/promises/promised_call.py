@@ -89,6 +89,8 @@ class PromisedCall:
             self._promises.recorder.note_versions(self._operands)
         elif any(map(_is_held_outside, self._operands.written)):
             return self._written_now()
+        elif self._promises.values.policy == "compute" and self._may_be_refused():
+            return self._run_now()
         try:
             out = self._on_metadata()
         except _ASKS_VALUES:
@@ -156,6 +158,17 @@ class PromisedCall:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             out = self._plan.op(*args, **kwargs)
         return tree_map(_adopted, out)
+
+    def _may_be_refused(self) -> bool:
+        """Whether it writes elements that share memory, which kernels refuse and no shape does."""
+        return any(
+            isinstance(value, torch.Tensor) and torch._debug_has_internal_overlap(value) == 1
+            for value in self._plain_written()
+        )
+
+    def _plain_written(self) -> Iterator[Any]:
+        for original in self._operands.written_arguments():
+            yield self._plain(original)
 
     def _written_now(self) -> Any:
         """Run an operator that writes what is held outside; PromisedError if that is not wanted."""
@@ -233,12 +246,16 @@ class PromisedCall:
             if isinstance(original, torch.Tensor):
                 self._follow_metadata(original)
         places = iter(range(1 << 30))
+        made: dict[int, Any] = {}
 
         def wrapped(value: Any) -> Any:
             place, twin = next(places), next(twins)
             if not isinstance(value, torch.Tensor):
                 return value
-            return self._wrapped_one(value, place) if twin is None else twin
+            if twin is None and id(value) not in made:
+                made[id(value)] = self._wrapped_one(value, place)
+            # One that is there twice is one: autograd copies a gradient that others have.
+            return made[id(value)] if twin is None else twin
 
         return tree_map(wrapped, out)
 

@@ -126,6 +126,10 @@ class Promises:
         residency = tensorsManager.residency
         if residency.recorder is not None:
             residency.recorder.mistrust("promises take part")
+        if any(isinstance(value, torch.UntypedStorage) for value in args):  # it has its bytes
+            if isinstance(args[0], TensorRef):
+                self.asked(args[0]._ttr_block, plan.name)
+            return NotImplemented
         numbers: set[Block] = set()
         if not plan.writes:
             take = functools.partial(take_number, numbers)
@@ -133,10 +137,10 @@ class Promises:
         operands = analyse(plan, args, kwargs, tensorsManager)
         if operands.has_other_subclass:
             return NotImplemented
-        if operands.sparse:
-            if any(block.promise is not None for block in operands.blocks):
-                raise has_no_value(plan.name, "an operand is sparse")
-            return NotImplemented  # its elements are known, and what is made of them is, too
+        if operands.sparse:  # its elements are known, and what is made of them is, too
+            for block in operands.blocks:
+                self.asked(block, plan.name)
+            return NotImplemented
         if plan.is_true_view and operands.blocks:
             if self.recorder is not None:
                 self.recorder.note_view(operands.blocks[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.activation import shaped_for
 from ..interception.layouts import strides_on_kernels
@@ -42,6 +42,16 @@ def _grouped_mm(
     else:
         sizes = [a.size(-2), b.size(-1)]
     return a.new_empty(sizes, dtype=out_dtype or a.dtype)
+
+
+def _index_put(op: Callable[..., Any], x: Any, indices: Any, values: Any, *how: Any) -> Any:
+    """Write at indices: torch's shape function looks at neither them nor the values."""
+    if len(indices) > x.dim():
+        dims = f"dimension {x.dim()} (got {len(indices)})"
+        raise IndexError(f"too many indices for tensor of {dims}")
+    if all(one is None or one.dtype in _POSITIONS for one in indices):
+        values.expand(_aten.index.Tensor(x, indices).size())
+    return op(x, indices, values, *how)
 
 
 def _kept(given: torch.Tensor, is_empty: bool, args: Sequence[Any]) -> torch.Tensor:
@@ -130,6 +140,8 @@ def _format_of_convolution(
 
 
 _CPU = torch.device("cpu")
+#: Dtypes of indices that are no masks.
+_POSITIONS = (torch.int64, torch.int32)
 _GEOMETRY = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
@@ -149,8 +161,28 @@ def _is_plainly_laid_out(value: Any) -> bool:
     return value.stride() == make_contiguous_strides_for(value.size())
 
 
+def _with_numbers_at_home(args: Any) -> Any:
+    """Give torch's decompositions single numbers as they take them beside others: on the host."""
+    if not any(isinstance(x, torch.Tensor) and x.dim() for x in tree_leaves(args)):
+        return args
+    number = torch._C._VariableFunctions.empty
+    return tree_map_only(
+        torch.Tensor, lambda x: x if x.dim() else number((), dtype=x.dtype, device="cpu"), args
+    )
+
+
 #: Operators by name, and what is asked in the place of torch's shape function.
-_OURS: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _grouped_mm}
+_OURS: dict[str, Callable[..., Any]] = {
+    "aten._grouped_mm.default": _grouped_mm,
+    **{
+        str(op): functools.partial(_index_put, op)
+        for op in (
+            _aten.index_put.default,
+            _aten.index_put_.default,
+            _aten._index_put_impl_.default,
+        )
+    },
+}
 
 #: The same where the host's kernels run.
 _HOSTS: dict[str, Callable[..., Any]] = {
@@ -192,6 +224,8 @@ def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError("torch's shape function gives a tensor that is not quantized")
     kind = tensorsManager.residency.books.main.torch_device.type
     shapes = _OURS.get(plan.name) or (_HOSTS.get(plan.name) if kind == "cpu" else None)
+    if plan.name.startswith("prims."):
+        args = _with_numbers_at_home(args)
     try:
         with shaped_for.entered(kind):
             is_made = shapes is None and not (plan.writes or plan.is_random)

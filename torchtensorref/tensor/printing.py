@@ -52,7 +52,10 @@ def _class_named(name: str) -> type[Tensor]:
 
 def _suffix_of(ref: Any) -> str:
     """Say of a gradient what torch says at the end."""
-    node = ref.grad_fn
+    try:
+        node = ref.grad_fn
+    except RuntimeError:  # a view that gradients must not go through, since its memory was written
+        return "grad_fn=<Invalid>"
     if node is None:
         return "requires_grad=True" if ref.requires_grad else ""
     name = node.name().rsplit("::", 1)[-1] if type(node).__name__ == "CppFunction" else ""
