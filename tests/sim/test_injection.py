@@ -7,6 +7,7 @@ import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ MAKERS = {
     "asarray": lambda: torch.asarray([1.0, 2.0]),
     "complex": lambda: torch.complex(torch.ones(2), torch.zeros(2)),
     "empty_strided": lambda: torch.empty_strided((2, 3), (3, 1)).zero_(),
+    "DLPack": lambda: torch.utils.dlpack.from_dlpack(np.ones(3)),
     "eye": lambda: torch.eye(3),
     "fft.fftfreq": lambda: torch.fft.fftfreq(4),
     "frombuffer": lambda: torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8),

@@ -91,6 +91,7 @@ SHARED_MEMORY = (
     "from_file",
     "from_numpy",
     "frombuffer",
+    "utils.dlpack.from_dlpack",
 )
 
 
