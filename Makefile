@@ -9,7 +9,8 @@ PYTEST_ARGS ?=
 # then what touches operators in Python.
 CORE ?=
 IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_watched_path.py \
-	tests/sim/test_random_programs.py tests/sim/test_threads.py tests/sim/test_training.py \
+	tests/sim/test_random_programs.py tests/sim/test_mixed_programs.py tests/sim/test_threads.py \
+	tests/sim/test_training.py \
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
 SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
@@ -25,6 +26,8 @@ THREADS ?= 1
 MODELS ?=
 MATRIX_ARGS ?=
 SOAK_ARGS ?= --minutes 30
+# The seed of the first program: another one sees other programs.
+MIXED_ARGS ?= --seed 0
 SANITIZE_ARGS ?= --minutes 10
 INTERRUPTS_ARGS ?= --count 2000
 # --one makes one call of under nine minutes, --scale medium a smaller model; docs/benchmarks.md.
@@ -50,7 +53,7 @@ GPU_IS_BARE := $(if $(wildcard $(VENV)/test.stamp),,$(GPU_HAS_TORCH))
 GPU_PYTHON := $(if $(GPU_IS_BARE),$(PYTHON),$(BIN)/python)
 GPU_NEEDS := $(if $(GPU_IS_BARE)$(wildcard $(VENV)/test.stamp),,$(VENV)/test.stamp)
 
-.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps blocks sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
+.PHONY: demo test core conformance compatibility matrix soak interrupts threads sweeps blocks mixed sanitize gpu gpu-dry gpu-rehearsal gpu-archive lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/demo.stamp core
@@ -108,6 +111,13 @@ sweeps: $(VENV)/test.stamp core
 # Operators in blocks with several threads of torch's, and MKL as users have it: five minutes.
 blocks: $(VENV)/test.stamp
 	@$(BIN)/python -W ignore -m tests.stress.blocked $(BLOCKS_ARGS)
+
+# Random programs of many kinds of steps: five minutes as they are, five on promises, five in Python.
+mixed: export MKL_CBWR = COMPATIBLE
+mixed: $(VENV)/test.stamp core
+	@$(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
+	@$(BIN)/python -W ignore -m tests.stress.mixed --promised $(MIXED_ARGS)
+	@TTR_CORE=python $(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp

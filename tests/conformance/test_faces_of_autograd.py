@@ -260,6 +260,31 @@ def test_versions_guard_what_was_saved(right):
     right(program)
 
 
+#: Torch's formulas for the gradients of these read their results.
+READ_AGAIN = {
+    "det": torch.linalg.det,
+    "cumprod": lambda x: x.cumprod(0),
+    "max": torch.max,
+    "median": torch.median,
+    "min": torch.min,
+    "nanmedian": torch.nanmedian,
+    "prod": torch.prod,
+}
+
+
+@pytest.mark.parametrize("compute", READ_AGAIN.values(), ids=READ_AGAIN)
+def test_a_result_that_was_written_has_no_gradient(right, compute):
+    def program(bring: Bring) -> Any:
+        leaf = bring(torch.rand(3, 3, requires_grad=True))
+        x = leaf * 1
+        y = compute(x)
+        untouched = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        y.detach().add_(1)
+        return [untouched, failure(lambda: y.sum().backward())[0]]
+
+    right(program)
+
+
 def test_functional_jacobians(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(3))

@@ -23,7 +23,9 @@ Treatment = Callable[..., Any]
 # -- gradients by plain torch's formula ---------------------------------------------------------
 
 
-def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = False) -> Treatment:
+def gradient_of_plain(
+    op: Callable[..., Any], node_name: str, *, picks: bool = False, guards_result: bool = True
+) -> Treatment:
     """Treat an operator so that plain torch computes its gradient, on plain tensors at home.
 
     The operator itself runs as ever. For the gradient it is run again, inside plain torch.
@@ -36,8 +38,11 @@ def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = F
         The name that torch gives its nodes in the graph; it is seen where a tensor is printed.
     picks : bool, optional
         It picks elements, so its gradient depends on no operand that could have one itself.
+    guards_result : bool, optional
+        Torch's formula reads the result, so that nobody may have written it.
     """
     node = node_named(node_name, PlainGradient)
+    node.guards_result = guards_result
 
     def treat(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
@@ -63,15 +68,17 @@ def gradient_of_plain(op: Callable[..., Any], node_name: str, *, picks: bool = F
 class PlainGradient(torch.autograd.Function):
     """A function of tensors whose gradient plain torch computes; differentiable again and again."""
 
+    guards_result = False
+
     @staticmethod
     def forward(ctx: Any, function: Any, picks: bool, *tensors: Any) -> Any:
         """Run the function itself, managed as any operator."""
         ctx.function = function
         ctx.picks = picks
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         results = function(*tensors)
         several = [r for r in several_of(results) if isinstance(r, torch.Tensor)]
+        ctx.save_for_backward(*tensors, *(several if ctx._forward_cls.guards_result else ()))
         fixed = [r for r in several if not (r.is_floating_point() or r.is_complex())]
         ctx.mark_non_differentiable(*fixed)
         return results
@@ -79,7 +86,7 @@ class PlainGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Take the gradient; it is a function of the same kind."""
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors[: len(ctx.needs_input_grad) - 2]
         if ctx.picks:
             tensors = [tensor.detach() for tensor in tensors]
         given = [place for place, grad in enumerate(cotangents) if grad is not None]

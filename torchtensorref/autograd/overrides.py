@@ -163,7 +163,9 @@ def _values_alone(op: OpOverload) -> Treatment:
 
 
 #: What torch names the last node of a loss with smoothed labels.
-_smoothed_loss = gradient_of_plain(_as_one(aten.cross_entropy_loss.default), "AddBackward0")
+_smoothed_loss = gradient_of_plain(
+    _as_one(aten.cross_entropy_loss.default), "AddBackward0", guards_result=False
+)
 
 
 def _cross_entropy(
