@@ -194,7 +194,7 @@ class _Noted:
             if frame.f_code.co_name in ("__enter__", "__exit__"):
                 return True
             if isinstance(frame.f_trace, _Watched):
-                return frame.f_trace.place == frame.f_lasti
+                return frame.f_trace.is_leaving or frame.f_trace.place == frame.f_lasti
             frame = frame.f_back
         return False
 
@@ -224,7 +224,9 @@ class _Watched:
     """The local tracing of a frame of the program's, until Python would look for signals in it.
 
     It does so after calls, and where loops begin again. Anywhere else what a handler raises would
-    pass between a lock that is taken and the block that gives it back.
+    pass between a lock that is taken and the block that gives it back. So it would behind the call
+    in `with lock: return call()`: Python looks while it is still in the block, and we are told when
+    it is on its way out. Then we wait until the frame has returned, with all that it puts back.
     """
 
     def __init__(self, frame: FrameType) -> None:
@@ -234,20 +236,26 @@ class _Watched:
 
     def begin(self, frame: FrameType) -> None:
         """Note where the frame is: while it stays there, the same call goes on."""
-        self._last, self.place = _instruction_of(frame), frame.f_lasti
+        self._last, self.place = _place_of(frame), frame.f_lasti
+        #: Whether it is on its way out of a block, and of the frame.
+        self.is_leaving = False
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Go with the frame: to its next safe place, or into the one that has called it."""
-        last, now = self._last, _instruction_of(frame)
+        last, now, code = self._last, _place_of(frame), frame.f_code
         if event == "exception":
-            self._last = -1
+            self._last, self.is_leaving = -1, False
         elif event == "return":
             self._leave(frame)
             if frame.f_back is not None:
                 _noted.watch(frame.f_back)
-        elif event == "opcode":
+        elif event == "opcode" and not self.is_leaving:
             self._last, self.place = now, -1
-            if last in _CALLS or now in _LOOPS:
+            if last >= 0 and code.co_code[last] in _CALLS:
+                self.is_leaving = _handler_at(code, last) != _handler_at(code, now)
+            elif code.co_code[now] not in _LOOPS:
+                return frame.f_trace
+            if not self.is_leaving:
                 self._leave(frame)
                 _noted.deliver(frame)
         return frame.f_trace
@@ -256,12 +264,34 @@ class _Watched:
         frame.f_trace, frame.f_trace_opcodes = self._before, self._opcodes
 
 
-def _instruction_of(frame: FrameType) -> int:
-    """Return the opcode of what a frame is executing, or about to execute."""
+def _place_of(frame: FrameType) -> int:
+    """Return the place of the instruction that a frame is executing, or about to execute."""
     code, place = frame.f_code.co_code, frame.f_lasti
     while place > 0 and not code[place]:  # what an instruction notes behind itself
         place -= 2
-    return code[place]
+    return place
+
+
+def _handler_at(code: CodeType, place: int) -> int:
+    """Return where Python goes on after an error at an instruction; -1 for out of the frame.
+
+    The table is that of CPython's `Objects/exception_table_notes.txt`: for each stretch its start,
+    its length, where it goes on and how much stays, as numbers of six bits a byte.
+    """
+    table = iter(code.co_exceptiontable)
+    for byte in table:
+        numbers: list[int] = []
+        while len(numbers) < 4:
+            number = byte & 63
+            while byte & 64:
+                byte = next(table)
+                number = number << 6 | byte & 63
+            numbers.append(number)
+            byte = next(table) if len(numbers) < 4 else 0
+        start, length, target, _ = numbers
+        if 2 * start <= place < 2 * (start + length):
+            return 2 * target
+    return -1
 
 
 class _Resumed:

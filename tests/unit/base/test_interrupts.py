@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch  # noqa: F401 (patched when it is imported)
+import torch
 
 from torchTensorRef.base import interrupts
 from torchTensorRef.base.interrupts import Deferring, is_within
@@ -152,6 +152,65 @@ def test_a_lock_of_the_programs_is_given_back():
     with pytest.raises(Told):
         program()
     assert not lock.locked()
+
+
+class Kept:
+    """What a block puts back, in C and in Python."""
+
+    def __init__(self, section: Any) -> None:
+        self.section = section
+        self.lock, self.other = threading.Lock(), threading.Lock()
+        self.put_back: list[str] = []
+
+    def note(self, name: str) -> None:
+        self.put_back.append(name)
+
+    def in_a_block(self) -> Any:
+        with self.lock:
+            return self.section([])
+
+    def in_two_blocks(self) -> Any:
+        with self.lock, self.other:
+            return self.section([])
+
+    def in_a_loop(self) -> Any:
+        for _ in range(3):
+            with self.lock:
+                return self.section([])
+
+    def with_a_last_word(self) -> Any:
+        try:
+            return self.section([])
+        finally:
+            self.note("first")
+            for name in ("second", "third"):
+                self.note(name)
+
+    def behind_another_call(self) -> Any:
+        with self.other:
+            return self.in_a_block()
+
+    def without_gradients(self) -> Any:
+        with torch.no_grad():
+            return self.section([])
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Kept) if name.startswith(("in", "w", "b"))])
+def test_what_a_program_puts_back_when_it_returns_is_put_back(name):
+    """Python looks for signals while it is still in the block, and we are told afterwards."""
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    signal.signal(ALARM, handler)
+    kept = Kept(ours(HALFWAY)["section"])
+    with pytest.raises(Told):
+        getattr(kept, name)()
+    assert not kept.lock.locked()
+    assert not kept.other.locked()
+    assert kept.put_back == (["first", "second", "third"] if name == "with_a_last_word" else [])
+    assert torch.is_grad_enabled()
+    assert sys.gettrace() is None
 
 
 def test_several_signals_are_handled_in_their_order():
