@@ -311,6 +311,26 @@ def test_writes_and_views_are_counted_and_linked_as_plain_ones(adapter):
 
 
 @needs_cpp
+@pytest.mark.parametrize("foreach", [True, False])
+def test_what_was_fetched_in_inference_mode_is_trained_afterwards(adapter, foreach):
+    """The optimizer's operators on lists refused to write what was a view of that mode."""
+    manager = adapter()
+    plain = nn.Linear(4, 4)
+    ours = manager.adopt(copy.deepcopy(plain))
+    x = r(2, 4)
+    (x_ref,) = ready(manager, x)
+    for model, value in ((plain, x), (ours, x_ref)):
+        optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+        for _ in range(2):
+            with torch.inference_mode():
+                model(value)
+            optimizer.zero_grad()
+            model(value).sum().backward()
+            optimizer.step()
+    assert ours.weight.target.equal(plain.weight)
+
+
+@needs_cpp
 def test_a_list_of_which_one_is_refused_counts_what_was_written_before_it(adapter, handed_over):
     leaf, x, single = (part * 1 for part in ready(adapter(), r(4), r(4), r(1)))  # theirs alone
     product, refused = leaf.requires_grad_() * x, single.expand(4)

@@ -251,7 +251,13 @@ def view_over(ref: Any, storage: torch.UntypedStorage) -> torch.Tensor:
 def view_with(
     like: torch.Tensor, storage: torch.UntypedStorage, offset: int | torch.SymInt
 ) -> torch.Tensor:
-    """Make a plain view with the metadata of `like` over a storage, `offset` elements in."""
+    """Make a plain view with the metadata of `like` over a storage, `offset` elements in.
+
+    It outlives the inference mode in which it may be made: it is of that only where `like` is.
+    """
+    if torch.is_inference_mode_enabled() and not like.is_inference():
+        with torch.inference_mode(False):
+            return view_with(like, storage, offset)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         view: torch.Tensor = _empty((0,), dtype=like.dtype, device=storage.device)
         view.set_(storage, offset, like.size(), like.stride())
