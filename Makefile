@@ -112,10 +112,12 @@ sweeps: $(VENV)/test.stamp core
 blocks: $(VENV)/test.stamp
 	@$(BIN)/python -W ignore -m tests.stress.blocked $(BLOCKS_ARGS)
 
-# Random programs of many kinds of steps: five minutes as they are, five on promises, five in Python.
+# Random programs of many kinds of steps: five minutes each as they are, on the double of a real
+# accelerator, on promises, and in Python.
 mixed: export MKL_CBWR = COMPATIBLE
 mixed: $(VENV)/test.stamp core
 	@$(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
+	@$(BIN)/python -W ignore -m tests.stress.mixed --device late $(MIXED_ARGS)
 	@$(BIN)/python -W ignore -m tests.stress.mixed --promised $(MIXED_ARGS)
 	@TTR_CORE=python $(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
 

@@ -1,10 +1,11 @@
 """Random programs of many kinds of steps, with plain torch and with us, compared to the bit.
 
 `python -m tests.stress.mixed [--minutes 5] [--seed 0] [--only 17] [--strategies flow,lru]
-[--promised]` from the root. Operators, views, writes, gradients of every kind, modules and their
-optimizers, arrays, pickles and threads on the same few tensors, under budgets of a few of them
-(`mixed_steps.py`). After each step what it gave is compared, and every few steps all that is there:
-values, sizes, strides, gradients. A step that raises has to raise in both.
+[--device late] [--promised]` from the root; of devices those that `soak` has, or `sim:0,sim:1`.
+Operators, views, writes, gradients of every kind, modules and their optimizers, arrays, pickles and
+threads on the same few tensors, under budgets of a few of them (`mixed_steps.py`). After each step
+what it gave is compared, and every few steps all that is there: values, sizes, strides, gradients.
+A step that raises has to raise in both.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 
 from .mixed_steps import FIRST_STEPS, STEPS, Program
+from .soak import prepare
 
 STEP_COUNT, LOOKED_AT_EVERY = 60, 8
 BUDGETS_NBYTES = (4096, 9000, 16_384, 40_000, 1 << 20)
@@ -144,12 +146,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program (%(default)s)")
     parser.add_argument("--only", type=int, help="the seed of one program")
     parser.add_argument("--strategies", default="flow,lru,genoa", help="(%(default)s)")
-    parser.add_argument("--device", default="sim", help="(%(default)s)")
+    parser.add_argument("--device", default="sim", help="sim, adapter, late, several (%(default)s)")
     parser.add_argument("--promised", action="store_true", help="two of three steps on promises")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    tensorsManager.device = chosen.device
+    prepare(chosen.seed, "sim" if "," in chosen.device else chosen.device)
+    if "," in chosen.device:
+        tensorsManager.device = chosen.device
     strategies, until = chosen.strategies.split(","), time.monotonic() + 60 * chosen.minutes
     seeds = itertools.count(chosen.seed) if chosen.only is None else iter([chosen.only])
     different: list[int] = []
