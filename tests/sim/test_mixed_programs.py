@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from torchTensorRef import tensorsManager
 from torchTensorRef.inject import hooks
 
 from ..stress import mixed
+from ..stress.soak import late
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -25,3 +27,12 @@ def test_a_mixed_program_on_two_accelerators(manage, seed):
     manage("venice", count=2)
     with hooks.is_disabled.entered(False):
         assert mixed.compared(seed, "venice") == ""
+
+
+@pytest.mark.parametrize("seed", [8, 9, 10, 31029])
+def test_a_mixed_program_on_the_double_of_a_real_accelerator(manage, seed):
+    """There ready operators run in C++; one of these trains what it fetched in inference mode."""
+    manage("lru")
+    tensorsManager.device = late(seed)[0]
+    with hooks.is_disabled.entered(False):
+        assert mixed.compared(seed, ("flow", "lru", "genoa")[seed % 3]) == ""
