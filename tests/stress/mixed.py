@@ -26,6 +26,7 @@ import torch
 import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 
+from ..support.differential import bits
 from .mixed_steps import FIRST_STEPS, STEPS, Program
 from .soak import prepare
 
@@ -54,12 +55,7 @@ def _facts_of_tensor(x: torch.Tensor) -> Any:
     seen: list[Any] = [str(x.dtype), list(x.size()), x.requires_grad, x.is_leaf]
     # Those of dimensions of one element mean nothing, and autograd adds in place or not.
     seen.append([step if n > 1 else 1 for n, step in zip(x.size(), x.stride(), strict=True)])
-    plain = x.detach().contiguous().resolve_conj().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    if plain.dtype is torch.bfloat16:
-        plain = plain.view(torch.int16)
-    seen.append(_digest(plain.clone().numpy()))
+    seen.append(_digest(bits(x).clone().numpy()))
     if x.is_leaf and x.grad is not None:
         seen.append(facts(x.grad))
     return seen

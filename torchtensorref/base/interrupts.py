@@ -251,11 +251,9 @@ class _Watched:
                 _noted.watch(frame.f_back)
         elif event == "opcode" and not self.is_leaving:
             self._last, self.place = now, -1
-            if last >= 0 and code.co_code[last] in _CALLS:
-                self.is_leaving = _handler_at(code, last) != _handler_at(code, now)
-            elif code.co_code[now] not in _LOOPS:
-                return frame.f_trace
-            if not self.is_leaving:
+            has_called = last >= 0 and code.co_code[last] in _CALLS
+            self.is_leaving = has_called and _handler_at(code, last) != _handler_at(code, now)
+            if not self.is_leaving and (has_called or code.co_code[now] in _LOOPS):
                 self._leave(frame)
                 _noted.deliver(frame)
         return frame.f_trace

@@ -163,12 +163,8 @@ class PromisedCall:
         """Whether it writes elements that share memory, which kernels refuse and no shape does."""
         return any(
             isinstance(value, torch.Tensor) and torch._debug_has_internal_overlap(value) == 1
-            for value in self._plain_written()
+            for value in map(self._plain, self._operands.written_arguments())
         )
-
-    def _plain_written(self) -> Iterator[Any]:
-        for original in self._operands.written_arguments():
-            yield self._plain(original)
 
     def _written_now(self) -> Any:
         """Run an operator that writes what is held outside; PromisedError if that is not wanted."""
@@ -252,10 +248,12 @@ class PromisedCall:
             place, twin = next(places), next(twins)
             if not isinstance(value, torch.Tensor):
                 return value
-            if twin is None and id(value) not in made:
-                made[id(value)] = self._wrapped_one(value, place)
+            if twin is not None:
+                return twin
             # One that is there twice is one: autograd copies a gradient that others have.
-            return made[id(value)] if twin is None else twin
+            if id(value) not in made:
+                made[id(value)] = self._wrapped_one(value, place)
+            return made[id(value)]
 
         return tree_map(wrapped, out)
 
