@@ -8,7 +8,8 @@ from torchTensorRef import tensorsManager
 from torchTensorRef.inject import hooks
 
 from ..stress import mixed
-from ..stress.soak import late
+from ..stress.mixed_changes import Changes
+from ..stress.soak import late, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,3 +37,32 @@ def test_a_mixed_program_on_the_double_of_a_real_accelerator(manage, seed):
     tensorsManager.device = late(seed)[0]
     with hooks.is_disabled.entered(False):
         assert mixed.compared(seed, ("flow", "lru", "genoa")[seed % 3]) == ""
+
+
+@pytest.mark.parametrize("seed", [36, 50, 60])
+def test_what_is_set_and_seen_between_the_steps_changes_no_number(manage, seed):
+    """Forecasts are among it, which have left sizes and graphs changed."""
+    manage("flow")
+    devices = simulated()
+    tensorsManager.device = devices[0]
+    with hooks.is_disabled.entered(False):
+        assert mixed.compared(seed, "flow", changed=devices) == ""
+
+
+@pytest.mark.parametrize("seed", [7, 11])
+def test_it_changes_none_on_the_double_of_a_real_accelerator(manage, seed):
+    manage("lru")
+    devices = late(seed)
+    tensorsManager.device = devices[0]
+    with hooks.is_disabled.entered(False):
+        assert mixed.compared(seed, "lru", changed=devices) == ""
+
+
+def test_all_of_that_is_done_and_taken_back(manage):
+    manage("flow")
+    devices = simulated()
+    tensorsManager.device = devices[0]
+    with hooks.is_disabled.entered(False), Changes(3, devices) as changes:
+        mixed.run(3, changes=changes)
+    assert {"budget", "strategy", "device", "foreseen", "released"} <= {*changes.done}
+    assert not tensorsManager.middlewares

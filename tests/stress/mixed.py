@@ -18,6 +18,8 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,9 @@ import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 
 from ..support.differential import bits
+from .mixed_changes import Changes
 from .mixed_steps import FIRST_STEPS, STEPS, Program
-from .soak import prepare
+from .soak import devices, prepare
 
 STEP_COUNT, LOOKED_AT_EVERY = 60, 8
 BUDGETS_NBYTES = (4096, 9000, 16_384, 40_000, 1 << 20)
@@ -73,7 +76,7 @@ def fulfil(program: Program) -> None:
         facts([model.state_dict(), *model.parameters(), *optimizer.state.values()])
 
 
-def run(seed: int, *, promised: bool = False) -> list[Any]:
+def run(seed: int, *, promised: bool = False, changes: Changes | None = None) -> list[Any]:
     """Run a program; return what is seen after each step: its name and the facts, or the error."""
     program, seen = Program(seed), list[Any]()
     for number in range(STEP_COUNT):
@@ -85,7 +88,8 @@ def run(seed: int, *, promised: bool = False) -> list[Any]:
                 with torchTensorRef.promising(values="compute"):
                     out = step(program)
             else:
-                fulfil(program)  # what this one asks for a value of may depend on anything
+                if promised:
+                    fulfil(program)  # what this one asks for a value of may depend on anything
                 out = step(program)
             seen.append([step.__name__, facts(out)])
         except Exception as error:
@@ -93,6 +97,8 @@ def run(seed: int, *, promised: bool = False) -> list[Any]:
         # What a step draws depends on where it fails, and what comes after must not.
         program.random.setstate(state)
         program.random.random()
+        if changes is not None:
+            changes.make(program)
         if number % LOOKED_AT_EVERY == LOOKED_AT_EVERY - 1:
             seen.append(["pool", [_facts_or_error(x) for x in program.pool]])
     return seen
@@ -123,13 +129,23 @@ def _without_words(seen: Any) -> Any:
     return seen
 
 
-def compared(seed: int, strategy: str, *, promised: bool = False) -> str:
-    """Run a program with plain torch, and with us under a strategy; say what differs."""
+def compared(
+    seed: int, strategy: str, *, promised: bool = False, changed: Sequence[Any] = ()
+) -> str:
+    """Run a program with plain torch, and with us under a strategy; say what differs.
+
+    Parameters
+    ----------
+    changed : sequence of str or Device
+        If there are any, all that can be set and seen is changed between the steps: these are the
+        devices that may be in use.
+    """
     with torchTensorRef.disabled():
         plain = run(seed)
     tensorsManager.strategy = strategy
     tensorsManager.budget = BUDGETS_NBYTES[seed % len(BUDGETS_NBYTES)]
-    ours = run(seed, promised=promised)
+    with Changes(seed, changed) if changed else nullcontext() as changes:
+        ours = run(seed, promised=promised, changes=changes)
     gc.collect()
     tensorsManager.check()
     return difference(plain, ours)
@@ -144,6 +160,7 @@ def main() -> int:
     parser.add_argument("--strategies", default="flow,lru,genoa", help="(%(default)s)")
     parser.add_argument("--device", default="sim", help="sim, adapter, late, several (%(default)s)")
     parser.add_argument("--promised", action="store_true", help="two of three steps on promises")
+    parser.add_argument("--changes", action="store_true", help="what can be set, between steps")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     prepare(chosen.seed, "sim" if "," in chosen.device else chosen.device)
@@ -157,7 +174,8 @@ def main() -> int:
         if time.monotonic() > until:
             break
         count += 1
-        text = compared(seed, strategies[seed % len(strategies)], promised=chosen.promised)
+        strategy, changed = strategies[seed % len(strategies)], devices if chosen.changes else ()
+        text = compared(seed, strategy, promised=chosen.promised, changed=changed)
         if text:
             different.append(seed)
             print(f"seed {seed}: step {text}", flush=True)  # noqa: T201

@@ -15,6 +15,9 @@ is_disabled: Scopes[bool] = Scopes("torchTensorRef.disabled", False)
 #: What makes a factory's result without bytes, inside `promising()`; None: it makes its bytes.
 making: Scopes[Callable[..., Any] | None] = Scopes("torchTensorRef.making", None)
 
+#: Told of a TensorRef that is about to stand for other memory or sizes, inside a forecast; or None.
+moving: Scopes[Callable[[Any], None] | None] = Scopes("torchTensorRef.moving", None)
+
 #: The kind of device as whose kernels torch's shape functions lay out results; None: as they would.
 shaped_for: Scopes[str | None] = Scopes("torchTensorRef.shaped_for", None)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..base import forking
+from ..base.activation import moving
 from ..devices.base import Device
 from . import core
 from .block import Block
@@ -170,6 +171,9 @@ def keeps_views(block: Block, device: Device) -> bool:
 
 def replace_metadata(ref: Any, other: Any) -> None:
     """Make a TensorRef stand for what another one stands for, keeping its identity and autograd."""
+    note_moved = moving.get()
+    if note_moved is not None:
+        note_moved(ref)
     with torch.no_grad():
         torch._C.TensorBase.data.__set__(ref, other)  # type: ignore[attr-defined]
     if core.library is None:

@@ -340,9 +340,9 @@ def forecast(
 
     Notes
     -----
-    Real tensors are as they were afterwards, also those that the program writes, and so are the
-    gradients of modules among the arguments. What the program keeps elsewhere (a cache, the state
-    of an optimizer) are promises without values then: give it an optimizer of its own.
+    Real tensors are as they were afterwards, also those that the program writes or gives other
+    memory, and so are the gradients of tensors and modules that it names or is given. What it keeps
+    elsewhere (a cache, an optimizer's state) are promises without values then: give it its own.
 
     Examples
     --------

@@ -61,7 +61,7 @@ class PromisedCall:
         recorder = promises.recorder
         #: It writes what a plain tensor of the program's has, so that it runs where that is.
         self._is_at_home = recorder is not None and any(
-            map(recorder.is_held_outside, operands.written)
+            map(recorder.before.is_held_outside, operands.written)
         )
         self._plan = operands.plan
         self._label = operands.label or _CPU
@@ -86,7 +86,7 @@ class PromisedCall:
         if self._plan.result_of_write and not self._plan.returns_tensors:
             return self._answered()  # it returns numbers
         if self._promises.recorder is not None:
-            self._promises.recorder.note_versions(self._operands)
+            self._promises.recorder.before.note_written(self._operands)
         elif any(map(_is_held_outside, self._operands.written)):
             return self._written_now()
         elif self._promises.values.policy == "compute" and self._may_be_refused():
@@ -106,6 +106,8 @@ class PromisedCall:
             return self._followed(operands.args[0])
         # Before its results are there: it may change what it is given (`out=`, `resize_`).
         args, kwargs = tree_map(self._described, (operands.args, operands.kwargs))
+        if not self._plan.is_true_view:
+            self._promise_written()
         result = self._wrapped(out)
         if not self._plan.is_true_view:
             self._note(out, args, kwargs)
@@ -120,6 +122,11 @@ class PromisedCall:
         kwargs = {name: arg for name, arg in self._kwargs.items() if name != "generator"}
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return shapes_of(plan, self._args, kwargs)
+
+    def _promise_written(self) -> None:
+        for block in self._operands.written:
+            if block.promise is None:
+                self._promises.make_promise(block, self._cells[block])
 
     def _is_set_to_another(self) -> bool:
         """Whether it is `set_` to a tensor: no byte is written then, and none is promised."""
@@ -185,9 +192,6 @@ class PromisedCall:
     def _note(self, out: Any, args: Any, kwargs: Any) -> None:
         operands, plan = self._operands, self._plan
         written = [self._cells[block] for block in operands.written]
-        for block, cell in zip(operands.written, written, strict=True):
-            if block.promise is None:
-                self._promises.make_promise(block, cell)
         is_random = plan.draws_random(operands.args, operands.kwargs)
         arguments = (*operands.args, *operands.kwargs.values())
         self._promises.note(

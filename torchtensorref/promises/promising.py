@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..base import forking
-from ..base.activation import making, watch
+from ..base.activation import making, moving, watch
 from ..base.scopes import Scopes, surely
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
@@ -30,6 +30,7 @@ from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan
 from ..operators.random_numbers import draws_random
 from ..operators.row import Special
+from .before import Before
 from .composite import run_composite
 from .draws import Draws, PromisedDraws, generator_of
 from .graph import Cell, Node, fulfil_all, is_lost, lacks_values, nodes_before, used_by
@@ -171,14 +172,8 @@ class Promises:
         """Let a block that has bytes be a promise from now on; what it had is the cell's."""
         scope = _scope.get()
         recorder = None if scope is None else scope.recorder
-        # What has been computed since it was written first is not what it had.
-        if recorder is not None and block not in recorder.originals:
-            original = Block(block.nbytes)
-            block.share_with(original)
-            # Who holds its bytes goes on holding those.
-            original.exposure = block.exposure
-            recorder.originals[block] = original
-            block.exposure = None
+        if recorder is not None:
+            recorder.before.note_bytes(block)
         if cell.real is block:
             cell.real = Block(block.nbytes)
             block.share_with(cell.real)
@@ -194,15 +189,16 @@ class Promises:
         block.promise = None
         self._promised.discard(block)
 
-    def take_back(self, recorder: Recorder) -> None:
+    def take_back(self, before: Before) -> None:
         """Give what a forecast has written what it had before; it can be done twice."""
-        for block, original in recorder.originals.items():
+        for block, original in before.originals.items():
             with tensorsManager.residency.books.lock:
+                block.nbytes = original.nbytes
                 original.share_with(block)
                 block.exposure = original.exposure
                 self._note_real(block)
-        recorder.take_back_versions()
-        recorder.originals.clear()
+        before.put_back()
+        before.forget()
 
     # -- fulfilling -----------------------------------------------------------------------------
 
@@ -392,6 +388,10 @@ def _promising(scope: Scope) -> Iterator[None]:
 @contextmanager
 def recording(recorder: Recorder, values: Values) -> Iterator[None]:
     """Make promises inside, write down what is asked for, and keep no real values for later."""
-    scope = Scope(values, recorder, False, PromisedDraws())
-    with surely(lambda: promises.take_back(recorder)), _promising(scope):
+    scope, before = Scope(values, recorder, False, PromisedDraws()), recorder.before
+    with (
+        surely(lambda: promises.take_back(before)),
+        _promising(scope),
+        moving.entered(before.note_moved),
+    ):
         yield

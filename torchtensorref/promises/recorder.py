@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Container, Sequence
 from typing import Any
 
-import torch
-
 from ..interception.operands import Operands
 from ..interception.read_alone import parts_of
 from ..memory.block import Block
 from ..memory.budget import Budget
 from ..memory.ref import TensorRef
 from ..operators.plan import OpPlan, ReadyWay
+from .before import Before
 from .record import BlockRecord, OpRecord, Record
 
 __all__ = ["Recorder"]
@@ -33,10 +32,8 @@ class Recorder:
         self.record = Record()
         self._budget = budget
         self._alive_nbytes = self._most_nbytes = 0
-        #: Real blocks that were written meanwhile, and what they had.
-        self.originals: dict[Block, Block] = {}
-        #: Tensors over them, with the versions that these had before they were first written.
-        self.versions: list[tuple[Any, int]] = []
+        #: What real tensors were.
+        self.before = Before()
         #: The names of blocks that modules have, by number.
         self.names: dict[int, str] = {}
         #: Blocks of which views were made since the last operator.
@@ -120,25 +117,6 @@ class Recorder:
         refs = [ref for ref in operands.refs if ref._ttr_block not in numbers]
         form = (plan.number, *(tuple(ref.size()) for ref in refs[:3]))
         return self._forms.setdefault(form, len(self._forms))
-
-    def note_versions(self, operands: Operands) -> None:
-        """Note the versions of tensors that have bytes and are about to be written."""
-        for value in operands.written_arguments():
-            if isinstance(value, torch.Tensor) and not value.is_inference():
-                ref = operands.ref_of(value)
-                if ref is not None and ref._ttr_block.promise is None:
-                    self.versions.append((value, value._version))
-
-    def take_back_versions(self) -> None:
-        """Let tensors have the versions that they had: those of views are their base's."""
-        for tensor, version in reversed(self.versions):
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        self.versions.clear()
-
-    def is_held_outside(self, block: Block) -> bool:
-        """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
-        exposure = self.originals.get(block, block).exposure
-        return exposure is not None and exposure.alive
 
     # -- views and composite operators ----------------------------------------------------------
 

@@ -40,11 +40,15 @@ def record_of(
 ) -> Record:
     """Write down what a program would do, its lists divided as under a budget; see `forecast`."""
     recorder, answers = Recorder(lists_for), Values(values)
-    modules = _modules_in(call, args, kwargs)
+    held = _held_by(call, args, kwargs)
+    modules = [value for value in held if isinstance(value, nn.Module)]
+    for value in (*held, *(x for module in modules for x in _tensors_of(module).values())):
+        if isinstance(value, torch.Tensor):
+            recorder.before.note_history(value)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
     with _made_up_noted(answers), _as_before(modules), recording(recorder, answers):
         for module in modules:
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for name, tensor in _tensors_of(module).items():
                 if isinstance(tensor, TensorRef):
                     recorder.names.setdefault(tensor._ttr_block.block_id, name)
         if inspect.isgeneratorfunction(call):
@@ -100,14 +104,17 @@ def _refs_in(value: Any) -> Iterator[TensorRef]:
                 todo.append(getattr(leaf, "__dict__", ()))
 
 
-def _modules_in(call: Any, args: Any, kwargs: Any) -> list[nn.Module]:
-    """Return the modules that a call can reach: arguments, its own, and what it names."""
+def _held_by(call: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return what a call can reach: arguments, its own, and what it names."""
     held = [call, getattr(call, "__self__", None)]
     if inspect.isfunction(call) or inspect.ismethod(call):
         named = inspect.getclosurevars(call)
         held += [*named.nonlocals.values(), *named.globals.values()]
-    held += tree_leaves((args, kwargs))
-    return [value for value in held if isinstance(value, nn.Module)]
+    return tree_leaves((held, args, kwargs))
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
 
 
 def _with_metadata(value: Any) -> Any:
@@ -118,23 +125,18 @@ def _with_metadata(value: Any) -> Any:
 
 @contextmanager
 def _as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules on the meta device be promises inside; put back what they had, and gradients."""
+    """Let modules on the meta device be promises inside; put back what they had."""
     registries: list[dict[str, Any]] = []
     for module in modules:
         for part in module.modules():
             registries += [part._parameters, part._buffers]
     before = [(r, dict(r)) for r in registries]
-    gradients = [
-        (tensor, tensor.grad) for _, had in before for tensor in had.values() if tensor is not None
-    ]
     known: dict[int, Any] = {}
 
     def put_back() -> None:
         for registry_, had in before:
             registry_.clear()
             registry_.update(had)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
 
     with surely(put_back):
         for registry_, had in before:

@@ -1,0 +1,97 @@
+"""A forecast leaves real tensors as they were: their sizes, memory, versions, graphs, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchTensorRef import forecast, tensorsManager
+from torchTensorRef.inject import hooks
+
+
+@pytest.fixture(autouse=True)
+def injected(manage):
+    manage()
+    with hooks.is_disabled.entered(False):
+        yield
+
+
+def facts(x: torch.Tensor) -> Any:
+    return (x.shape, x.stride(), x.requires_grad, x.is_leaf, x._version, x.tolist())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.t_(),
+        lambda x: x.resize_(9),
+        lambda x: x.set_(torch.zeros(2)),
+        lambda x: x.requires_grad_(),
+        lambda x: x.mul_(torch.ones(2, requires_grad=True)),
+        lambda x: x[0].copy_(torch.zeros(2, requires_grad=True)),
+        lambda x: setattr(x, "data", torch.zeros(5)),
+        lambda x: torch.add(torch.ones(7), 1, out=x),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_tensor_is_as_it_was(change):
+    x = torch.arange(4.0).view(2, 2).clone()
+    view = x[1]
+    before, seen = facts(x), facts(view)
+    forecast(lambda: change(x))
+    assert facts(x) == before
+    assert facts(view) == seen
+    x.zero_()
+    assert view.tolist() == [0.0, 0.0]  # they still share memory
+    tensorsManager.check()
+
+
+def test_gradients_go_where_they_went():
+    """The graph of a tensor that a forecast had written ended in what the forecast had done."""
+    leaf = torch.ones(3, requires_grad=True)
+    x = leaf * 3
+    part = x[1:]
+    forecast(lambda: x.mul_(7))
+    back = {"retain_graph": True}
+    forecast(lambda: (part.mul_(5).sum().backward(**back), leaf))  # named, so that it is found
+    assert leaf.grad is None
+    (x.sum() + part.sum()).backward()
+    assert leaf.grad.tolist() == [3.0, 6.0, 6.0]
+
+
+def test_gradients_that_are_there_stay():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward()
+    given = x.grad
+
+    def program():
+        (x * y).sum().backward()
+
+    forecast(program)
+    assert x.grad is given
+    assert (given.tolist(), y.grad) == ([2.0, 2.0], None)
+
+
+def test_a_model_that_is_given_other_weights_has_its_own_afterwards():
+    """As in a training loop written by hand: `p.data = p.data - lr * p.grad`."""
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        for p in model.parameters():
+            p.data = p.data - 0.1 * p.grad
+        model.zero_grad()
+
+    seen = forecast(step, steps=3)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert seen.steps[2].peak_nbytes == seen.steps[1].peak_nbytes  # what was replaced has died
+    step()
+    weight, bias = (b - 0.1 * torch.ones_like(b) for b in before)
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.bias, bias)

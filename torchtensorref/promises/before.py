@@ -1,0 +1,162 @@
+"""What a forecast finds, and puts back when it is over: bytes, sizes, versions, histories."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..interception.operands import Operands
+from ..memory.block import Block
+from ..memory.plain_views import alias_of, bare_ref, replace_metadata
+
+__all__ = ["Before"]
+
+
+class Before:
+    """What real tensors were before a program ran on promises; all of it can be put back twice."""
+
+    def __init__(self) -> None:
+        #: Real blocks that were written meanwhile, and what they had.
+        self.originals: dict[Block, Block] = {}
+        #: Tensors over them, with the versions that these had before they were first written.
+        self._versions: list[tuple[Any, int]] = []
+        self._histories: dict[int, _History] = {}
+        #: Tensors that stand for other memory now, the block of that which they had, and a
+        #: TensorRef that stands for it.
+        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any]] = {}
+
+    def original_of(self, block: Block) -> Block:
+        """Return a block with the bytes that one has now, and had before anything was written."""
+        original = self.originals.get(block)
+        if original is None:
+            original = Block(block.nbytes)
+            block.share_with(original)
+        return original
+
+    def note_bytes(self, block: Block) -> None:
+        """Note what a block has that is about to be a promise."""
+        # What has been computed since it was written first is not what it had.
+        if block not in self.originals:
+            self.originals[block] = original = self.original_of(block)
+            # Who holds its bytes goes on holding those.
+            original.exposure = block.exposure
+            block.exposure = None
+
+    def is_held_outside(self, block: Block) -> bool:
+        """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
+        exposure = self.originals.get(block, block).exposure
+        return exposure is not None and exposure.alive
+
+    def note_written(self, operands: Operands) -> None:
+        """Note versions and histories of tensors that have bytes and are about to be written."""
+        for value in operands.written_arguments():
+            if isinstance(value, torch.Tensor) and not value.is_inference():
+                ref = operands.ref_of(value)
+                if ref is not None and ref._ttr_block.promise is None:
+                    self._versions.append((value, value._version))
+                    self.note_history(value)
+
+    def note_history(self, tensor: Any) -> None:
+        """Note whether a tensor requires gradients, where they go, and what it has of them."""
+        base = tensor._base
+        if base is not None:  # first: views follow it
+            self.note_history(base)
+        if (base is None or _is_leaf(tensor)) and id(tensor) not in self._histories:
+            self._histories[id(tensor)] = _History(tensor)
+
+    def note_moved(self, ref: Any) -> None:
+        """Note the memory and the sizes of a TensorRef that is about to stand for others."""
+        block = ref._ttr_block
+        is_real = block.promise is None or block in self.originals
+        if is_real and id(ref) not in self._moved:
+            # Its block may die meanwhile, as it would in the program.
+            twin = alias_of(ref, self.original_of(block))
+            self._moved[id(ref)] = ref, weakref.ref(block), twin
+
+    def put_back(self) -> None:
+        """Let all be as it was, once the blocks have their bytes."""
+        for ref, block_of, twin in self._moved.values():
+            block = block_of()
+            replace_metadata(ref, twin if block is None else alias_of(twin, block))
+        for history in self._histories.values():
+            history.put_back()
+        for tensor, version in reversed(self._versions):  # those of views are their base's
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        for history in self._histories.values():  # now: a view of another version asks its base
+            history.put_back_leaf()
+
+    def forget(self) -> None:
+        """Keep nothing of it any longer."""
+        for kept in (self.originals, self._versions, self._histories, self._moved):
+            kept.clear()
+
+
+class _History:
+    """Where the gradients of a tensor go, before something is written into it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._requires_grad = tensor.requires_grad
+        self._grad_fn = tensor.grad_fn
+        self._gradient = tensor.grad if tensor.is_leaf else None
+        self._carrier = None
+        if self._grad_fn is not None:
+            with torch.enable_grad():
+                self._carrier = _Carried.apply(tensor)
+
+    def put_back(self) -> None:
+        """Let its gradients go where they went, unless it is a view, which does as its base."""
+        tensor = self._tensor
+        if tensor._base is None and tensor.grad_fn is not self._grad_fn:
+            if self._carrier is None:
+                tensor.detach_()
+            else:
+                with torch.enable_grad():
+                    _Returned.apply(tensor, self._carrier)
+
+    def put_back_leaf(self) -> None:
+        """Let a leaf require gradients, and have one, as it did."""
+        tensor = self._tensor
+        if _is_leaf(tensor):
+            if tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            gradient = self._gradient
+            # Torch refuses one of other sizes, which a tensor has that was given other data.
+            is_fit = gradient is None or gradient.size() == tensor.size()
+            if is_fit and tensor.grad is not gradient:
+                tensor.grad = gradient
+
+
+def _is_leaf(tensor: Any) -> bool:
+    try:
+        return bool(tensor.is_leaf)
+    except RuntimeError:  # a view that gradients must not go through
+        return False
+
+
+class _Carried(torch.autograd.Function):
+    """A tensor without bytes whose gradients go where those of another one go."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        strides = (0,) * tensor.dim()
+        return bare_ref(tensor.size(), strides, 0, tensor.dtype, tensor.device, Block(0))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class _Returned(torch.autograd.Function):
+    """A tensor whose gradients go where those of a second one go, and not where they went."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, carrier: Any) -> Any:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, gradients[0]
