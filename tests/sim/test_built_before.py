@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import pickle
 import subprocess
 import sys
 import weakref
@@ -221,6 +222,18 @@ def test_a_copy_of_it_is_said_to_be_plain(build, caplog):
     with pytest.warns(RuntimeWarning, match="is plain"):
         call_often(built)
     assert caplog.text.count("is plain") == 1
+
+
+def test_what_pickle_gives_is_said_to_be_plain_as_adopting_is_the_way_out(build, manager):
+    """The message named the import alone as the reason, and such a model is built with us."""
+    build(lambda: None)
+    built = nn.Linear(3, 5)
+    again = pickle.loads(pickle.dumps(built))
+    with pytest.warns(RuntimeWarning, match=r"and what pickle\.loads gives"):
+        call_often(again)
+    expected = built(torch.ones(1, 3)).tolist()
+    assert again(torch.ones(1, 3)).tolist() == expected
+    assert isinstance(manager.adopt(again).weight, TensorRef)
 
 
 def test_parameters_that_come_and_go_in_one_place_are_not_counted_as_one(build):

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from opcode import opmap
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -77,8 +77,21 @@ def holds_operands(function: Function) -> Function:
 
 
 def is_within(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that called it, is of ours and halfway through something."""
-    return _outermost(frame) is not None
+    """Whether a frame, or one that called it, is of ours and halfway through something.
+
+    While a signal waits this is asked at each call of Python's, so what is looked for first is what
+    is found then, at the least cost for each frame: below us torch may be importing modules.
+    """
+    above = frame
+    while above is not None:
+        name = above.f_code.co_filename
+        if name.startswith(_PACKAGE):
+            if above is not frame and above.f_code in _open:
+                break
+            if not name.startswith(_PROGRAMS):
+                return True
+        above = above.f_back
+    return next(_halfway(frame), None) is not None
 
 
 def is_within_another(frame: FrameType | None) -> bool:
@@ -97,19 +110,24 @@ def is_within_another(frame: FrameType | None) -> bool:
 
 def _outermost(frame: FrameType | None) -> FrameType | None:
     """Return the outermost frame of ours that has to end before the program is itself again."""
-    found, innermost = None, frame
+    last = deque(_halfway(frame), maxlen=1)
+    return last[0] if last else None
+
+
+def _halfway(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames that have to end before the program is itself again, innermost first."""
+    innermost = frame
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
         if name.startswith(_PACKAGE):
-            if code in _open and frame is not innermost:
+            if frame is not innermost and code in _open:
                 break
             if not name.startswith(_PROGRAMS):
-                found = frame
+                yield frame
         elif name.endswith(_IN_OPERATORS) or _is_callback(code):
-            found = frame
+            yield frame
         frame = frame.f_back
-    return found
 
 
 def _is_callback(code: CodeType) -> bool:
@@ -181,7 +199,7 @@ class _Noted:
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         """Trace no frame that is entered meanwhile, but see that the program has gone on."""
-        if _outermost(frame) is None and not self._is_waited_for(frame):
+        if not is_within(frame) and not self._is_waited_for(frame):
             self.deliver(frame)
 
     def _is_waited_for(self, frame: FrameType | None) -> bool:

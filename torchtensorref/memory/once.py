@@ -64,7 +64,9 @@ def note_plain(element_count: int) -> None:
     _say_later(
         "plain",
         f"a parameter of {element_count:,} elements is plain, so every operator fetches it anew. "
-        "Call tensorsManager.adopt(model), or import torchTensorRef before the model is built.",
+        "Call tensorsManager.adopt(model). Plain are models that were built before the import of "
+        "torchTensorRef, copies of such, and what pickle.loads gives; what fully_shard gathers "
+        "stays plain.",
     )
 
 

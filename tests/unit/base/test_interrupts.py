@@ -404,3 +404,16 @@ def test_the_program_sees_the_handlers_that_it_has_set():
 def test_within_is_said_of_frames_of_ours_only():
     assert not is_within(sys._getframe())
     assert ours("def ask(ask, frame):\n    return ask(frame())")["ask"](is_within, sys._getframe)
+
+
+def test_a_frame_of_ours_is_told_without_a_walk_through_its_callers():
+    """While a signal waits this is asked at every call: an operator in blocks took far longer."""
+
+    class Frame:
+        f_code = ours("def work():\n    return 1")["work"].__code__
+
+        @property
+        def f_back(self) -> types.FrameType:
+            raise AssertionError("its callers were asked for")
+
+    assert is_within(Frame())
