@@ -113,7 +113,8 @@ blocks: $(VENV)/test.stamp
 	@$(BIN)/python -W ignore -m tests.stress.blocked $(BLOCKS_ARGS)
 
 # Random programs of many kinds of steps: five minutes each as they are, on the double of a real
-# accelerator, on promises, with all that can be set changed between the steps, and in Python.
+# accelerator, on promises, with all that can be set changed between the steps, and in Python; and
+# such that train, as they are and on promises.
 mixed: export MKL_CBWR = COMPATIBLE
 mixed: $(VENV)/test.stamp core
 	@$(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
@@ -121,6 +122,8 @@ mixed: $(VENV)/test.stamp core
 	@$(BIN)/python -W ignore -m tests.stress.mixed --promised $(MIXED_ARGS)
 	@$(BIN)/python -W ignore -m tests.stress.mixed --changes $(MIXED_ARGS)
 	@TTR_CORE=python $(BIN)/python -W ignore -m tests.stress.mixed $(MIXED_ARGS)
+	@$(BIN)/python -W ignore -m tests.stress.mixed --training $(MIXED_ARGS)
+	@$(BIN)/python -W ignore -m tests.stress.mixed --training --promised $(MIXED_ARGS)
 
 # Eight threads against an evictor, with the library in C++ under the sanitizers.
 sanitize: $(VENV)/test.stamp

@@ -236,6 +236,23 @@ def test_what_pickle_gives_is_said_to_be_plain_as_adopting_is_the_way_out(build,
     assert isinstance(manager.adopt(again).weight, TensorRef)
 
 
+def test_hooks_that_come_later_to_an_unpickled_parameter_are_called(build):
+    """Pickle gives it an empty dictionary of hooks, which torch takes for known to C++ already."""
+    build(lambda: None)
+    holder = nn.Module()
+    holder.weight = pickle.loads(pickle.dumps(nn.Parameter(torch.ones(3))))
+    weight = holder.weight
+    assert isinstance(weight, TensorRef)
+    weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def note_ten(weight: torch.Tensor) -> None:
+        weight.grad.add_(10)
+
+    weight.register_post_accumulate_grad_hook(note_ten)
+    (weight * 4).sum().backward()
+    assert weight.grad.tolist() == [12.0] * 3
+
+
 def test_parameters_that_come_and_go_in_one_place_are_not_counted_as_one(build):
     """The next one often has the `id` of the one before: then each met TensorRefs once only."""
     build(lambda: None)

@@ -7,7 +7,7 @@ import pytest
 from torchTensorRef import tensorsManager
 from torchTensorRef.inject import hooks
 
-from ..stress import mixed
+from ..stress import mixed, mixed_training
 from ..stress.mixed_changes import Changes
 from ..stress.soak import late, simulated
 
@@ -21,6 +21,14 @@ def test_a_mixed_program_gives_what_it_gives_with_plain_torch(manage, seed, stra
     manage(strategy)
     with hooks.is_disabled.entered(False):
         assert mixed.compared(seed, strategy, promised=is_promised) == ""
+
+
+@pytest.mark.parametrize("is_promised", [False, True])
+@pytest.mark.parametrize("seed", [1, 126, 130])
+def test_a_program_that_trains(manage, seed, is_promised):
+    manage("flow")
+    with hooks.is_disabled.entered(False):
+        assert mixed.compared(seed, "flow", kind=mixed_training, promised=is_promised) == ""
 
 
 @pytest.mark.parametrize("seed", range(4, 8))

@@ -35,6 +35,8 @@ def of_norms(dtype: torch.dtype, kept: torch.dtype, is_training: bool) -> list[t
         y = nn.functional.batch_norm(x, mean, variance, training=is_training)
         weight = torch.rand(x.size(-1), dtype=kept)
         z = nn.functional.layer_norm(x, weight.size(), weight, weight)
+        of_channels = torch.rand(3, dtype=kept)
+        y = y + nn.functional.group_norm(x, 3, of_channels, of_channels)
         (y + z).double().square().sum().backward()
         assert x.grad is not None
         found += [y.detach(), z.detach(), x.grad]

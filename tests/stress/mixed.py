@@ -1,11 +1,12 @@
 """Random programs of many kinds of steps, with plain torch and with us, compared to the bit.
 
 `python -m tests.stress.mixed [--minutes 5] [--seed 0] [--only 17] [--strategies flow,lru]
-[--device late] [--promised]` from the root; of devices those that `soak` has, or `sim:0,sim:1`.
-Operators, views, writes, gradients of every kind, modules and their optimizers, arrays, pickles and
-threads on the same few tensors, under budgets of a few of them (`mixed_steps.py`). After each step
-what it gave is compared, and every few steps all that is there: values, sizes, strides, gradients.
-A step that raises has to raise in both.
+[--device late] [--promised] [--changes] [--training]` from the root; of devices those that `soak`
+has, or `sim:0,sim:1`. Operators, views, writes, gradients of every kind, modules and their
+optimizers, arrays, pickles and threads on the same few tensors, under budgets of a few of them
+(`mixed_steps.py`); or models in training (`mixed_training.py`). After each step what it gave is
+compared, and every few steps all that is there: values, sizes, strides, gradients. A step that
+raises has to raise in both.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import torchTensorRef
 from torchTensorRef import TensorRef, tensorsManager
 
 from ..support.differential import bits
+from . import mixed_steps, mixed_training
 from .mixed_changes import Changes
-from .mixed_steps import FIRST_STEPS, STEPS, Program
+from .mixed_steps import Program
 from .soak import devices, prepare
 
 STEP_COUNT, LOOKED_AT_EVERY = 60, 8
@@ -74,14 +76,25 @@ def fulfil(program: Program) -> None:
         _facts_or_error(x)
     for model, optimizer in program.models:
         facts([model.state_dict(), *model.parameters(), *optimizer.state.values()])
+    for one in program.trained:
+        facts([one.state(), list(one.optimizer.state.values()), list(one.model.buffers())])
+        facts([module.last for module in one.model.modules() if hasattr(module, "last")])
 
 
-def run(seed: int, *, promised: bool = False, changes: Changes | None = None) -> list[Any]:
-    """Run a program; return what is seen after each step: its name and the facts, or the error."""
+def run(
+    seed: int, *, kind: Any = mixed_steps, promised: bool = False, changes: Changes | None = None
+) -> list[Any]:
+    """Run a program; return what is seen after each step: its name and the facts, or the error.
+
+    Parameters
+    ----------
+    kind : module
+        Has the steps that it is made of.
+    """
     program, seen = Program(seed), list[Any]()
     for number in range(STEP_COUNT):
-        is_first = number < len(FIRST_STEPS)
-        step = FIRST_STEPS[number] if is_first else program.one_of(STEPS)
+        is_first = number < len(kind.FIRST_STEPS)
+        step = kind.FIRST_STEPS[number] if is_first else program.one_of(kind.STEPS)
         state = program.random.getstate()
         try:
             if promised and (seed + number) % 3:
@@ -130,7 +143,12 @@ def _without_words(seen: Any) -> Any:
 
 
 def compared(
-    seed: int, strategy: str, *, promised: bool = False, changed: Sequence[Any] = ()
+    seed: int,
+    strategy: str,
+    *,
+    kind: Any = mixed_steps,
+    promised: bool = False,
+    changed: Sequence[Any] = (),
 ) -> str:
     """Run a program with plain torch, and with us under a strategy; say what differs.
 
@@ -141,11 +159,11 @@ def compared(
         devices that may be in use.
     """
     with torchTensorRef.disabled():
-        plain = run(seed)
+        plain = run(seed, kind=kind)
     tensorsManager.strategy = strategy
     tensorsManager.budget = BUDGETS_NBYTES[seed % len(BUDGETS_NBYTES)]
     with Changes(seed, changed) if changed else nullcontext() as changes:
-        ours = run(seed, promised=promised, changes=changes)
+        ours = run(seed, kind=kind, promised=promised, changes=changes)
     gc.collect()
     tensorsManager.check()
     return difference(plain, ours)
@@ -160,6 +178,7 @@ def main() -> int:
     parser.add_argument("--strategies", default="flow,lru,genoa", help="(%(default)s)")
     parser.add_argument("--device", default="sim", help="sim, adapter, late, several (%(default)s)")
     parser.add_argument("--promised", action="store_true", help="two of three steps on promises")
+    parser.add_argument("--training", action="store_true", help="models and optimizers")
     parser.add_argument("--changes", action="store_true", help="what can be set, between steps")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -175,7 +194,8 @@ def main() -> int:
             break
         count += 1
         strategy, changed = strategies[seed % len(strategies)], devices if chosen.changes else ()
-        text = compared(seed, strategy, promised=chosen.promised, changed=changed)
+        kind = mixed_training if chosen.training else mixed_steps
+        text = compared(seed, strategy, kind=kind, promised=chosen.promised, changed=changed)
         if text:
             different.append(seed)
             print(f"seed {seed}: step {text}", flush=True)  # noqa: T201

@@ -45,6 +45,8 @@ class Program:
         self.pool: list[Tensor] = []
         self.models: list[tuple[nn.Module, torch.optim.Optimizer]] = []
         self.arrays: list[np.ndarray[Any, Any]] = []
+        #: Models of `mixed_training.py`.
+        self.trained: list[Any] = []
 
     def below(self, count: int) -> int:
         return self.random.randrange(count)

@@ -249,6 +249,6 @@ def try_replace_in_place(tensor: torch.Tensor, ref: Any) -> bool:
         return False
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name)
-        if hooks:
+        if hooks is not None:  # torch adds later ones to an empty dictionary, as pickle gives one
             setattr(tensor, name, hooks)  # they were torch's note on what it has been
     return True

@@ -63,8 +63,10 @@ def _kept(given: torch.Tensor, is_empty: bool, args: Sequence[Any]) -> torch.Ten
     return given.new_empty((0,) if is_empty else given.size(), dtype=(dtypes[1:] or dtypes)[0])
 
 
-def _in_format(tensor: torch.Tensor | None, chosen: torch.memory_format) -> torch.Tensor | None:
-    return tensor if tensor is None else torch.empty_like(tensor, memory_format=chosen)
+def _in_format(
+    tensor: torch.Tensor | None, chosen: torch.memory_format, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    return tensor if tensor is None else torch.empty_like(tensor, memory_format=chosen, dtype=dtype)
 
 
 def _in_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -72,8 +74,8 @@ def _in_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _in_format_of(tensor: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor | None:
-    """Lay a result out in rows, or with channels last where an operand is so."""
-    return _in_format(tensor, suggest_memory_format(of))
+    """Lay a result out in rows, or with channels last where an operand is so; of its dtype."""
+    return _in_format(tensor, suggest_memory_format(of), of.dtype)
 
 
 def _layer_norm(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -87,7 +89,7 @@ def _layer_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
 
 def _group_norm(*args: Any) -> tuple[torch.Tensor | None, ...]:
     out, *kept = _aten.native_group_norm.default(*args)
-    return (_in_format_of(out, args[0]), *kept)
+    return (_in_format_of(out, args[0]), *(_kept(one, False, args) for one in kept))
 
 
 def _norm_backward(op: Callable[..., Any], *args: Any) -> tuple[torch.Tensor | None, ...]:
