@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -256,16 +257,16 @@ def test_hooks_that_come_later_to_an_unpickled_parameter_are_called(build):
 def test_parameters_that_come_and_go_in_one_place_are_not_counted_as_one(build):
     """The next one often has the `id` of the one before: then each met TensorRefs once only."""
     build(lambda: None)
-    x, ids = torch.ones(1, 3), []
-    for _ in range(2000):
-        if max(map(ids.count, ids[-1:]), default=0) > PATIENCE:
+    x, counts = torch.ones(1, 3), Counter[int]()
+    for _ in range(50_000):
+        if max(counts.values(), default=0) > PATIENCE:
             break
         with torchTensorRef.disabled():
             parameter = nn.Parameter(torch.ones(3, 5), requires_grad=False)
         x @ parameter  # a warning would be an error
-        ids.append(id(parameter))
+        counts[id(parameter)] += 1
         del parameter
-    assert max(map(ids.count, ids)) > PATIENCE, "no id came again: the test has shown nothing"
+    assert max(counts.values()) > PATIENCE, "no id came again: the test has shown nothing"
 
 
 def test_models_that_are_plain_by_choice_stay_so(build):
