@@ -2,12 +2,15 @@
 
 import copy
 import gc
+import io
 import logging
 import pickle
 import subprocess
 import sys
 import weakref
 from collections import Counter
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,23 +221,99 @@ def test_what_is_not_certain_is_said_once_with_the_way_out(build, manager, caplo
     assert isinstance(built.weight, TensorRef)
 
 
-def test_a_copy_of_it_is_said_to_be_plain(build, caplog):
-    built = copy.deepcopy(build(lambda: nn.Linear(3, 5)))
-    with pytest.warns(RuntimeWarning, match="is plain"):
-        call_often(built)
-    assert caplog.text.count("is plain") == 1
+def test_a_copy_of_it_is_a_model_of_tensor_refs(build):
+    built = build(lambda: nn.Linear(3, 5))
+    assert kinds(copy.deepcopy(built)) == {TensorRef}
+    assert kinds(built) == {nn.Parameter}
 
 
-def test_what_pickle_gives_is_said_to_be_plain_as_adopting_is_the_way_out(build, manager):
-    """The message named the import alone as the reason, and such a model is built with us."""
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.rnn = nn.Linear(3, 3), nn.Linear(3, 3), nn.LSTM(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.rnn(self.second(self.first(x)) * self.scale)[0]
+        return found
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, "torch"])
+def test_what_pickle_gives_is_managed_with_its_optimizer(build, manager, way):
+    """Each operator fetched an unpickled model's weights anew, and brought an optimizer's back."""
     build(lambda: None)
-    built = nn.Linear(3, 5)
-    again = pickle.loads(pickle.dumps(built))
-    with pytest.warns(RuntimeWarning, match=r"and what pickle\.loads gives"):
-        call_often(again)
-    expected = built(torch.ones(1, 3)).tolist()
-    assert again(torch.ones(1, 3)).tolist() == expected
-    assert isinstance(manager.adopt(again).weight, TensorRef)
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        optimizer.zero_grad()  # which no pickle carries
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        return [p.tolist() for p in model.parameters()]
+
+    step(model, optimizer)
+    if way == "torch":
+        file = io.BytesIO()
+        torch.save([model, optimizer], file)
+        file.seek(0)
+        again, other = torch.load(file, weights_only=False)
+    else:
+        again, other = pickle.loads(way((model, optimizer)))
+    assert kinds(again) == {TensorRef}
+    assert isinstance(again.scale, TensorRef)
+    assert again.first.weight is again.second.weight
+    assert again.rnn._flat_weights[0] is again.rnn.weight_ih_l0
+    state = other.state[again.first.weight]
+    assert all(isinstance(value, TensorRef) for value in state.values())
+    exposures = [p._ttr_block.exposure for p in again.parameters()]
+    assert not any(exposure is not None and exposure.alive for exposure in exposures)
+    assert [step(model, optimizer) for _ in range(2)] == [step(again, other) for _ in range(2)]
+    manager.check()
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_model_is_what_its_optimizer_trains(build, manager, kind, is_adopted):
+    """It refers to its parameters weakly: others took their places, and were not trained."""
+
+    def trained(model: Any, optimizer: Any) -> list[Any]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3))[0].square().sum().backward()
+            optimizer.step()
+        return [model(torch.ones(2, 3))[0].tolist(), *(p.tolist() for p in model.parameters())]
+
+    def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = kind(3, 3)
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    model, optimizer = build(with_optimizer)
+    if is_adopted:
+        manager.adopt(model)
+    found = trained(model, optimizer)
+    assert kinds(model) == {TensorRef}
+    with torchTensorRef.disabled():
+        assert found == trained(*with_optimizer())
+
+
+def test_what_is_shared_with_another_process_stays_plain(build):
+    build(lambda: None)
+    with torchTensorRef.disabled():
+        model = nn.Linear(2, 2).share_memory()
+        pickled = ForkingPickler.dumps(model)
+    assert kinds(pickle.loads(pickled)) == {nn.Parameter}
+
+
+def test_what_is_unpickled_while_disabled_or_left_out_stays_plain(build):
+    build(lambda: None)
+    pickled = pickle.dumps(nn.Linear(2, 2))
+    with torchTensorRef.disabled():
+        assert kinds(pickle.loads(pickled)) == {nn.Parameter}
+    injectTo.exclude(__name__)
+    assert kinds(pickle.loads(pickled)) == {nn.Parameter}
 
 
 def test_hooks_that_come_later_to_an_unpickled_parameter_are_called(build):

@@ -22,6 +22,7 @@ from ..base.errors import ConfigError
 from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..base.progress import Bar
+from ..base.scopes import Scopes
 from ..base.units import format_nbytes
 from ..interception.tracebacks import hides
 from ..tensor.device_names import canonical, is_foreign
@@ -269,9 +270,11 @@ def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     """Call a function that reads a file, and adopt the tensors in what it gives."""
     if not takes_part(_getframe(1).f_globals.get("__name__")):
         return wrapped(*args, **kwargs)
+    adoption = Adoption()
     with Bar(f"loading {_name_of_file(args[0] if args else kwargs.get('f'))}"):
-        loaded = wrapped(*args, **kwargs)
-        return Adoption().of(loaded) if is_plain_world() else loaded
+        with loading.entered(adoption):
+            loaded = wrapped(*args, **kwargs)
+        return adoption.of(loaded) if is_plain_world() else loaded
 
 
 def _name_of_file(file: Any) -> str:
@@ -309,6 +312,11 @@ class Adoption:
             return self._manager.adopt(value)
         return value
 
+    def in_place(self, tensor: Tensor) -> None:
+        """Make a tensor's own object a TensorRef, where that can be done."""
+        self._take_whole(tensor)
+        self._manager.ownership.try_adopt_in_place(tensor, sole=True)
+
     def _once(self, value: Any, make: Any) -> Any:
         known = self._known.get(id(value))
         if known is None:
@@ -317,6 +325,10 @@ class Adoption:
         return known[1]
 
     def _tensor(self, tensor: Tensor) -> Any:
+        self._take_whole(tensor)
+        return self._manager.ownership.adopt_tensor(tensor, sole=True)
+
+    def _take_whole(self, tensor: Tensor) -> None:
         if (
             tensor.is_cpu
             and tensor.layout is torch.strided
@@ -328,7 +340,6 @@ class Adoption:
                 # not share a block with it.
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=True))
-        return self._manager.ownership.adopt_tensor(tensor, sole=True)
 
     def _in_place(self, container: Any) -> Any:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
@@ -337,3 +348,7 @@ class Adoption:
             if after is not before:
                 container[key] = after
         return container
+
+
+#: What adopts what is being read from a file; None: nothing is.
+loading: Scopes[Adoption | None] = Scopes("torchTensorRef.loading", None)

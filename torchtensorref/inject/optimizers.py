@@ -11,9 +11,11 @@ not matter to the bits in which lists they come.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from sys import _getframe
 from typing import Any
 
 from ..memory.names import names
+from .built_before import adopt_all, adopts_unpickled
 from .hooks import is_ref, load
 
 #: Most that a group takes of the budget, all of its lists together.
@@ -36,6 +38,11 @@ def state_wrapper(
     """Call `Optimizer._patch_step_function()`, which each does as it is made or unpickled."""
     result = wrapped(*args, **kwargs)
     names.note_optimizer(instance)
+    had = vars(instance).get("state")  # of one that is just made there is none yet
+    if had and adopts_unpickled(_getframe(1)):
+        for of_one in had.values():
+            if isinstance(of_one, dict):
+                adopt_all(of_one.values())
     return result
 
 

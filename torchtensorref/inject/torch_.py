@@ -11,6 +11,7 @@ from typing import Any
 
 from ..memory.names import names
 from . import hooks
+from .built_before import state_wrapper as module_state_wrapper
 from .built_before import watch_modules
 from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
 from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs
@@ -262,6 +263,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "UninitializedTensorMixin.materialize",
         materialize_wrapper,
         "what torch fills in late is not registered again",
+    ),
+    Patch(
+        "torch.nn.modules.module",
+        "Module.__setstate__",
+        module_state_wrapper,
+        "what a pickle gives a module is not registered",
     ),
     LatePatch(
         "torch.nn.modules.module",

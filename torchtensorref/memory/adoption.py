@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import getweakrefs
 from weakref import ref as weak_reference
@@ -204,6 +206,22 @@ def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tenso
         part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
         part.set_(storage, start, (stop - start,), (1,))
         return torch.from_dlpack(part)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_own_references(module: torch.nn.Module) -> Iterator[None]:
+    """Have a recurrent module refer weakly to none of its parameters: torch exchanges no such one.
+
+    As torch does when it moves a module.
+    """
+    if not isinstance(module, torch.nn.RNNBase):
+        yield
+        return
+    module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        module._init_flat_weights()
 
 
 def is_replaceable(tensor: torch.Tensor) -> bool:

@@ -65,8 +65,8 @@ def note_plain(element_count: int) -> None:
         "plain",
         f"a parameter of {element_count:,} elements is plain, so every operator fetches it anew. "
         "Call tensorsManager.adopt(model). Plain are models that were built before the import of "
-        "torchTensorRef, copies of such, and what pickle.loads gives; what fully_shard gathers "
-        "stays plain.",
+        "torchTensorRef, and single parameters from pickle.loads; what fully_shard gathers stays "
+        "plain.",
     )
 
 

@@ -24,6 +24,7 @@ from .adoption import (
     ref_behind,
     replace_in_place,
     try_replace_in_place,
+    without_own_references,
 )
 from .block import Block
 from .budget import OutOfBudgetError
@@ -166,14 +167,15 @@ class Ownership:
         is_known = ref_behind(tensor) is not None
         return self.adopt_in_place(tensor) if is_known or is_replaceable(tensor) else None
 
-    def try_adopt_in_place(self, tensor: torch.Tensor) -> bool:
+    def try_adopt_in_place(self, tensor: torch.Tensor, *, sole: bool = False) -> bool:
         """Make the object `tensor` itself a TensorRef; where that cannot be, nothing changes.
 
-        Nor where a graph holds it: torch would let its backward pass end in an error.
+        Nor where a graph holds it: torch would let its backward pass end in an error. `sole` is as
+        for `adopt_tensor`.
         """
         if tensor._use_count() > 1:  # type: ignore[attr-defined]
             return False
-        ref = self.adopt_tensor(tensor)
+        ref = self.adopt_tensor(tensor, sole=sole)
         if ref is tensor or ref_behind(tensor) is ref or type(ref) is SparseRef:
             return False
         if not try_replace_in_place(tensor, ref):
@@ -190,11 +192,12 @@ class Ownership:
         tensors = itertools.chain(module.parameters(), module.buffers())
         with Bar(f"adopting {type(module).__name__}", sum(map(_nbytes_of, tensors))) as bar:
             for part in module.modules():
-                for registry_ in (part._parameters, part._buffers):
-                    for name, tensor in list(registry_.items()):
-                        if tensor is not None and not isinstance(tensor, TensorRef):
-                            registry_[name] = self.adopt_in_place(tensor)
-                        bar.advance(_nbytes_of(tensor))
+                with without_own_references(part):
+                    for registry_ in (part._parameters, part._buffers):
+                        for name, tensor in list(registry_.items()):
+                            if tensor is not None and not isinstance(tensor, TensorRef):
+                                registry_[name] = self.adopt_in_place(tensor)
+                            bar.advance(_nbytes_of(tensor))
         return module
 
     def release(self, x: Any) -> Any:
