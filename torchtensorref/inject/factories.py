@@ -271,10 +271,13 @@ def load_wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     if not takes_part(_getframe(1).f_globals.get("__name__")):
         return wrapped(*args, **kwargs)
     adoption = Adoption()
-    with Bar(f"loading {_name_of_file(args[0] if args else kwargs.get('f'))}"):
-        with loading.entered(adoption):
-            loaded = wrapped(*args, **kwargs)
-        return adoption.of(loaded) if is_plain_world() else loaded
+    try:
+        with Bar(f"loading {_name_of_file(args[0] if args else kwargs.get('f'))}"):
+            with loading.entered(adoption):
+                loaded = wrapped(*args, **kwargs)
+            return adoption.of(loaded) if is_plain_world() else loaded
+    finally:
+        adoption.forget()  # a scope that is over is kept for a while
 
 
 def _name_of_file(file: Any) -> str:
@@ -296,6 +299,11 @@ class Adoption:
         self._known: dict[int, tuple[Any, Any]] = {}
         self._wholes: list[Any] = []
         self._manager = _core().manager
+
+    def forget(self) -> None:
+        """Hold nothing of what was read any longer."""
+        self._known.clear()
+        self._wholes.clear()
 
     def of(self, value: Any) -> Any:
         """Return `value` with its tensors adopted."""
