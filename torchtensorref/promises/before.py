@@ -10,6 +10,7 @@ import torch
 from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, replace_metadata
+from ..memory.ref import TensorRef
 
 __all__ = ["Before"]
 
@@ -102,7 +103,7 @@ class _History:
         self._grad_fn = tensor.grad_fn
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._carrier = None
-        if self._grad_fn is not None:
+        if self._grad_fn is not None and isinstance(tensor, TensorRef):  # others stay what they are
             with torch.enable_grad():
                 self._carrier = _Carried.apply(tensor)
 
@@ -110,9 +111,9 @@ class _History:
         """Let its gradients go where they went, unless it is a view, which does as its base."""
         tensor = self._tensor
         if tensor._base is None and tensor.grad_fn is not self._grad_fn:
-            if self._carrier is None:
+            if self._grad_fn is None:
                 tensor.detach_()
-            else:
+            elif self._carrier is not None:
                 with torch.enable_grad():
                     _Returned.apply(tensor, self._carrier)
 
