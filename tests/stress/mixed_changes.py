@@ -190,7 +190,8 @@ class Changes:
         self._callbacks.append((event, tell))
 
     def timeline(self, p: Program) -> None:
-        if self._scopes.pop_all() is not None and self.chance.random() < 0.5:
+        self._scopes.close()
+        if self.chance.random() < 0.5:
             return
         folder = self._scopes.enter_context(tempfile.TemporaryDirectory())
         self._scopes.enter_context(tensorsManager.trace(str(Path(folder) / "run.json")))
