@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchTensorRef import tensorsManager
+from torchTensorRef.base.listeners import listeners
 from torchTensorRef.inject import hooks
 
 from ..stress import mixed, mixed_training
@@ -73,4 +74,5 @@ def test_all_of_that_is_done_and_taken_back(manage):
     with hooks.is_disabled.entered(False), Changes(3, devices) as changes:
         mixed.run(3, changes=changes)
     assert {"budget", "strategy", "device", "foreseen", "released"} <= {*changes.done}
-    assert not tensorsManager.middlewares
+    assert not (tensorsManager.middlewares or listeners.any)
+    assert tensorsManager.placement == "auto"

@@ -104,6 +104,7 @@ class Changes:
     def __init__(self, seed: int, devices: Any) -> None:
         self.chance = random.Random(seed * 7 + 1)
         self._devices = list(devices)
+        self._placement = tensorsManager.placement
         self._held: list[Any] = []
         self._callbacks: list[tuple[str, Any]] = []
         self._scopes = ExitStack()
@@ -118,7 +119,7 @@ class Changes:
         for event, callback in self._callbacks:
             tensorsManager.off(event, callback)
         tensorsManager.middlewares = []
-        tensorsManager.placement = "hybrid"
+        tensorsManager.placement = self._placement
         tensorsManager.device = self._devices[:1]
 
     def make(self, p: Program) -> None:
