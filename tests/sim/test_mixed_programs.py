@@ -74,5 +74,6 @@ def test_all_of_that_is_done_and_taken_back(manage):
     with hooks.is_disabled.entered(False), Changes(3, devices) as changes:
         mixed.run(3, changes=changes)
     assert {"budget", "strategy", "device", "foreseen", "released"} <= {*changes.done}
-    assert not (tensorsManager.middlewares or listeners.any)
+    assert not tensorsManager.middlewares
+    assert not listeners.any
     assert tensorsManager.placement == "auto"
