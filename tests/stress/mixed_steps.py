@@ -604,8 +604,8 @@ def _some_model(p: Program) -> tuple[nn.Module, torch.optim.Optimizer]:
     return found
 
 
-def _called(model: nn.Module, x: Tensor) -> Tensor:
-    out = model(x)
+def called(model: Any, *args: Any) -> Tensor:
+    out = model(*args)
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
 
@@ -614,7 +614,7 @@ def training_step(p: Program) -> Any:
     model, optimizer = _some_model(p)
     torch.manual_seed(3)
     optimizer.zero_grad()
-    loss = _called(model, p.drawn(3, 4)).square().mean()
+    loss = called(model, p.drawn(3, 4)).square().mean()
     loss.backward()
     if p.below(2):
         p.keep(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
@@ -628,7 +628,7 @@ def inference(p: Program) -> Any:
     model.train(p.below(2) == 0)
     torch.manual_seed(4)
     with p.one_of((torch.no_grad, torch.inference_mode, torch.enable_grad))():
-        out = _called(model, p.drawn(3, 4))
+        out = called(model, p.drawn(3, 4))
     return p.keep(out.clone() if out.is_inference() else out)
 
 

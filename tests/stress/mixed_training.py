@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from .mixed_steps import Missing, Program, Step, Tensor
+from .mixed_steps import Missing, Program, Step, Tensor, called
 
 #: So many models are there at once.
 MOST_MODELS = 3
@@ -192,19 +192,16 @@ def _some(p: Program) -> Trained:
 def _add(p: Program, model: nn.Module, make_input: Callable[[Program], Tensor]) -> Trained:
     if any(isinstance(x, nn.UninitializedParameter) for x in model.parameters()):
         model(make_input(p))
-    made = Trained(model, p.one_of(OPTIMIZERS)(list(model.parameters())), make_input)
+    return _keep(p, Trained(model, p.one_of(OPTIMIZERS)(list(model.parameters())), make_input))
+
+
+def _keep(p: Program, made: Trained) -> Trained:
     p.trained = [*p.trained[1 - MOST_MODELS :], made]
     return made
 
 
-def _called(model: Any, *args: Any) -> Tensor:
-    out = model(*args)
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
-
-
 def _loss(one: Trained, x: Tensor) -> Tensor:
-    return _called(one.model, x).float().square().mean()
+    return called(one.model, x).float().square().mean()
 
 
 # -- steps ----------------------------------------------------------------------------------------
@@ -272,7 +269,7 @@ def evaluated(p: Program) -> Any:
     one.model.eval()
     x = one.make_input(p)
     with p.one_of((torch.no_grad, torch.inference_mode))():
-        out = _called(one.averaged if one.averaged and p.below(2) else one.model, x)
+        out = called(one.averaged if one.averaged and p.below(2) else one.model, x)
     one.model.train()
     return p.keep(out.clone())
 
@@ -288,7 +285,7 @@ def by_functions(p: Program) -> Any:
     x = one.make_input(p)
 
     def loss(weights: Any, x: Tensor) -> Tensor:
-        return _called(lambda x: functional_call(one.model, (weights, buffers), (x,)), x).sum()
+        return called(lambda x: functional_call(one.model, (weights, buffers), (x,)), x).sum()
 
     try:
         return p.one_of(
@@ -325,7 +322,7 @@ def kept(p: Program) -> Any:
     def together() -> None:
         if not one.hooks and one.scheduler is None:
             model, optimizer = copy.deepcopy((one.model, one.optimizer))
-            p.trained = [*p.trained[1 - MOST_MODELS :], Trained(model, optimizer, one.make_input)]
+            _keep(p, Trained(model, optimizer, one.make_input))
 
     p.one_of((saved, copied, pickled, together))()
     return [other.state() for other in p.trained]
@@ -368,7 +365,7 @@ def changed(p: Program) -> Any:
         for module in model.modules():
             if type(module) is nn.Linear and not parametrize.is_parametrized(module):
                 prune.l1_unstructured(module, "weight", amount=0.3)
-                _called(model, one.make_input(p))
+                called(model, one.make_input(p))
                 prune.remove(module, "weight")
                 return
 

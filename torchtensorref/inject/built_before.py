@@ -129,7 +129,7 @@ def adopt_all(things: Iterable[Any]) -> None:
             _core().manager.ownership.try_adopt_in_place(thing)
 
 
-def state_wrapper(
+def module_state_wrapper(
     wrapped: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Call `Module.__setstate__(state)`, by which pickles and copies give a module what it has.
