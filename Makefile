@@ -171,7 +171,8 @@ $(BIN)/pip:
 	    echo "This needs Python with venv and pip (on Debian and Ubuntu: apt install python3-venv)."; \
 	    rm -rf $(VENV); exit 1; }
 
+# Python compiles what it imports, at first; pip would compile all there is, which takes half the time.
 $(VENV)/%.stamp: $(NEEDS) | $(BIN)/pip
 	@echo "==> installing torchTensorRef[$*] into $(VENV) (the first time takes some minutes)"
-	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[$*]'
 	@touch $@
