@@ -1,6 +1,6 @@
-"""Models whose parameters no module was given while we were there: built before, or unpickled.
+"""Models that were built before torch was patched.
 
-A built one's own parameters and buffers are adopted when it is first called with TensorRefs: then
+Their own parameters and buffers are adopted when one is first called with TensorRefs: then
 no graph holds them yet, and they are certain to be a module's. Each stays the same Python object,
 so optimizers and tied modules see the change; who shares its memory goes on sharing it. Where that
 cannot be (a graph or a weak reference holds it), and for parameters of no module, it stays plain
@@ -12,9 +12,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.activation import when_plain
 from ..memory.adoption import without_own_references
-from ..memory.names import names
 from ..memory.once import note_plain
-from .factories import _core, is_plain_world, loading
-from .hooks import is_disabled, is_ref, state
+from .factories import _core, is_plain_world
+from .hooks import is_disabled, state
 from .inject_to import injectTo
 from .registration import module_behind
+from .unpickled import adopt_certain, is_left
 
 #: So often a plain parameter meets TensorRefs before it is said: a scalar may do so once.
 PATIENCE = 3
@@ -102,52 +101,7 @@ def _is_plain(thing: Any) -> bool:
     if not issubclass(type(thing), nn.Module):  # a look at its class may be an attribute of its own
         return False
     registries = (thing.__dict__.get("_parameters"), thing.__dict__.get("_buffers"))
-    return any(_is_left(t) for registry in registries if registry for t in registry.values())
-
-
-def _is_left(thing: Any) -> bool:
-    return type(thing) in (Tensor, nn.Parameter) and not is_ref(thing)
-
-
-def adopt_certain(module: nn.Module) -> None:
-    """Adopt a module's own parameters and buffers in place, those for which that can be done."""
-    for registry in (module._parameters, module._buffers):
-        adopt_all(list(registry.values()))
-
-
-def adopt_all(things: Iterable[Any]) -> None:
-    """Adopt the plain tensors among some things in place, those for which that can be done.
-
-    Who else has their memory is seen by the users of the storage: an array or another tensor; but
-    another process is not. What is just read from a file nobody else has.
-    """
-    adoption = loading.get()
-    for thing in filter(_is_left, things):
-        if adoption is not None:
-            adoption.in_place(thing)
-        elif not thing.is_shared():
-            _core().manager.ownership.try_adopt_in_place(thing)
-
-
-def module_state_wrapper(
-    wrapped: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Call `Module.__setstate__(state)`, by which pickles and copies give a module what it has.
-
-    Now, also within `torch.load`: what a class does with its parameters next (an LSTM keeps a list
-    of them, and weak references) it does with these objects.
-    """
-    wrapped(*args, **kwargs)
-    if adopts_unpickled(sys._getframe(1)):
-        names.note_module(module)
-        adopt_certain(module)
-
-
-def adopts_unpickled(frame: FrameType | None) -> bool:
-    """Whether what a pickle or a copy gives here comes under management."""
-    if not state.active or is_disabled.get() or not is_plain_world():
-        return False
-    return loading.get() is not None or injectTo.decisions[module_behind(frame)]
+    return any(is_left(t) for registry in registries if registry for t in registry.values())
 
 
 #: The one at work, in a list that is empty while there is none.

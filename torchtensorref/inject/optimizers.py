@@ -15,8 +15,8 @@ from sys import _getframe
 from typing import Any
 
 from ..memory.names import names
-from .built_before import adopt_all, adopts_unpickled
 from .hooks import is_ref, load
+from .unpickled import adopt_all, adopts_unpickled
 
 #: Most that a group takes of the budget, all of its lists together.
 GROUP_SHARE = 1 / 8

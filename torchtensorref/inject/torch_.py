@@ -11,7 +11,7 @@ from typing import Any
 
 from ..memory.names import names
 from . import hooks
-from .built_before import module_state_wrapper, watch_modules
+from .built_before import watch_modules
 from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
 from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs
 from .data_parallel import reducer_wrapper
@@ -43,6 +43,7 @@ from .registration import on_registration
 from .scripted import OF_JIT
 from .shapes import OF_SHAPES
 from .signals import HandlersPatch, get_handler, set_handler
+from .unpickled import module_state_wrapper
 
 #: Factories whose result owns fresh memory.
 OWN_MEMORY = (
