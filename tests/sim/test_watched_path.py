@@ -220,6 +220,14 @@ def test_what_fits_again_for_long_is_watched_no_more(listener):
     assert not books.is_pressed
 
 
+def test_other_devices_know_nothing_of_pressure_before(listener, manage):
+    manager, _ = listener
+    books, before = manager.residency.books, manager.residency.books.calm_count
+    books.calm_count *= 2  # as after it was wrong
+    manage(Listener(), ROOM)
+    assert (books.is_pressed, books.calm_count) == (False, before)
+
+
 def test_what_is_computed_at_home_is_a_want_of_room(listener):
     manager, _ = listener
     books, weight = manager.residency.books, weight_on(manager, 16, 16)

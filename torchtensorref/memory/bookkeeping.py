@@ -229,7 +229,7 @@ class Books:
         with self.lock:
             self._take_into_use(accelerators)
             self.labels_differ = labels_differ_on(accelerators)
-            self.is_pressed = False
+            self.is_pressed, self.calm_count = False, CALM_COUNT
             self.reopen()
             left = [device for device in self.ledgers if device not in self.accelerators]
             for device in left:
