@@ -159,11 +159,12 @@ TRAINED = {
     "plain numbers are put into tensors": (deep, training(torch.optim.Rprop)),
     "plain tensors, GRU": (lambda: Recurrent(nn.GRU), training(adamw)),
     "plain tensors, RNN": (lambda: Recurrent(nn.RNN), training(adamw)),
+    "scratch memory, LSTM": (lambda: Recurrent(nn.LSTM), training(adamw)),
 }
 
 
 @pytest.mark.parametrize(("name", "strategy"), in_turn(TRAINED, ["flow", "lru"], each=1))
-def test_a_forecast_knows_what_stays_plain(name, strategy, monkeypatch):
+def test_a_forecast_of_training_is_what_a_run_does(name, strategy, monkeypatch):
     make, run = TRAINED[name]
     monkeypatch.setattr(benchmark, "STRATEGY", strategy)
     said: list[str] = []

@@ -31,3 +31,15 @@ def attend(args: Sequence[torch.Tensor], out: torch.Tensor) -> int:
     """Two products, of queries with keys and of weights with values."""
     query, key = args[0], args[1]
     return 4 * query.numel() * key.shape[-2]
+
+
+def recur(args: Sequence[torch.Tensor], out: object) -> int:
+    """Each row of each step goes through both matrices of a recurrent layer."""
+    steps, of_input, of_hidden = args[:3]
+    rows = steps.numel() // max(steps.shape[-1], 1)
+    return 2 * rows * (of_input.numel() + of_hidden.numel())
+
+
+def recur_backward(args: Sequence[torch.Tensor], out: object) -> int:
+    """As many for the gradients of the rows, and for those of the matrices."""
+    return 2 * recur(args, out)

@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
 #: Counts the floating point operations of a call from its plain arguments and its result.
-FlopRule = Callable[[Sequence[Any], torch.Tensor], int]
+FlopRule = Callable[[Sequence[Any], Any], int]
 
 #: Says how many bytes a call takes at most, its result included; 0: no more than its result; None:
 #: not known.
 PeakRule = Callable[..., int | None]
+
+# Reasons that several parts of the table have.
+HOSTS_OWN = "chosen by the label; no accelerator has it"
+HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
+LAUNCH = "lengths and numbers that a kernel's launch depends on"
 
 
 class Reads(enum.Enum):

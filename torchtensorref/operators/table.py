@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 from . import allocating_first, flops, peaks, substitutes
 from .collectives import COLLECTIVES
 from .random_numbers import RANDOM
-from .row import FlopRule, Reads, Row, Special
+from .row import HOSTS_OWN, HOSTS_OWN_BACK, LAUNCH, FlopRule, Reads, Row, Special
+from .sequences import SEQUENCES
 from .storages import STORAGES
 
 aten = torch.ops.aten
@@ -23,10 +24,7 @@ _methods = torch._C.TensorBase
 _nn = torch._C._nn
 
 _TRAINING = "training updates the running statistics in place"
-_HOSTS_OWN = "chosen by the label; no accelerator has it"
-_HOSTS_OWN_BACK = "what the forward operator has left may be of another device's form"
 _ACCELERATORS_OWN = "chosen by the label; the host has none, and runs it when memory is short"
-_LAUNCH = "lengths and numbers that a kernel's launch depends on"
 
 ARITHMETIC = (
     Row(aten.add.Tensor, binding=_functions.add),
@@ -54,7 +52,7 @@ ARITHMETIC = (
     Row(aten.addcdiv_.default, binding=_methods.addcdiv_),
     Row(aten.lerp_.Scalar, binding=_methods.lerp_),
     *(
-        Row(op, reason=_LAUNCH, host_operands=("scalars",))
+        Row(op, reason=LAUNCH, host_operands=("scalars",))
         for op in (
             aten._foreach_addcdiv.Tensor,
             aten._foreach_addcdiv_.Tensor,
@@ -129,7 +127,7 @@ ATTENTION = (
     Row(aten._scaled_dot_product_attention_math.default, random_only_with="dropout_p"),
     Row(
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        reason=_HOSTS_OWN,
+        reason=HOSTS_OWN,
         random_only_with="dropout_p",
         flops=flops.attend,
         elsewhere=substitutes.attention_for_cpu,
@@ -137,7 +135,7 @@ ATTENTION = (
     ),
     Row(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        reason=_HOSTS_OWN_BACK,
+        reason=HOSTS_OWN_BACK,
         elsewhere=substitutes.attention_for_cpu_backward,
         at_home=substitutes.attention_for_cpu_backward_at_home,
     ),
@@ -150,7 +148,7 @@ ATTENTION = (
     ),
     Row(
         aten._scaled_dot_product_flash_attention_backward.default,
-        reason=_HOSTS_OWN_BACK,
+        reason=HOSTS_OWN_BACK,
         elsewhere=substitutes.flash_attention_backward,
         at_home=substitutes.flash_attention_backward,
     ),
@@ -164,7 +162,7 @@ ATTENTION = (
     ),
     Row(
         aten._scaled_dot_product_efficient_attention_backward.default,
-        reason=f"{_HOSTS_OWN_BACK}; the seed is read by its address, wherever that is",
+        reason=f"{HOSTS_OWN_BACK}; the seed is read by its address, wherever that is",
         host_operands=("philox_seed", "philox_offset"),
         elsewhere=substitutes.efficient_attention_backward,
         at_home=substitutes.efficient_attention_backward,
@@ -307,6 +305,11 @@ VIEWS = (
         Row(op, reason="is its argument: a constant, or what is not quantized", aliases=True)
         for op in (aten.lift.default, aten.lift_fresh.default, aten.dequantize.self)
     ),
+    Row(
+        aten.tensor_split.tensor_indices_or_sections,
+        reason=LAUNCH,
+        host_operands=("tensor_indices_or_sections",),
+    ),
 )
 
 COPIES = (
@@ -322,40 +325,6 @@ COPIES = (
         aten._to_copy.default,
         reason="`.to(device)` of 14 GB of weights must not copy them",
         special=Special.SHARE,
-    ),
-)
-
-SEQUENCES = (
-    Row(
-        aten._pack_padded_sequence.default,
-        reason=_LAUNCH,
-        host_operands=("lengths",),
-        makes_on_host=True,
-    ),
-    *(
-        Row(op, reason=_LAUNCH, host_operands=("batch_sizes",))
-        for op in (
-            aten._pack_padded_sequence_backward.default,
-            aten._pad_packed_sequence.default,
-            aten.lstm.data,
-            aten.gru.data,
-            aten.rnn_tanh.data,
-            aten.rnn_relu.data,
-        )
-    ),
-    Row(
-        aten.tensor_split.tensor_indices_or_sections,
-        reason=_LAUNCH,
-        host_operands=("tensor_indices_or_sections",),
-    ),
-    Row(aten.mkldnn_rnn_layer.default, reason=_HOSTS_OWN, elsewhere=substitutes.lstm_layer),
-    Row(
-        aten.mkldnn_rnn_layer_backward.default,
-        reason=f"{_HOSTS_OWN_BACK}; it writes the scratch memory that it is handed over",
-        writes=("workspace",),
-        elsewhere=substitutes.lstm_layer_backward,
-        at_home=substitutes.lstm_layer_backward_at_home,
-        is_never_ready=True,
     ),
 )
 

@@ -147,6 +147,33 @@ _POSITIONS = (torch.int64, torch.int32)
 _GEOMETRY = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
+def _lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Give the shapes of MKL-DNN's layer: only its kernel knows how large the scratch memory is."""
+    *results, scratch = _aten.mkldnn_rnn_layer.default(*args)
+    if torch.is_grad_enabled():  # else there is none
+        tensors = tuple((tuple(one.shape), one.dtype) for one in args[:7])
+        numbers = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
+        scratch = scratch.new_empty((_scratch_count(tensors, numbers),))
+    return (*results, scratch)
+
+
+@functools.lru_cache(maxsize=256)
+def _scratch_count(tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> int:
+    """Have a layer of these sizes computed on zeros, once, with gradients wanted."""
+    zeros = torch._C._VariableFunctions.zeros
+    plain = [zeros(sizes, dtype=dtype, device=_CPU) for sizes, dtype in tensors]
+    return int(_aten.mkldnn_rnn_layer.default(*plain, *numbers)[3].numel())
+
+
+def _lstm_layer_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """Give the shapes of its gradients: each has memory of its own, in single precision.
+
+    In torch's shape function those of the two biases are one tensor.
+    """
+    gradients = _aten.mkldnn_rnn_layer_backward.default(*args)
+    return tuple(_in_format(one, torch.contiguous_format, torch.float32) for one in gradients)
+
+
 def _elementwise(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     out = op(*args, **kwargs)
     if isinstance(out, torch.Tensor) and not all(map(_is_plainly_laid_out, tree_leaves(args))):
@@ -192,6 +219,8 @@ _HOSTS: dict[str, Callable[..., Any]] = {
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.native_group_norm.default": _group_norm,
     "aten.convolution.default": _convolution,
+    "aten.mkldnn_rnn_layer.default": _lstm_layer,
+    "aten.mkldnn_rnn_layer_backward.default": _lstm_layer_backward,
     "aten.convolution_backward.default": _convolution_backward,
     **{
         str(op): functools.partial(_norm_backward, op)

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchTensorRef.interception.handlers import HANDLERS
 from torchTensorRef.interception.ready_path import WAYS
 from torchTensorRef.operators.plan import ReadyWay, compiled, plan_of
 from torchTensorRef.operators.row import Row, Special
-from torchTensorRef.operators.table import ROWS
+from torchTensorRef.operators.table import ROWS, flops_of
 
 aten = torch.ops.aten
 
@@ -60,6 +61,21 @@ def test_an_operator_has_one_row():
 def test_an_operator_has_one_rule_for_its_operations():
     packets = [row.op.overloadpacket for row in ROWS if row.flops is not None]
     assert len(set(packets)) == len(packets)
+
+
+def test_a_recurrent_layer_counts_as_much_as_what_it_is_made_of():
+    double = {"dtype": torch.float64}  # which oneDNN does not take
+    layer = torch.nn.LSTM(5, 7, **double)
+    x = torch.rand(3, 2, 5, **double).requires_grad_()
+    hidden = tuple(torch.rand(1, 2, 7, **double).requires_grad_() for _ in range(2))
+    with FlopCounterMode(display=False) as forward:
+        out = layer(x, hidden)[0].sum()
+    with FlopCounterMode(display=False) as backward:
+        out.backward()
+    args = (x, *layer.parameters(), *hidden)
+    layers = (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default)
+    counts = [counter.get_total_flops() for counter in (forward, backward)]
+    assert [flops_of(op)(args, ()) for op in layers] == counts
 
 
 def test_only_composites_with_one_result_run_as_one():
