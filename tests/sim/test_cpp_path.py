@@ -110,6 +110,18 @@ def adapter() -> Iterator[Any]:
     tensorsManager.check()
 
 
+def test_a_view_is_no_use(adapter: Callable[..., Any]) -> None:
+    manager = adapter()
+    x = manager.adopt(torch.rand(4, 4)).toGPU()
+    x = x + x
+    manager.reset_stats()
+    used = x._ttr_block.last_use
+    kept = [x.view(-1), x[0], x.t()]
+    assert (manager.stats()["op_count"], x._ttr_block.last_use) == (0, used)
+    kept[0] + kept[0]
+    assert (manager.stats()["op_count"], x._ttr_block.last_use) == (1, used + 1)
+
+
 @pytest.fixture
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the operators that came to Python."""

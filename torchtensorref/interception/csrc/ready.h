@@ -92,11 +92,11 @@ class ReadyCall {
   // Run it; false: nothing has happened, and the arguments are where they were.
   bool run() {
     if (!may_run() || !announce()) return false;
-    const int64_t tick = world.tick.fetch_add(1, std::memory_order_relaxed) + 1;
-    for (auto& operand : operands_.all) {
+    const int64_t counts = !plan_.is_view;  // a view reads nothing: it is no use of what it is of
+    const int64_t tick = world.tick.fetch_add(counts, std::memory_order_relaxed) + counts;
+    if (counts) for (auto& operand : operands_.all) {
       operand.block->last_use.store(tick, std::memory_order_relaxed);
-      if (const int64_t number = operand.block->logged_as.load(); number && !plan_.is_view)
-        use_log.note({tick, number, plan_.op, operand.is_written});
+      if (const int64_t number = operand.block->logged_as.load()) use_log.note({tick, number, plan_.op, operand.is_written});
     }
     push_plain();
     if (!call() || !wrap(tick)) return stack_.resize(start_ + plan_.arg_count), false;
