@@ -218,7 +218,10 @@ def test_a_patched_function_passes_for_the_original(patch):
     assert inspect.isroutine(ours) or inspect.isclass(ours)
     assert copy.copy(ours) is ours
     assert copy.deepcopy(ours) is ours
-    assert pickle.loads(pickle.dumps(ours)) == original
+    if (
+        "<locals>" not in original.__qualname__
+    ):  # as what torch's compiler puts there once it is used
+        assert pickle.loads(pickle.dumps(ours)) == original
 
 
 def test_a_pickle_of_a_partial_factory_makes_tensors():
