@@ -172,6 +172,31 @@ def test_a_forecast_of_training_is_what_a_run_does(name, strategy, monkeypatch):
     assert all(figure.value == 0 for figure in figures.values()), said
 
 
+class Encoder(nn.Module):
+    """As wide at its end as a layer is large."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+        self.inner, self.outer = nn.Linear(512, 64), nn.Linear(64, 512)
+
+    def forward(self, x):
+        x = x.flatten(1).repeat(16, 4)
+        return self.loss(self.outer(self.inner(x)).sigmoid(), x)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.functional.mse_loss, nn.functional.huber_loss, nn.functional.binary_cross_entropy]
+)
+def test_a_forecast_knows_what_a_loss_holds(loss, monkeypatch):
+    """The memory of some is as large as all of their terms are: where they have been put."""
+    monkeypatch.setattr(benchmark, "BUDGETS", (60, 110))
+    said: list[str] = []
+    shape = Shape("training", lambda: Encoder(loss), training(torch.optim.SGD))
+    figures = dict(benchmark.agreement(shape, said.append))
+    assert all(figure.value == 0 for figure in figures.values()), said
+
+
 def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3, foreach=True)
 

@@ -147,6 +147,26 @@ _POSITIONS = (torch.int64, torch.int32)
 _GEOMETRY = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
+def _unpool(*args: Any) -> torch.Tensor | None:
+    return _in_format_of(_aten.max_unpool2d.default(*args), args[0])
+
+
+def _loss(op: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Give the shape of a loss: its kernel computes all terms where it puts their sum or mean.
+
+    The memory goes on being as large.
+    """
+    out: torch.Tensor = op(*args, **kwargs)
+    terms = torch.broadcast_shapes(args[0].size(), args[1].size())
+    return out if out.size() == terms else out.new_empty(terms).as_strided((), ())
+
+
+def _multilabel_loss(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a single row it is a number, and no row of one."""
+    loss, is_target = _aten.multilabel_margin_loss_forward.default(*args, **kwargs)
+    return loss.new_empty(()) if args[0].dim() < 2 else loss, is_target
+
+
 def _lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
     """Give the shapes of MKL-DNN's layer: only its kernel knows how large the scratch memory is."""
     *results, scratch = _aten.mkldnn_rnn_layer.default(*args)
@@ -203,6 +223,7 @@ def _with_numbers_at_home(args: Any) -> Any:
 #: Operators by name, and what is asked in the place of torch's shape function.
 _OURS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm.default": _grouped_mm,
+    "aten.multilabel_margin_loss_forward.default": _multilabel_loss,
     **{
         str(op): functools.partial(_index_put, op)
         for op in (
@@ -219,6 +240,16 @@ _HOSTS: dict[str, Callable[..., Any]] = {
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.native_group_norm.default": _group_norm,
     "aten.convolution.default": _convolution,
+    **{
+        str(op): functools.partial(_loss, op)
+        for op in (
+            _aten.mse_loss.default,
+            _aten.smooth_l1_loss.default,
+            _aten.soft_margin_loss.default,
+            _aten.binary_cross_entropy.default,
+        )
+    },
+    "aten.max_unpool2d.default": _unpool,
     "aten.mkldnn_rnn_layer.default": _lstm_layer,
     "aten.mkldnn_rnn_layer_backward.default": _lstm_layer_backward,
     "aten.convolution_backward.default": _convolution_backward,
