@@ -201,6 +201,33 @@ def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
     assert ours.stderr.count("torchTensorRef: child ") == 1
 
 
+SERVED = """
+    import multiprocessing
+    import torch
+
+    def kind(x):
+        return "ref" if hasattr(x, "proxyInfo") else "plain"
+
+    made = torch.ones(2)
+
+    def work(start):
+        return kind(made), kind(torch.ones(1)), (made + start).sum().item()
+
+    if __name__ == "__main__":
+        import torchTensorRef
+        with multiprocessing.get_context("forkserver").Pool(1) as pool:
+            print(*pool.map(work, [1])[0], kind(made + 1))
+            print(torchTensorRef.tensorsManager.budget)
+"""
+
+
+def test_a_server_that_forks_is_plain_and_takes_no_part_of_the_budget(script):
+    """It imports the program for those whom it forks, which Python 3.14 does by default."""
+    ours = python(*RUN, "--budget", "6000B", script(SERVED))
+    assert ours.stdout.splitlines() == ["plain plain 4.0 ref", "6000"]
+    assert "torchTensorRef: child " not in ours.stderr
+
+
 SENT = """
     import os
     import torch
