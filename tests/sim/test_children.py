@@ -201,8 +201,7 @@ def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
     assert ours.stderr.count("torchTensorRef: child ") == 1
 
 
-SERVED = """
-    import multiprocessing
+PRELOADED = """
     import torch
 
     def kind(x):
@@ -212,18 +211,25 @@ SERVED = """
 
     def work(start):
         return kind(made), kind(torch.ones(1)), (made + start).sum().item()
+"""
+SERVED = """
+    import multiprocessing
+    import preloaded
 
     if __name__ == "__main__":
         import torchTensorRef
-        with multiprocessing.get_context("forkserver").Pool(1) as pool:
-            print(*pool.map(work, [1])[0], kind(made + 1))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["preloaded"])
+        with context.Pool(1) as pool:
+            print(*pool.map(preloaded.work, [1])[0], preloaded.kind(preloaded.made + 1))
             print(torchTensorRef.tensorsManager.budget)
 """
 
 
-def test_a_server_that_forks_is_plain_and_takes_no_part_of_the_budget(script):
-    """It imports the program for those whom it forks, which Python 3.14 does by default."""
-    ours = python(*RUN, "--budget", "6000B", script(SERVED))
+def test_a_server_that_forks_is_plain_and_takes_no_part_of_the_budget(script, tmp_path):
+    """Python 3.14 has one by default, which imports the program itself as this one its module."""
+    script(PRELOADED, "preloaded.py")
+    ours = python(*RUN, "--budget", "6000B", script(SERVED), PYTHONPATH=str(tmp_path))
     assert ours.stdout.splitlines() == ["plain plain 4.0 ref", "6000"]
     assert "torchTensorRef: child " not in ours.stderr
 
