@@ -29,7 +29,8 @@ CELLS = {
     "pinned": Cell(pinned("torch"), "3.11", "the torch that the tests are run with every day"),
     "2.14": Cell("2.14.1", "3.11", "the line between the pinned and the newest torch"),
     "newest": Cell("2.15.0", "3.11", "the newest torch that is published"),
-    "python": Cell(pinned("torch"), "3.13", "a newer Python that all dependencies have"),
+    "python-3.13": Cell(pinned("torch"), "3.13", "a newer Python"),
+    "python-3.14": Cell(pinned("torch"), "3.14", "the newest Python that all dependencies have"),
 }
 
 #: What is run in each: whatever changes with torch, in at most `LIMIT_S` seconds.

@@ -201,6 +201,39 @@ def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
     assert ours.stderr.count("torchTensorRef: child ") == 1
 
 
+PRELOADED = """
+    import torch
+
+    def kind(x):
+        return "ref" if hasattr(x, "proxyInfo") else "plain"
+
+    made = torch.ones(2)
+
+    def work(start):
+        return kind(made), kind(torch.ones(1)), (made + start).sum().item()
+"""
+SERVED = """
+    import multiprocessing
+    import preloaded
+
+    if __name__ == "__main__":
+        import torchTensorRef
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["preloaded"])
+        with context.Pool(1) as pool:
+            print(*pool.map(preloaded.work, [1])[0], preloaded.kind(preloaded.made + 1))
+            print(torchTensorRef.tensorsManager.budget)
+"""
+
+
+def test_a_server_that_forks_is_plain_and_takes_no_part_of_the_budget(script, tmp_path):
+    """Python 3.14 has one by default, which imports the program itself as this one its module."""
+    script(PRELOADED, "preloaded.py")
+    ours = python(*RUN, "--budget", "6000B", script(SERVED), PYTHONPATH=str(tmp_path))
+    assert ours.stdout.splitlines() == ["plain plain 4.0 ref", "6000"]
+    assert "torchTensorRef: child " not in ours.stderr
+
+
 SENT = """
     import os
     import torch

@@ -183,9 +183,9 @@ WORKERS = """
 
 def test_worker_processes_work(script):
     path = script(WORKERS)
-    plain = python(path, "fork")  # spawned ones give the same, and import torch three times
+    plain = python(path, "fork")  # others give the same, and import torch three times
     assert plain.returncode == 0, plain.stderr
-    for method in ("fork", "spawn"):
+    for method in ("fork", "forkserver", "spawn"):
         ours = python(*RUN, "--report", "none", path, method)
         assert (ours.returncode, ours.stdout) == (0, plain.stdout), ours.stderr
 

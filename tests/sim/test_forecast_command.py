@@ -5,6 +5,7 @@ import json
 import pytest
 
 from torchTensorRef.__main__ import main
+from torchTensorRef.base.options import settings
 
 from ..support import processes
 
@@ -18,6 +19,12 @@ CONFIG = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
+
+
+@pytest.fixture(autouse=True)
+def the_device_is_given_back(monkeypatch):
+    """The command chooses one where none is set, and other tests look at what is set."""
+    monkeypatch.setattr(settings, "device", settings.device)
 
 
 def forecast(*arguments, **options):

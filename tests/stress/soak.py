@@ -332,7 +332,7 @@ def holders(depth: int = 6) -> list[str]:
     things = [x for x in there if is_ref(x)] or [x for x in there if type(x) is Block]
     del there, things[3:]
     found: list[str] = []
-    for thing in things:
+    for number, thing in enumerate(things):
         chain, at = [], thing
         for _ in range(depth):
             mine = {id(sys._getframe()), id(chain), id(found), id(things)}
@@ -345,7 +345,9 @@ def holders(depth: int = 6) -> list[str]:
             chain.append(f"{type(at).__name__} {reprlib.repr(at)[:200]} (one of {dict(kinds)})")
         block = thing._ttr_block if is_ref(thing) else thing
         name = tuple(thing.shape) if is_ref(thing) else repr(thing)
-        count = sys.getrefcount(thing) - 4  # `things`, `thing`, `block` or `at`, the argument
+        # `things`, `thing`, `block` or `at`, and what a call has of what is looked up for it: of a
+        # variable it has none from Python 3.14 on.
+        count = sys.getrefcount(things[number]) - 4
         held = ", held by ".join(chain) or "nothing in Python"
         story = " | ".join(tensorsManager.log.story(block.name)[-12:])
         found.append(f"{name}, {count} references, is held by {held}; its story: {story}")

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from opcode import opmap
+from opcode import EXTENDED_ARG, opmap
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -57,7 +57,11 @@ _SWALLOWING_FILES = tuple(
 _IN_OPERATORS = os.path.join("torch", "_library", "simple_registry.py")
 #: After these, and at these, Python itself looks for signals.
 _CALLS = frozenset(opmap[name] for name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX") if name in opmap)
-_LOOPS = frozenset(number for name, number in opmap.items() if name.startswith("JUMP_BACKWARD"))
+_LOOPS = frozenset(
+    number
+    for name, number in opmap.items()
+    if "JUMP_BACKWARD" in name and not name.endswith("NO_INTERRUPT")  # Python 3.11: POP_JUMP_...
+)
 #: Functions of ours that run code of the program's, and hold nothing of ours halfway meanwhile.
 _open: set[CodeType] = set()
 #: Functions of ours that hold operands while they run.
@@ -270,7 +274,7 @@ class _Watched:
         elif event == "opcode" and not self.is_leaving:
             self._last, self.place = now, -1
             has_called = last >= 0 and code.co_code[last] in _CALLS
-            self.is_leaving = has_called and _handler_at(code, last) != _handler_at(code, now)
+            self.is_leaving = has_called and not _is_still_in_block(code, last, now)
             if not self.is_leaving and (has_called or code.co_code[now] in _LOOPS):
                 self._leave(frame)
                 _noted.deliver(frame)
@@ -285,7 +289,21 @@ def _place_of(frame: FrameType) -> int:
     code, place = frame.f_code.co_code, frame.f_lasti
     while place > 0 and not code[place]:  # what an instruction notes behind itself
         place -= 2
+    while code[place] == EXTENDED_ARG:  # and what large arguments put before it
+        place += 2
     return place
+
+
+def _is_still_in_block(code: CodeType, last: int, now: int) -> bool:
+    """Whether who handles an error at one instruction also handles what is raised at another.
+
+    So it is within a block that begins there, too: behind the call of an `__enter__`, say, which
+    is a call like any other from Python 3.14 on.
+    """
+    block, handler = _handler_at(code, last), _handler_at(code, now)
+    while handler not in (block, -1):
+        handler = _handler_at(code, handler)  # an error in there goes on to the next one around it
+    return handler == block
 
 
 def _handler_at(code: CodeType, place: int) -> int:

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ..base import torch_versions
@@ -127,8 +127,22 @@ def register() -> None:
         state.torch_was_first = "torch" in sys.modules
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_after_fork)
-    if not settings.disable:
+    if not settings.disable and not _is_fork_server():
         install()
+
+
+def _is_fork_server() -> bool:
+    """Whether this process is one of `multiprocessing` that only forks others.
+
+    It imports the program for them, and is plain as they are: with an accelerator open it could
+    fork nobody who uses one. Python 3.14 starts it where older ones fork the program itself.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "multiprocessing.forkserver":
+            return frame.f_code.co_name == "main"  # a child of it is in what that has called
+        frame = frame.f_back
+    return False
 
 
 def install() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -141,16 +142,6 @@ def _alone(block: Block) -> Sequence[weakref.ref[Block]]:
     return (weakref.ref(block),)
 
 
-def _references_of_torch() -> int:
-    tensor = torch._C._VariableFunctions.empty((1,))
-    storage = torch._C.TensorBase.untyped_storage(tensor)
-    return sys.getrefcount(storage) - 2
-
-
-#: References of torch's own to the object of a storage that has users in C++: 1, in torch 2.9 none.
-_TORCHS_OWN = _references_of_torch()
-
-
 class Exposure:
     """Bytes of a block that also live outside: in an array, a plain tensor, a raw pointer.
 
@@ -190,14 +181,30 @@ class Exposure:
             return False
         users: int = torch._C._storage_Use_Count(self.storage._cdata)
         # Torch keeps one Python object per storage: whoever was given that shares ours, and is not
-        # among the users. Ours are this reference and that of the call.
-        own_count = 2 + (users > 1) * _TORCHS_OWN
-        return users > self.own_count or sys.getrefcount(self.storage) > own_count
+        # among the users.
+        own_count = _OURS + (users > 1) * _TORCHS_OWN
+        return users > self.own_count or self._references() > own_count
+
+    def _references(self) -> int:
+        """Count who holds the object of the storage: we do, torch does, and who was given it."""
+        return sys.getrefcount(self.storage)
 
     def is_over(self, storage: torch.UntypedStorage, device: Device) -> bool:
         """Whether what is held is a block's storage there, and not a larger one around it."""
         held = self.storage
         return self.device is device and held is not None and held.data_ptr() == storage.data_ptr()
+
+
+def _references_of(make: Callable[[], Any]) -> int:
+    return Exposure(cast("Device", None), make(), "")._references()
+
+
+_a_tensor = torch._C._VariableFunctions.empty((1,))
+#: References that an exposure has by itself. Counted where all are counted: from Python 3.14 on
+#: what a variable hands to a call has no further one for that.
+_OURS = _references_of(object)
+#: References of torch's own to the object of a storage that has users in C++: 1, in torch 2.9 none.
+_TORCHS_OWN = _references_of(partial(torch._C.TensorBase.untyped_storage, _a_tensor)) - _OURS
 
 
 class Births(Protocol):

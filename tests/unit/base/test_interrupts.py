@@ -213,6 +213,67 @@ def test_what_a_program_puts_back_when_it_returns_is_put_back(name):
     assert sys.gettrace() is None
 
 
+class Begun:
+    """A block that code of ours begins."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    __enter__ = ours("def enter(self):\n    signal.raise_signal(ALARM)")["enter"]
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("ended")
+
+
+def test_a_handler_is_called_in_the_block_that_our_code_has_begun():
+    """And does not wait until the program has left the function that the block is in."""
+    log: list[str] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    def program() -> None:
+        with Begun(log):
+            len(log)  # before Python 3.14 it is told behind this
+            log.append("the program went on")
+
+    signal.signal(ALARM, handler)
+    with pytest.raises(Told):
+        program()
+    assert log == ["ended"]
+
+
+class Summand:
+    """What a loop adds: code of ours without a call in the loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    __add__ = ours(
+        "def add(self, other):\n"
+        "    self.count += other\n"
+        "    if self.count == 5: signal.raise_signal(ALARM)\n"
+        "    return self"
+    )["add"]
+
+
+@pytest.mark.parametrize("loop", ["while summand.count < 1000", "for _ in range(1000)"])
+@pytest.mark.parametrize("length", [1, 300], ids=["short", "long"])
+def test_a_handler_is_called_where_a_loop_begins_again(loop, length):
+    """A jump over a long loop is an instruction with another one before it."""
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Told
+
+    lines = ["    summand = summand + 1", *["    a = summand"] * length]
+    program = ours("\n".join(["def program(summand):", f"  {loop}:", *lines]), __file__)["program"]
+    signal.signal(ALARM, handler)
+    summand = Summand()
+    with pytest.raises(Told):
+        program(summand)
+    assert summand.count == 5
+
+
 def test_several_signals_are_handled_in_their_order():
     log: list[int] = []
     other = signal.getsignal(signal.SIGUSR2)

@@ -180,7 +180,7 @@ def test_disabled_nothing_of_ours_stands_in_the_way():
 @pytest.mark.parametrize(
     ("arguments", "lines", "status"),
     [
-        (("-c", "import torchTensorRef"), 5, 1),
+        (("-c", "import torchTensorRef"), 6, 1),  # 5 before Python 3.13, which also quotes `-c`
         (("-m", "torchTensorRef", "run", "program.py"), 1, 2),
         (("-m", "torchTensorRef", "env"), 1, 2),
     ],
@@ -188,5 +188,6 @@ def test_disabled_nothing_of_ours_stands_in_the_way():
 def test_a_wrong_variable_is_said_in_a_line_or_few(arguments, lines, status):
     done = python(*arguments, TTR_CORE="pyton")
     told = done.stderr.splitlines()
-    assert (done.returncode, len(told)) == (status, lines)
+    assert done.returncode == status
+    assert len(told) <= lines
     assert "TTR_CORE='pyton' is not understood: Did you mean 'python'?" in told[-1]
