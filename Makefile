@@ -15,7 +15,8 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
 SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
 	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
-	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py tests/unit/tensor/test_einsum_of_others.py
+	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
+	tests/conformance/test_forecasts_of_models.py tests/unit/tensor/test_einsum_of_others.py
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.

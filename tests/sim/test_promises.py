@@ -236,6 +236,7 @@ QUESTIONS = {
     "nonzero": lambda x: x.nonzero(),
     "mask": lambda x: x[x > 0],
     "unique": lambda x: x.unique(),
+    "repeated": lambda x: torch.repeat_interleave((x > 0).long()),
 }
 
 

@@ -16,7 +16,7 @@ from .record import OpRecord
 def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
     """Do as `interception.parts_of_tables`; False where the operator runs at home.
 
-    What is packed takes the bytes of the result, and the indices those that they have.
+    What is packed takes the bytes of the result.
     """
     if not op.reads_part or op.on_host or len(blocks) < 2 or settings.blocks == "off":
         return False
@@ -29,7 +29,7 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
         for block in blocks:
             residency.readiness.settle_at_home(block)
     pieces = []
-    for nbytes in (rows_nbytes, *(block.nbytes for block in blocks[1:])):
+    for nbytes in (rows_nbytes, *op.index_nbytes):
         host.charge(0, 2 * nbytes, "uint8")
         pieces.append(piece_of(nbytes, replayer))
     try:

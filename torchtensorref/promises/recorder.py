@@ -85,6 +85,7 @@ class Recorder:
                 on_host=on_host,
                 overwrites=operands.overwritten is not None,
                 reads_part=plan.reads_part,
+                index_nbytes=_nbytes_of_indices(operands) if plan.reads_part else (),
                 parts=parts_of(plan, operands.args, operands.kwargs),
                 packs=plan.reads_groups,
                 waits=plan.answers,
@@ -249,3 +250,8 @@ def _may_be_ready(plan: OpPlan, operands: Operands, numbers: Container[Block]) -
 def _may_be_fetched(plan: OpPlan, operands: Operands, numbers: Container[Block] = ()) -> bool:
     adopted = [ref for ref in operands.adopted.values() if ref._ttr_block not in numbers]
     return plan.may_be_fetched and not (adopted or operands.unmanaged)
+
+
+def _nbytes_of_indices(operands: Operands) -> tuple[int, ...]:
+    table = operands.table
+    return tuple(ref.nbytes for ref in operands.refs if ref is not table)
