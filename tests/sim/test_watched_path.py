@@ -239,6 +239,19 @@ def test_what_is_computed_at_home_is_a_want_of_room(listener):
     assert books.is_pressed
 
 
+def test_a_composite_operator_that_comes_in_parts_is_told_of_by_these_only(listener):
+    """Its weight wants gradients, and rows do not lie in a row: torch asks the weight itself."""
+    manager, strategy = listener
+    weight = weight_on(manager, 16, 16).requires_grad_().toCPU()
+    x = manager.adopt(torch.rand(4, 16, 3)).toGPU() + 0
+    strategy.heard.clear()
+    with torch.no_grad():
+        out = F.linear(x.transpose(1, 2), weight)
+    used = [access.block_id for access in strategy.uses()]
+    assert used.count(weight._ttr_block.block_id) == 1
+    assert not differences(out, F.linear(x.cpu().transpose(1, 2), weight.cpu()).detach())
+
+
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "at home"])
 def test_a_plain_number_is_written(listener: Any, is_there: bool) -> None:
     """What a formula makes for the gradient of a single number is one, and is filled."""

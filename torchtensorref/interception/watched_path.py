@@ -35,7 +35,7 @@ from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
 from .operands import flattened, targets
 from .read_alone import LEAST_NBYTES, groups_of, is_short
-from .ready_path import SLOW, WAYS, all_owned
+from .ready_path import SLOW, WAYS, all_owned, known_peak
 
 _Tensor = torch.Tensor
 
@@ -68,6 +68,8 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     books = residency.books
     if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
+    if plan.peak_nbytes is not None and known_peak(plan, args, kwargs or {}) is None:
+        return SLOW  # it is taken apart, and the strategy hears of its parts
     promises = tensorsManager.promises
     if promises is not None and promises.takes(plan, args, kwargs or {}):
         return SLOW
