@@ -13,7 +13,7 @@ from torch import nn
 
 from ..memory.ref import TensorRef
 from .slots import tensors_of
-from .tensor_tree import CLOSED, DICT, OBJECT, kind_of
+from .tensor_tree import CLOSED, DICT, FROZEN, LIST, OBJECT, TUPLE, kind_of
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
@@ -119,7 +119,8 @@ def _has_refs(value: Any, seen: set[int], besides: Container[int], depth: int) -
     if is_closed or depth > DEPTH or id(value) in seen or len(seen) > MOST_VALUES:
         return False
     seen.add(id(value))
-    parts = value.values() if kind is DICT else vars(value).values() if kind is OBJECT else value
+    named = value if kind in (DICT, FROZEN) else vars(value) if kind is OBJECT else None
+    parts = value if named is None else named.values()
     return any(_has_refs(part, seen, besides, depth + 1) for part in [*parts])
 
 
@@ -140,9 +141,10 @@ def _cells_of(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if depth > DEPTH or id(value) in seen:
         return
     parts: tuple[Any, ...] = ()
-    if isinstance(value, (list, tuple)):
+    kind = kind_of(value)
+    if kind in (LIST, TUPLE):
         parts = tuple(value)
-    elif isinstance(value, dict):
+    elif kind in (DICT, FROZEN):
         parts = tuple(value.values())
     elif isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
