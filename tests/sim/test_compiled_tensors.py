@@ -286,3 +286,30 @@ def test_a_flag_in_such_a_mapping_decides(ours, mapping):
         return found
 
     ours(program)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_such_a_mapping_beside_the_arguments(ours, mapping):
+    def program() -> Any:
+        held = mapping({"w": torch.rand(3)})
+        call = compiled(lambda x: x * held["w"], Backend())
+        return [call(torch.rand(3)) for _ in range(ROUNDS)]
+
+    ours(program)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_is_held_by_a_module_of_python(ours, is_given):
+    """As `import models` and `models.first(x)`: inductor asked its parameters for their memory."""
+
+    def program() -> Any:
+        package, models = types.ModuleType("package"), types.ModuleType("package.models")
+        package.models, models.first, models.scale = models, nn.Linear(3, 3), torch.rand(3)
+        source = "lambda x=None: package.models.first.weight * package.models.scale"
+        function = eval(source + (" + x" if is_given else ""), {"package": package})
+        given = (torch.rand(3),) if is_given else ()
+        with torch.no_grad():
+            call = compiled(function, Backend())
+            return [call(*given) for _ in range(ROUNDS)]
+
+    ours(program)

@@ -23,6 +23,8 @@ MOST_VALUES = 10_000
 _NO_PROGRAMS = sys.stdlib_module_names - {"argparse", "builtins", "collections", "types"} | {
     __name__.partition(".")[0]
 }
+#: Modules of Python in which no tensors of the program are.
+_NO_NAMES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy"}
 
 
 class Cells:
@@ -75,7 +77,7 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
         names = function.__code__.co_names
         parts = (
             *(contents for cell in function.__closure__ or () for contents in _contents(cell)),
-            *(function.__globals__[name] for name in names if name in function.__globals__),
+            *_named(function.__globals__, names, set()),
             *(function.__defaults__ or ()),
             *(function.__kwdefaults__ or {}).values(),
         )
@@ -85,6 +87,19 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
         yield part
         if _is_of_program(part):
             yield from _held(part, depth + 1)
+
+
+def _named(namespace: dict[str, Any], names: tuple[str, ...], seen: set[int]) -> Iterator[Any]:
+    """Yield what has one of some names, also in a Python module that has one: `models.encoder`."""
+    for name in names:
+        if name not in namespace:
+            continue
+        part = namespace[name]
+        yield part
+        is_module = isinstance(part, types.ModuleType) and id(part) not in seen
+        if is_module and part.__name__.partition(".")[0] not in _NO_NAMES:
+            seen.add(id(part))
+            yield from _named(vars(part), names, seen)
 
 
 def holds_refs(function: Any) -> bool:
