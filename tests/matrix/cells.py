@@ -30,7 +30,8 @@ CELLS = {
     "2.14": Cell("2.14.1", "3.11", "the line between the pinned and the newest torch"),
     "newest": Cell("2.15.0", "3.11", "the newest torch that is published"),
     "python-3.13": Cell(pinned("torch"), "3.13", "a newer Python"),
-    "python-3.14": Cell(pinned("torch"), "3.14", "the newest Python that all dependencies have"),
+    "python-3.14": Cell(pinned("torch"), "3.14", "the newest Python that the pinned torch has"),
+    "python-3.15": Cell("2.15.0", "3.15", "the newest Python"),
 }
 
 #: What is run in each: whatever changes with torch, in at most `LIMIT_S` seconds.

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
+import types
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from .test_compiler import fresh_compiler, ours
+from .test_compiler import Backend, fresh_compiler, ours
 
 __all__ = ["fresh_compiler", "ours"]
 
 ROUNDS = 4
 
 
-def compiled(function: Any, backend: str = "aot_eager") -> Any:
+def compiled(function: Any, backend: Any = "aot_eager") -> Any:
     return torch.compile(function, backend=backend)
 
 
@@ -228,5 +231,85 @@ def test_what_is_saved_for_nothing_may_be_written(ours):
             result.sum().backward()
             found.append(module.weight.grad.clone())
         return found
+
+    ours(program)
+
+
+MAPPINGS = {"MappingProxyType": types.MappingProxyType}
+if hasattr(builtins, "frozendict"):
+    MAPPINGS["frozendict"] = builtins.frozendict
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_a_mapping_that_cannot_be_changed(ours, mapping):
+    """What is compiled got the TensorRefs in it, and inductor asked them for their memory."""
+
+    def function(held: Any) -> Any:
+        return mapping({"sum": held["a"] + held["b"], "a": held["a"]})
+
+    def program() -> Any:
+        call, found = compiled(function, Backend()), []
+        for _ in range(ROUNDS):
+            held = mapping({"a": torch.rand(3), "b": torch.rand(3)})
+            given = call(held)
+            assert given["a"] is held["a"]
+            found += [type(given) is mapping, given["sum"], held["b"]]
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
+def test_a_queue_is_given_back_as_it_was(ours):
+    def function(queue: Any, x: torch.Tensor) -> Any:
+        return queue[0] * queue[1] + x
+
+    def program() -> Any:
+        call, queue, found = compiled(function, Backend()), deque([torch.rand(3)] * 2, 3), []
+        for _ in range(ROUNDS):
+            queue.append(call(queue, torch.rand(3)))
+            found += [*queue, queue.maxlen]
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_a_flag_in_such_a_mapping_decides(ours, mapping):
+    def function(held: Any) -> Any:
+        return held["x"].add_(1) if held["writes"] else held["x"] + 1
+
+    def program() -> Any:
+        call, found = compiled(function, Backend()), []
+        for number in range(6):
+            held = mapping({"x": torch.rand(3), "writes": number > 2})
+            found += [call(held), held["x"], held["x"] + 0]
+        return found
+
+    ours(program)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
+def test_such_a_mapping_beside_the_arguments(ours, mapping):
+    def program() -> Any:
+        held = mapping({"w": torch.rand(3)})
+        call = compiled(lambda x: x * held["w"], Backend())
+        return [call(torch.rand(3)) for _ in range(ROUNDS)]
+
+    ours(program)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_is_held_by_a_module_of_python(ours, is_given):
+    """As `import models` and `models.first(x)`: inductor asked its parameters for their memory."""
+
+    def program() -> Any:
+        package, models = types.ModuleType("package"), types.ModuleType("package.models")
+        package.models, models.first, models.scale = models, nn.Linear(3, 3), torch.rand(3)
+        source = "lambda x=None: package.models.first.weight * package.models.scale"
+        function = eval(source + (" + x" if is_given else ""), {"package": package})
+        given = (torch.rand(3),) if is_given else ()
+        with torch.no_grad():
+            call = compiled(function, Backend())
+            return [call(*given) for _ in range(ROUNDS)]
 
     ours(program)

@@ -59,6 +59,7 @@ class Backend:
             self.call_count += 1
             kinds = {type(arg) for arg in args if isinstance(arg, torch.Tensor)}
             assert kinds <= {torch.Tensor, nn.Parameter}
+            assert not any(isinstance(arg, TensorRef) for arg in args)
             return graph.forward(*args)
 
         return run

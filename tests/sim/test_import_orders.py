@@ -58,5 +58,25 @@ def test_the_order_of_imports_changes_no_type(order, tmp_path):
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr
 
 
+LAZILY = """
+lazy import torch
+lazy from torch import nn, rand
+import sys
+import torchTensorRef
+was_there = "torch" in sys.modules
+torchTensorRef.tensorsManager.device = "sim"
+tensors = rand(2), torch.zeros(2), nn.Linear(2, 2).weight
+print(was_there, [hasattr(tensor, "proxyInfo") for tensor in tensors])
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 15), reason="older Pythons import at once")
+def test_names_that_are_imported_when_they_are_used(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LAZILY], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == "False [True, True, True]\n", done.stderr
+
+
 def can_import(name):
     return importlib.util.find_spec(name) is not None

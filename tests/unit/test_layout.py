@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -343,3 +344,11 @@ def test_modules_stay_readable():
 def test_the_path_in_cpp_stays_readable():
     folder = PACKAGE / "interception" / "csrc"
     assert sum(len(path.read_text().splitlines()) for path in folder.iterdir()) < 1500
+
+
+def test_the_path_in_cpp_calls_nothing_that_newer_pythons_lack():
+    """Until Python 3.15 took it away, the compiler only warned of it."""
+    gone = {"PyWeakref_GetObject", "PyWeakref_GET_OBJECT", "PyImport_ImportModuleNoBlock"}
+    folder = PACKAGE / "interception" / "csrc"
+    words = {word for path in folder.iterdir() for word in re.findall(r"\w+", path.read_text())}
+    assert words & gone == set()

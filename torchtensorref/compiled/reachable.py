@@ -13,7 +13,7 @@ from torch import nn
 
 from ..memory.ref import TensorRef
 from .slots import tensors_of
-from .tensor_tree import CLOSED, DICT, OBJECT, kind_of
+from .tensor_tree import CLOSED, DICT, FROZEN, LIST, OBJECT, TUPLE, kind_of
 
 #: How deep functions hold functions (masks composed of masks).
 DEPTH = 6
@@ -23,6 +23,8 @@ MOST_VALUES = 10_000
 _NO_PROGRAMS = sys.stdlib_module_names - {"argparse", "builtins", "collections", "types"} | {
     __name__.partition(".")[0]
 }
+#: Modules of Python in which no tensors of the program are.
+_NO_NAMES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy"}
 
 
 class Cells:
@@ -75,7 +77,7 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
         names = function.__code__.co_names
         parts = (
             *(contents for cell in function.__closure__ or () for contents in _contents(cell)),
-            *(function.__globals__[name] for name in names if name in function.__globals__),
+            *_named(function.__globals__, names, set()),
             *(function.__defaults__ or ()),
             *(function.__kwdefaults__ or {}).values(),
         )
@@ -85,6 +87,19 @@ def _held(function: Any, depth: int) -> Iterator[Any]:
         yield part
         if _is_of_program(part):
             yield from _held(part, depth + 1)
+
+
+def _named(namespace: dict[str, Any], names: tuple[str, ...], seen: set[int]) -> Iterator[Any]:
+    """Yield what has one of some names, also in a Python module that has one: `models.encoder`."""
+    for name in names:
+        if name not in namespace:
+            continue
+        part = namespace[name]
+        yield part
+        is_module = isinstance(part, types.ModuleType) and id(part) not in seen
+        if is_module and part.__name__.partition(".")[0] not in _NO_NAMES:
+            seen.add(id(part))
+            yield from _named(vars(part), names, seen)
 
 
 def holds_refs(function: Any) -> bool:
@@ -119,7 +134,8 @@ def _has_refs(value: Any, seen: set[int], besides: Container[int], depth: int) -
     if is_closed or depth > DEPTH or id(value) in seen or len(seen) > MOST_VALUES:
         return False
     seen.add(id(value))
-    parts = value.values() if kind is DICT else vars(value).values() if kind is OBJECT else value
+    named = value if kind in (DICT, FROZEN) else vars(value) if kind is OBJECT else None
+    parts = value if named is None else named.values()
     return any(_has_refs(part, seen, besides, depth + 1) for part in [*parts])
 
 
@@ -140,9 +156,10 @@ def _cells_of(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if depth > DEPTH or id(value) in seen:
         return
     parts: tuple[Any, ...] = ()
-    if isinstance(value, (list, tuple)):
+    kind = kind_of(value)
+    if kind in (LIST, TUPLE):
         parts = tuple(value)
-    elif isinstance(value, dict):
+    elif kind in (DICT, FROZEN):
         parts = tuple(value.values())
     elif isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)

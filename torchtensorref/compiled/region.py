@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..memory.block import Block
 from .recorder import Use
 from .slots import Place, Slots, same_state
+from .tensor_tree import FROZEN, kind_of
 
 
 @dataclass
@@ -198,4 +199,11 @@ def key_of(inputs: list[Any]) -> Any:
 def choices_of(arguments: Any) -> Any:
     """Return what a call is told beside tensors that may decide what it does."""
     leaves = [leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.Tensor)]
-    return tuple(leaf if isinstance(leaf, (bool, str)) else type(leaf) for leaf in leaves)
+    return tuple(
+        leaf
+        if isinstance(leaf, (bool, str))
+        else choices_of(dict(leaf))  # torch's trees end at these
+        if kind_of(leaf) is FROZEN
+        else type(leaf)
+        for leaf in leaves
+    )

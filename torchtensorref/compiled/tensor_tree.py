@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +24,22 @@ class Kind(enum.Enum):
     LIST = "list"
     TUPLE = "tuple"
     DICT = "dict"
+    #: A mapping that cannot be changed: another one is made, as of tuples.
+    FROZEN = "frozen"
     OBJECT = "object"
 
 
-CLOSED, TENSOR, LIST, TUPLE, DICT, OBJECT = Kind
+CLOSED, TENSOR, LIST, TUPLE, DICT, FROZEN, OBJECT = Kind
+
+_CONTAINERS: dict[type, Kind] = {
+    list: LIST,
+    deque: LIST,
+    tuple: TUPLE,
+    dict: DICT,
+    types.MappingProxyType: FROZEN,
+    # Python's own from 3.15 on.
+    getattr(builtins, "frozendict", types.MappingProxyType): FROZEN,
+}
 
 _NEVER_OPENED = (
     torch.nn.Module,
@@ -68,7 +82,7 @@ def _classify(kind: type) -> Kind:
     # A configuration describes a model and holds no tensors; it is long to look through.
     if issubclass(kind, _NEVER_OPENED) or kind.__name__.endswith("Config"):
         return CLOSED
-    for base, found in ((list, LIST), (tuple, TUPLE), (dict, DICT)):
+    for base, found in _CONTAINERS.items():
         if issubclass(kind, base):
             return found
     return OBJECT if "__dict__" in dir(kind) else CLOSED
@@ -118,7 +132,7 @@ class Exchange:
             return isinstance(value, _ALL_THERE) or type(value).__name__.endswith("Config")
         if kind is LIST or kind is TUPLE:
             return all(map(self.is_open, value))
-        return kind is not DICT or all(map(self.is_open, value.values()))
+        return kind not in (DICT, FROZEN) or all(map(self.is_open, value.values()))
 
     def plain_tensors(self) -> list[torch.Tensor]:
         """Return the plain tensors that `find` has met: the program's own."""
@@ -166,11 +180,11 @@ class Exchange:
     def restore(self) -> None:
         """Put every container back as it was before `unwrap`."""
         for container, before in reversed(self._before):
-            if isinstance(container, list):
-                container[:] = before
-            else:
-                container.clear()
+            container.clear()
+            if isinstance(container, dict):
                 container.update(before)
+            else:
+                container.extend(before)
 
     def _walk(
         self, value: Any, swap: Callable[[Any], Any], seen: set[int], depth: int, before: Any
@@ -186,6 +200,11 @@ class Exchange:
             if all(new is old for new, old in zip(parts, value, strict=True)):
                 return value
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if kind is FROZEN:
+            named = {
+                key: self._walk(part, swap, seen, depth + 1, before) for key, part in value.items()
+            }
+            return value if all(named[key] is value[key] for key in named) else type(value)(named)
         seen.add(id(value))
         if kind is LIST:
             self._walk_items(value, enumerate(tuple(value)), swap, seen, depth, before)

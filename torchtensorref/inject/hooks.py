@@ -138,11 +138,12 @@ def _is_fork_server() -> bool:
     fork nobody who uses one. Python 3.14 starts it where older ones fork the program itself.
     """
     frame: FrameType | None = sys._getframe(1)
+    names = set()
     while frame is not None:
         if frame.f_globals.get("__name__") == "multiprocessing.forkserver":
-            return frame.f_code.co_name == "main"  # a child of it is in what that has called
+            names.add(frame.f_code.co_name)
         frame = frame.f_back
-    return False
+    return "main" in names and "_serve_one" not in names  # the latter runs a child of it
 
 
 def install() -> None:

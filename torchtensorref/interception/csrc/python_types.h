@@ -37,19 +37,19 @@ inline std::unordered_map<PyObject*, Device*> known_devices;
 
 inline bool says(py::handle object, const char* name) { return py::getattr(object, name, py::bool_(false)).cast<bool>(); }
 
+// Its weak reference is called: Python 3.15 no longer has the C call that lends the object, and 3.12 not yet the one that gives it.
+inline PyObject* object_of(const Device* device) { return device ? PyObject_CallNoArgs(device->weak) : Py_NewRef(Py_None); }
 // The device of a Python device; null for None and for what is none (books that are closed).
 inline Device* device_of(PyObject* object) {
   if (object == Py_None) return nullptr;
   Device*& found = known_devices[object];
-  if (found && PyWeakref_GetObject(found->weak) == object) return found;
+  if (found && py::reinterpret_steal<py::object>(object_of(found)).ptr() == object) return found;
   found = new Device();  // another object at the address of one that is gone
   found->weak = PyWeakref_NewRef(object, nullptr);
   if (!found->weak) PyErr_Clear(), found->weak = PyWeakref_NewRef(reinterpret_cast<PyObject*>(&PyLong_Type), nullptr);
   found->is_seen_by_python = says(object, "has_virtual_clock") || says(object, "is_witness");
   return found;
 }
-
-inline PyObject* object_of(const Device* device) { return Py_NewRef(device ? PyWeakref_GetObject(device->weak) : Py_None); }
 
 // -- numbers and flags, wherever they stand -------------------------------------------------------
 
