@@ -29,7 +29,8 @@ def run_on_parts(replayer: Any, op: OpRecord, blocks: Sequence[Block]) -> bool:
         for block in blocks:
             residency.readiness.settle_at_home(block)
     pieces = []
-    for nbytes in (rows_nbytes, *op.index_nbytes):
+    indices = op.index_nbytes or [block.nbytes for block in blocks[1:]]
+    for nbytes in (rows_nbytes, *indices):
         host.charge(0, 2 * nbytes, "uint8")
         pieces.append(piece_of(nbytes, replayer))
     try:

@@ -55,7 +55,7 @@ class OpRecord:
     overwrites: bool = False
     #: It reads a part of its first operand: rows of a table.
     reads_part: bool = False
-    #: Then what it reads of each of the others: indices.
+    #: Then what it reads of each of the others, indices; empty where that is not known.
     index_nbytes: tuple[int, ...] = ()
     #: Blocks of which parts move alone while they are away, with the first byte of each (-1: not
     #: known) and how many there are; and whether those of the first are put together there
