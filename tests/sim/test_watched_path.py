@@ -253,6 +253,22 @@ def test_a_composite_operator_that_comes_in_parts_is_told_of_by_these_only(liste
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "at home"])
+def test_tensors_in_keywords_are_told_of_with_the_others(listener: Any, is_there: bool) -> None:
+    """The ready path takes no such call: what is told of the others before it, is told alone."""
+    manager, strategy = listener
+    query = weight_on(manager, 1, 2, 4, 8)
+    mask = weight_on(manager, 1, 2, 4, 4)
+    query = query if is_there else query.toCPU()
+    strategy.heard.clear()
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    out, _ = attend(query, query, query, attn_mask=mask)
+    used = [access.block_id for access in strategy.uses()]
+    assert used == [query._ttr_block.block_id, mask._ttr_block.block_id]
+    plain = query.cpu()
+    assert not differences(out, attend(plain, plain, plain, attn_mask=mask.cpu())[0])
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "at home"])
 def test_a_plain_number_is_written(listener: Any, is_there: bool) -> None:
     """What a formula makes for the gradient of a single number is one, and is filled."""
     manager, _ = listener

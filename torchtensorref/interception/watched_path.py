@@ -73,8 +73,12 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     promises = tensorsManager.promises
     if promises is not None and promises.takes(plan, args, kwargs or {}):
         return SLOW
+    flat = flattened(plan, args)
+    first: Any = flat[0] if flat else None
+    if not isinstance(first, TensorRef) or (kwargs and not plan.allows(kwargs, first)):
+        return SLOW  # the ready path takes no such call: told here, it would be told of twice
     used: dict[Block, None] = {}
-    for arg in flattened(plan, args):
+    for arg in flat:
         if isinstance(arg, TensorRef):
             used[arg._ttr_block] = None
         elif isinstance(arg, _Tensor) and arg.dim():
