@@ -127,6 +127,7 @@ def manage(times_are_not_kept: None) -> Iterator[Callable[..., Any]]:
         tensorsManager.budget = nbytes
         tensorsManager.strategy = strategy
         tensorsManager.reset_stats()
+        once.said.clear()
         once.said.update(("room", "thrash"))  # tiny budgets are what these tests are about
         return tensorsManager
 

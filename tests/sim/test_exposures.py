@@ -168,6 +168,17 @@ def test_fetching_what_an_array_holds_is_told(manager):
         ref.toGPU()
 
 
+def test_fetching_all_that_others_hold_is_told_once_a_line(manager):
+    plain = [torch.rand(50) for _ in range(9)]
+    refs = [manager.adopt(tensor) for tensor in plain]
+    with pytest.warns(RuntimeWarning, match=r"toGPU\(\) has not made") as caught:
+        for ref in refs:
+            ref.toGPU()
+        refs[0].toGPU()
+    assert len(caught) == 2
+    assert plain
+
+
 @pytest.mark.parametrize(
     "look",
     [

@@ -16,6 +16,8 @@ import torch
 
 from ..base.listeners import listeners
 from ..base.units import format_nbytes
+from ..devices.base import Device
+from .block import Block, Exposure
 from .bookkeeping import Books
 
 _log = logging.getLogger("torchTensorRef")
@@ -68,6 +70,26 @@ def note_plain(element_count: int) -> None:
         "torchTensorRef, and single parameters from pickle.loads; what fully_shard gathers stays "
         "plain.",
     )
+
+
+def note_held(block: Block, exposure: Exposure, device: Device) -> None:
+    """A program has moved a block to an accelerator, where plain tensors keep it from staying.
+
+    Once for a line of the program: it may move all the parameters of a model.
+    """
+    depth = frames_of_ours()
+    line = sys._getframe(depth - 1)
+    key = f"held {line.f_code.co_filename}:{line.f_lineno}"
+    if key not in said:
+        said.add(key)
+        length = "for good" if exposure.forever else "while that lives"
+        warnings.warn(
+            f"toGPU() has not made {block.name} stay on {device.name}: {exposure.why} holds it on "
+            f"{exposure.device.name} {length}, and every operator fetches it anew. Delete what "
+            "holds it first, or take a clone() there. Others that this line moves go unmentioned.",
+            RuntimeWarning,
+            stacklevel=depth,
+        )
 
 
 def _say_later(key: str, text: str) -> None:

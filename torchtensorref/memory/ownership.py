@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ from .block import Block
 from .budget import OutOfBudgetError
 from .guard import Guarded, guards
 from .names import names
+from .once import note_held
 from .plain_views import alias_of, bare_ref, make_ref, plain_on, ref_like, view_over, view_with
 from .ref import TensorRef, as_parameter, attributes_given
 from .residency import Residency
@@ -247,14 +247,7 @@ class Ownership:
             residency.readiness.set_ready(ref._ttr_block, device)
         exposure = ref._ttr_block.exposure
         if exposure is not None and exposure.alive and exposure.device is not device:
-            length = "for good" if exposure.forever else "while that lives"
-            warnings.warn(
-                f"toGPU() has not made {ref._ttr_block.name} stay on {device.name}: {exposure.why} "
-                f"holds it on {exposure.device.name} {length}, and every operator fetches it anew. "
-                "Delete what holds it first, or take a clone() there.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            note_held(ref._ttr_block, exposure, device)
 
     def _accelerator_named(self, name: Any) -> Device:
         known = {device.name: device for device in self._residency.books.accelerators}
