@@ -76,7 +76,7 @@ def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     flat = flattened(plan, args)
     first: Any = flat[0] if flat else None
     if not isinstance(first, TensorRef) or (kwargs and not plan.allows(kwargs, first)):
-        return SLOW  # the ready path takes no such call: told here, it would be told of twice
+        return SLOW  # so would the ready path, once half of it had been told of
     used: dict[Block, None] = {}
     for arg in flat:
         if isinstance(arg, TensorRef):

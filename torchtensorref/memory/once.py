@@ -1,7 +1,8 @@
-"""What is said once in a process, when an operator has ended, and what to do about it.
+"""What is said once, and what to do about it: each time as a Python warning.
 
-That a budget is too small, for an operator or for what is used again and again; that a model stays
-plain. Each is a Python warning and, where the program listens to it, a record of our logger.
+In a process, when an operator has ended: that a budget is too small, for an operator or for what is
+used again and again; that a model stays plain. Where the program listens to our logger, it gets a
+record, too. At each line of the program: that `toGPU()` has moved what cannot stay.
 """
 
 from __future__ import annotations
