@@ -28,11 +28,17 @@ class Alike:
 
     def take(self, nbytes: int, distance: float) -> BlockSnapshot | None:
         """Return the next victim that is used after so many accesses; None if there is none."""
-        self._next += islice(self._victims, self._count - len(self._next))
-        for at, (next_use, block) in enumerate(self._next):
+        for at, (next_use, block) in enumerate(self._looked_at()):
             if block.nbytes == nbytes and next_use > distance:
                 del self._next[at]
                 return block
         if not self._next or self._next[0][0] <= distance:
             return None
         return self._next.pop(0)[1]
+
+    def _looked_at(self) -> Iterator[tuple[float, BlockSnapshot]]:
+        """Yield the next victims, each described when its turn comes: that takes a while."""
+        yield from self._next
+        for victim in islice(self._victims, self._count - len(self._next)):
+            self._next.append(victim)
+            yield victim
