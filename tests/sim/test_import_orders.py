@@ -26,7 +26,7 @@ transformers.models.t5.modeling_t5 tqdm
 LIBRARIES = _NAMES.split()
 #: Enough where another order has been seen with all: these know the most names of torch's.
 SOME = ("accelerate", "safetensors.torch", "torch.optim", "torch.utils.data", "transformers")
-WITH_ALL = ("libraries first", "we first")
+WITH_ALL = ("libraries first",)
 
 PROGRAM = """
 import sys, warnings
