@@ -18,6 +18,12 @@ def usual(sample: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [*sample, *(others if WHOLE else ())]
 
 
+def turn_of(name: str, values: Iterable[Any]) -> list[Any]:
+    """The one of the values whose turn it is, another for each name; all where all is run."""
+    given = list(values)
+    return given if WHOLE else [given[sum(map(ord, name)) % len(given)]]
+
+
 def in_turn(first: Iterable[Any], second: Iterable[Any], *, each: int = 2) -> list[Combination]:
     """Every value of the first axis with so many of the second, which take turns."""
     firsts, seconds = list(first), list(second)
