@@ -17,8 +17,9 @@ SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/te
 	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
 	tests/sim/test_command_line.py tests/sim/test_compiled_gradients.py tests/sim/test_demos.py \
 	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_libraries_on_several.py \
-	tests/sim/test_mixed_programs.py tests/sim/test_reserved_bytes.py \
-	tests/sim/test_training.py tests/unit/tensor/test_einsum_of_others.py \
+	tests/sim/test_mixed_programs.py tests/sim/test_random_eviction.py \
+	tests/sim/test_reserved_bytes.py tests/sim/test_training.py \
+	tests/unit/strategies/test_forecast_traces.py tests/unit/tensor/test_einsum_of_others.py \
 	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
 	tests/conformance/test_forecasts_of_models.py tests/conformance/test_formulas.py \
 	tests/conformance/test_libraries.py $(wildcard tests/conformance/test_faces_of_*.py)
