@@ -16,8 +16,9 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
 	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
 	tests/sim/test_command_line.py tests/sim/test_compiled_gradients.py tests/sim/test_demos.py \
-	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_libraries_on_several.py \
-	tests/sim/test_mixed_programs.py tests/sim/test_random_eviction.py \
+	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_leases.py \
+	tests/sim/test_libraries_on_several.py tests/sim/test_mixed_programs.py \
+	tests/sim/test_random_eviction.py tests/sim/test_read_alone.py \
 	tests/sim/test_reserved_bytes.py tests/sim/test_training.py \
 	tests/unit/strategies/test_forecast_traces.py tests/unit/tensor/test_einsum_of_others.py \
 	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
