@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..support.programs import COUNTS_OF_STEPS, Bring, assert_right, state_of, trained
-from ..support.sweeps import in_turn, turn_of
 
 STEPS = 10
 
@@ -36,24 +35,12 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(6, 12), torch.rand(6, 3)
 
 
-MANAGERS = [("lru", 1 << 20), ("genoa", 6_000), ("flow", 6_000)]
-
-
-def pytest_generate_tests(metafunc):
-    """Give each test and each optimizer one of the managers; all of them where all is run."""
-    if "name" in metafunc.fixturenames:
-        pairs = in_turn(OPTIMIZERS, MANAGERS, each=1)
-        metafunc.parametrize(("name", "manager"), pairs, indirect=["manager"])
-    elif "manager" in metafunc.fixturenames:
-        given = turn_of(metafunc.function.__name__, MANAGERS)
-        metafunc.parametrize("manager", given, indirect=True)
-
-
-@pytest.fixture
+@pytest.fixture(params=[("lru", 1 << 20), ("genoa", 6_000), ("flow", 6_000)])
 def manager(manage, request):
     return manage(*request.param)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(manager, name):
     program = trained(make_model, OPTIMIZERS[name], make_batch, STEPS)
     assert_right(program, manager, plain_because=COUNTS_OF_STEPS)
