@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 
+from ..support.sweeps import turn_of
+
 Program = Callable[[Callable[[Any], Any]], Any]
+STRATEGIES = ("genoa", "flow")
 
 
-@pytest.fixture(params=["genoa", "flow"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test that is to be `right` one of the strategies; both where all is run."""
+    if "right" in metafunc.fixturenames:
+        given = turn_of(metafunc.function.__name__, STRATEGIES)
+        metafunc.parametrize("right", given, indirect=True)
+
+
+@pytest.fixture
 def right(manage, request) -> Callable[..., None]:
     """Give `right(program)`: it fails where plain torch gives something else.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ..support.injection import assert_same_injected
+from ..support.sweeps import turn_of
 
 tk = pytest.importorskip("tensorkrowch")
 semiring = pytest.importorskip("torch_semiring_einsum")
@@ -20,7 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserW
 STRATEGIES = ("genoa", "lru", "flow")
 
 
-@pytest.fixture(params=STRATEGIES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test one of the strategies; all where all is run."""
+    if "check" in metafunc.fixturenames:
+        given = turn_of(metafunc.function.__name__, STRATEGIES)
+        metafunc.parametrize("check", given, indirect=True)
+
+
+@pytest.fixture
 def check(request, manage) -> Callable[..., Any]:
     """Give `check(program, nbytes)`: the program's results are those of plain torch."""
 

@@ -632,7 +632,10 @@ def test_threads_share_a_product_otherwise_than_its_tiles(manage, threads):
 
 
 def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
-    """As torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins."""
+    """As torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins.
+
+    And as attention's matrices, each of which begins elsewhere.
+    """
     program = """
         import torchTensorRef, torch
         from torch.nn import functional as F
@@ -652,19 +655,8 @@ def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
                     expected = part(x, w)
                 found = part(tensorsManager.adopt(x.clone()), tensorsManager.adopt(w.clone()))
                 assert torch.equal(expected, tensorsManager.release(found)), (dtype, part)
-        """
-    monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
-    done = python("-W", "ignore", script(program))
-    assert done.returncode == 0, done.stderr
 
-
-def test_where_each_of_several_matrices_begins_changes_no_bit(script, monkeypatch):
-    """As attention's, of an odd number of tokens: in a tile of rows each begins elsewhere."""
-    program = """
-        import torchTensorRef, torch
-        from torchTensorRef import disabled, tensorsManager
-        torch.set_num_threads(1)
-        tensorsManager.device, tensorsManager.strategy = "sim", "lru"
+        # Each of several matrices, of an odd number of tokens: a tile's rows begin elsewhere in it.
         cases = [((33, 715, 17), 5, 0.31), ((5, 715, 16), 5, 0.32), ((5, 257, 64), 5, 0.61)]
         for size, columns, share in cases:
             with disabled():

@@ -15,6 +15,7 @@ from torchTensorRef import TensorRef, options, tensorsManager
 
 from ..support.differential import differences
 from ..support.injection import injected, one_thread, plain_result, seed
+from ..support.sweeps import usual
 from .test_compiler import WIDTH, Backend, Model, batches, fresh_compiler, ours
 
 __all__ = ["fresh_compiler", "ours"]
@@ -64,7 +65,7 @@ def test_by_blocks_what_is_saved_may_leave(ours, strategy):
     assert backend.graph_count == 3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", usual(["aot_eager"], ["inductor"]))
 def test_gradients_are_those_of_plain_compiled_torch(manage, backend):
     """Bit for bit where all is there, and within the compiler's tolerance of not compiling."""
 

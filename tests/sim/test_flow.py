@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.flow_against_floor import plain_run, rows_of
+from benchmarks.programs import PROGRAMS
+from torchTensorRef.inject import hooks
 from torchTensorRef.strategies.flow.flow import Flow
 from torchTensorRef.strategies.flow.history import History
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
-ROOT = Path(__file__).parents[2]
 WIDTH = 48
 LAYER_NBYTES = WIDTH * WIDTH * 4
 
@@ -351,22 +349,13 @@ class TestWrongForecast:
         assert moved[Flow] <= 1.1 * moved[LeastRecentlyUsed]
 
 
-def test_a_sample_of_the_benchmark():
+def test_a_sample_of_the_benchmark(manage):
     """Near the floor, faster than what people do today, within the budget, identical."""
-    ran = subprocess.run(
-        [
-            sys.executable,
-            *("-m", "benchmarks.flow_against_floor", "--programs", "balanced"),
-            *("--budgets", "50", "--strategies", "flow,prefix_resident,stream_ahead"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,  # 1 says that figures differ from the baseline's: with another torch they may
-    )
-    last = ran.stdout.strip().splitlines()[-1]
-    assert last.startswith("RESULT "), ran.stderr
-    rows = json.loads(last.removeprefix("RESULT "))["balanced"]["50"]
+    manage()
+    (program,) = (program for program in PROGRAMS if program.name == "balanced")
+    strategies = ["flow", "prefix_resident", "stream_ahead"]
+    with hooks.is_disabled.entered(False):
+        rows = dict(rows_of(plain_run(program), 50, strategies, None))
     assert rows["flow"]["time_over_floor"] <= 1.10
     assert rows["flow"]["bytes_over_min"] <= 1.15
     assert rows["flow"]["peak_share"] >= 0.95

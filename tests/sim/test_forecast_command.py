@@ -39,15 +39,15 @@ def status_of(*arguments):
         return end.code
 
 
-def test_a_model_over_several_cards(tmp_path):
+def test_a_model_over_several_cards(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    done = forecast(
-        "--model", tmp_path, "--device", "rtx4060,h200", "--prompt", "9", "--new-tokens", "20",
-        "--budget", "200KB", "--plot", tmp_path / "curve.png",
+    status = status_of(
+        "forecast", "--model", tmp_path, "--device", "rtx4060,h200", "--prompt", "9",
+        "--new-tokens", "20", "--budget", "200KB", "--plot", tmp_path / "curve.png",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = done.stdout.splitlines()
+    assert status == 0
+    rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows[1:3]] == ["rtx4060", "h200"]
     assert rows[3].startswith("20 tokens in: rtx4060 ")
     assert max(map(len, rows[:4])) <= 80

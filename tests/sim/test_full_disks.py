@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from ..support import processes
+from ..support.sweeps import usual
 
 resource = pytest.importorskip("resource", reason="this system has no such limits")
 
@@ -201,7 +202,7 @@ def test_killed_at_random(script: Any, tmp_path: Path) -> None:
     torch.save(model.state_dict(), weights)
     saved = weights.read_bytes()
     draw = random.Random(0)
-    for number in range(4):
+    for number in usual(range(2), range(2, 5)):
         trace, report = tmp_path / f"trace{number}.jsonl", tmp_path / "report.json"
         given = ("--report", str(report), "--trace", str(trace), path, str(weights))
         with subprocess.Popen([sys.executable, *RUN, *given], stdout=subprocess.PIPE) as process:

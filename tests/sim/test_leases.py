@@ -19,6 +19,7 @@ from torchTensorRef.memory.strategy_feed import StrategyFeed
 from torchTensorRef.operators.plan import plan_of
 
 from ..support.differential import differences
+from ..support.sweeps import usual
 from .test_watched_path import ROOM, Listener, ran, weight_on
 
 
@@ -353,7 +354,7 @@ def followed(manager: Any, plain: nn.Module, asked: list[str]) -> tuple[nn.Modul
     return model, {name: after[name] - before[name] for name in ("miss_count", "slow_op_count")}
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.parametrize("share", usual([0.5], [0.7]))
 def test_flow_follows_many_small_weights_without_being_asked_at_each(manage, asked, share):
     plain = Rows(192)
     nbytes = sum(p.nbytes for p in plain.parameters())

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ..support.processes import RUN, python
+from ..support.sweeps import usual
 
 LLAMA = """
     import torch
@@ -48,7 +49,10 @@ UNET = """
 
 @pytest.mark.parametrize(
     ("library", "program", "budget"),
-    [("transformers", LLAMA, "1MiB,2MiB"), ("diffusers", UNET, "600KiB,900KiB")],
+    usual(
+        [("transformers", LLAMA, "1MiB,2MiB")],
+        [("diffusers", UNET, "600KiB,900KiB")],
+    ),
 )
 def test_numbers_are_plain_torchs(script, tmp_path, library, program, budget):
     if importlib.util.find_spec(library) is None:

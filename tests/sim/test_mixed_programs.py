@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from torchTensorRef import tensorsManager
@@ -11,28 +13,39 @@ from torchTensorRef.inject import hooks
 from ..stress import mixed, mixed_training
 from ..stress.mixed_changes import Changes
 from ..stress.soak import late, simulated
+from ..support.sweeps import usual
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("is_promised", [False, True])
-@pytest.mark.parametrize("strategy", ["flow", "lru", "genoa"])
-@pytest.mark.parametrize("seed", range(4))
+#: Each strategy once without promises and once with them.
+MIXED = [(2, "flow", False), (3, "lru", False), (1, "genoa", False)]
+MIXED += [(1, "flow", True), (3, "lru", True), (2, "genoa", True)]
+MORE_MIXED = [
+    case
+    for case in itertools.product(range(4), ("flow", "lru", "genoa"), (False, True))
+    if case not in MIXED
+]
+
+
+@pytest.mark.parametrize(("seed", "strategy", "is_promised"), usual(MIXED, MORE_MIXED))
 def test_a_mixed_program_gives_what_it_gives_with_plain_torch(manage, seed, strategy, is_promised):
     manage(strategy)
     with hooks.is_disabled.entered(False):
         assert mixed.compared(seed, strategy, promised=is_promised) == ""
 
 
-@pytest.mark.parametrize("is_promised", [False, True])
-@pytest.mark.parametrize("seed", [1, 126, 130])
+@pytest.mark.parametrize(
+    ("seed", "is_promised"),
+    usual([(126, False), (1, True)], [(1, False), (126, True), (130, False), (130, True)]),
+)
 def test_a_program_that_trains(manage, seed, is_promised):
     manage("flow")
     with hooks.is_disabled.entered(False):
         assert mixed.compared(seed, "flow", kind=mixed_training, promised=is_promised) == ""
 
 
-@pytest.mark.parametrize("seed", range(4, 8))
+@pytest.mark.parametrize("seed", usual([4, 7], [5, 6]))
 def test_a_mixed_program_on_two_accelerators(manage, seed):
     manage("venice", count=2)
     with hooks.is_disabled.entered(False):
@@ -58,7 +71,7 @@ def test_what_is_set_and_seen_between_the_steps_changes_no_number(manage, seed):
         assert mixed.compared(seed, "flow", changed=devices) == ""
 
 
-@pytest.mark.parametrize("seed", [7, 11])
+@pytest.mark.parametrize("seed", usual([7], [11]))
 def test_it_changes_none_on_the_double_of_a_real_accelerator(manage, seed):
     manage("lru")
     devices = late(seed)

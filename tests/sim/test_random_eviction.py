@@ -9,11 +9,23 @@ import torch
 from torch import nn
 
 from ..support.programs import COUNTS_OF_STEPS, Bring, RandomEviction, assert_right, trained
+from ..support.sweeps import WHOLE, turn_of
+
+#: The seed and the budget, by its name.
+MANAGERS = {"ample": (1, 1 << 20), "some": (2, 40_000), "tight": (3, 8_000)}
 
 
-@pytest.fixture(params=[(1, 1 << 20), (2, 40_000), (3, 8_000)], ids=["ample", "some", "tight"])
+def pytest_generate_tests(metafunc):
+    """Give each test two of the managers, by turns; all of them where all is run."""
+    if "manager" in metafunc.fixturenames:
+        left_out = () if WHOLE else turn_of(metafunc.function.__name__, MANAGERS)
+        given = [name for name in MANAGERS if name not in left_out]
+        metafunc.parametrize("manager", given, indirect=True)
+
+
+@pytest.fixture
 def manager(manage, request):
-    seed, nbytes = request.param
+    seed, nbytes = MANAGERS[request.param]
     return manage(RandomEviction(seed), nbytes=nbytes)
 
 

@@ -13,6 +13,7 @@ from torchTensorRef.base.options import options
 from torchTensorRef.memory.report import living_blocks
 
 from ..support.differential import differences
+from ..support.sweeps import in_turn
 
 #: Thirty-two matrices of 64 KiB in one block.
 COUNT, ROWS, COLUMNS = 32, 64, 256
@@ -463,8 +464,12 @@ def test_what_a_prompt_uses_all_of_is_not_fetched_ahead_for_each_token(manage):
     assert moved_nbytes < 2 * (1 + len(tokens)) * BLOCK_NBYTES  # it was four for each token
 
 
-@pytest.mark.parametrize("kind", ["grouped_mm", "no kernel", "batched_mm", "eager"])
-@pytest.mark.parametrize("strategy", ["lru", "genoa", "flow", "venice"])
+KINDS = ["grouped_mm", "no kernel", "batched_mm", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), in_turn(KINDS, ["lru", "genoa", "flow", "venice"], each=2)
+)
 def test_a_mixture_of_experts_fetches_those_that_work(manage, monkeypatch, strategy, kind):
     transformers = pytest.importorskip("transformers")
     if kind == "no kernel":

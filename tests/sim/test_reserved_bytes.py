@@ -10,6 +10,7 @@ import torch
 from torchTensorRef.memory.external_pressure import LOOK_EVERY, ReleaseWatch
 
 from ..support.allocator_double import CachingAllocator, CachingDevice
+from ..support.sweeps import usual
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -64,7 +65,7 @@ class Model:
     ("percent", "strategy", "first_count"),
     # The slack grows with each shortage, until there is none. How many tokens LRU needs for that
     # depends on where small tensors came to lie: ten or eleven have been seen.
-    [(25, "flow", 4), (50, "flow", 4), (75, "flow", 4), (25, "lru", 12)],
+    usual([(25, "flow", 4), (25, "lru", 12)], [(50, "flow", 4), (75, "flow", 4)]),
 )
 def test_a_7b_streams_without_a_release_of_the_cache(manager, strategy, percent, first_count):
     device = CachingDevice()

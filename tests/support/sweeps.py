@@ -13,6 +13,17 @@ WHOLE = bool(os.environ.get("WHOLE_SWEEPS"))
 Combination = tuple[Any, ...]
 
 
+def usual(sample: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """The sample, and where all is run the others too, which show the same of another case."""
+    return [*sample, *(others if WHOLE else ())]
+
+
+def turn_of(name: str, values: Iterable[Any]) -> list[Any]:
+    """The one of the values whose turn it is, another for each name; all where all is run."""
+    given = list(values)
+    return given if WHOLE else [given[sum(map(ord, name)) % len(given)]]
+
+
 def in_turn(first: Iterable[Any], second: Iterable[Any], *, each: int = 2) -> list[Combination]:
     """Every value of the first axis with so many of the second, which take turns."""
     firsts, seconds = list(first), list(second)
