@@ -19,8 +19,8 @@ SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/te
 	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_leases.py \
 	tests/sim/test_libraries_on_several.py tests/sim/test_mixed_programs.py \
 	tests/sim/test_random_eviction.py tests/sim/test_read_alone.py \
-	tests/sim/test_reserved_bytes.py \
-	tests/unit/strategies/test_forecast_traces.py tests/unit/tensor/test_einsum_of_others.py \
+	tests/sim/test_reserved_bytes.py tests/unit/strategies/test_forecast_traces.py \
+	tests/unit/tensor/test_einsum_of_others.py \
 	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
 	tests/conformance/test_forecasts_of_models.py tests/conformance/test_formulas.py \
 	tests/conformance/test_libraries.py $(wildcard tests/conformance/test_faces_of_*.py)
