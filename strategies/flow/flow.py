@@ -253,12 +253,12 @@ class Flow(Strategy):
         a real accelerator also while nothing that is missing is urgent, or the link is busy with
         all that may be queued. And where nothing is fetched ahead.
         """
-        history, has = self.history, self._stock.has
+        history, has, most = self.history, self._stock.has, self._queue.brief_nbytes(device)
         likely = history.next_ones(EXPECTED_COUNT)
         if not self._follows(PREFETCH_CONFIDENCE):  # nothing is fetched ahead
             self._queue.is_brief = False
             return self._guess.these(filter(has, likely), history.end)
-        briefly = takewhile(lambda one: history.nbytes(one) <= device.decision_nbytes, likely)
+        briefly = takewhile(lambda one: history.nbytes(one) <= most, likely)
         small = list(dict.fromkeys(briefly))
         self._queue.is_brief = len(small) > 1
         if not (self._queue.is_brief or device.knows_compute_end):

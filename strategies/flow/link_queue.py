@@ -22,6 +22,8 @@ LONG_QUEUE_SHARE = 1 / 8
 #: This part of the time that the link idles, as a share of the budget, up to a most.
 SHARE_OF_IDLE = 1 / 2
 MOST_OF_IDLE = 1 / 16
+#: What counts as small then is at the most so many times what does where the link is busy.
+MOST_BRIEF = 16
 #: How much it idles is seen once in so many accesses, and this part of a change is believed.
 SEEN_EVERY = 64
 BELIEVED = 1 / 4
@@ -50,6 +52,7 @@ class LinkQueue:
         self.is_brief = False
         self.next_nbytes = 0
         self._share = QUEUE_SHARE
+        self._idle_nbytes = 0.0  # what the link could have copied besides, by use
         self._seen_at = self._seen_ns = self._moved_nbytes = 0
 
     def moved(self, nbytes: int) -> None:
@@ -62,10 +65,17 @@ class LinkQueue:
             return
         took_ns = device.now_ns - self._seen_ns
         if self._seen_at and took_ns > 0:
-            busy_ns = self._moved_nbytes / device.h2d_bytes_per_s * 1e9
-            share = min(MOST_OF_IDLE, (1 - busy_ns / took_ns) * SHARE_OF_IDLE)
+            idle_ns = max(0.0, took_ns - self._moved_nbytes / device.h2d_bytes_per_s * 1e9)
+            share = min(MOST_OF_IDLE, idle_ns / took_ns * SHARE_OF_IDLE)
             self._share += (max(QUEUE_SHARE, share) - self._share) * BELIEVED
+            idle_nbytes = idle_ns / (end - self._seen_at) * device.h2d_bytes_per_s / 1e9
+            idle_nbytes = min(idle_nbytes, MOST_BRIEF * device.decision_nbytes)
+            self._idle_nbytes += (idle_nbytes - self._idle_nbytes) * BELIEVED
         self._seen_at, self._seen_ns, self._moved_nbytes = end, device.now_ns, 0
+
+    def brief_nbytes(self, device: DeviceSnapshot) -> float:
+        """Return up to what size blocks are small: not worth a decision about each."""
+        return max(device.decision_nbytes, self._idle_nbytes)
 
     @property
     def count(self) -> int:
@@ -77,7 +87,7 @@ class LinkQueue:
         """Return the most bytes in flight, but for one copy that always may be."""
         nbytes = device.limit_nbytes * self._share
         if self.is_brief:  # no more than the link copies meanwhile
-            meanwhile_nbytes = LONG_QUEUE_COUNT * device.decision_nbytes
+            meanwhile_nbytes = LONG_QUEUE_COUNT * self.brief_nbytes(device)
             nbytes = max(nbytes, min(device.limit_nbytes * LONG_QUEUE_SHARE, meanwhile_nbytes))
         return min(QUEUE_NBYTES, nbytes)
 

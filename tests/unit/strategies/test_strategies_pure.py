@@ -306,6 +306,30 @@ def test_the_queue_is_as_long_as_the_link_idles():
     assert not queue.is_open(busy), "what comes next does not fit"
 
 
+def test_what_an_idle_link_could_copy_between_two_uses_is_small():
+    def small(idle_share: float, **facts: int) -> float:
+        here, queue = device(64_000, **facts), LinkQueue()
+        for at in range(1, 40):  # a use takes as long as the link needs for 15,625 bytes
+            queue.look_at(device(64_000, now_ns=at * 10**6, **facts), at * 64)
+            queue.moved(int((1 - idle_share) * 10**6))
+        return queue.brief_nbytes(here)
+
+    assert small(0, decision_nbytes=1_000) == 1_000
+    assert small(0.05, decision_nbytes=1_000) == 1_000
+    assert small(0.5, decision_nbytes=1_000) == pytest.approx(7_812, 0.01)
+    assert small(1, decision_nbytes=100) == pytest.approx(1_600, 0.01), "not without end"
+    assert small(1, decision_nbytes=1_000, compute_free_ns=1) == 1_000, "compute's end is known"
+    for moved_nbytes, is_brief in [(100, True), (15_600, False)]:
+        strategy = paced(0)
+        for at, (block_id, struct) in enumerate(sweep(0, 8, 0) * 100):
+            strategy.on_access(Access(block_id, 5_000, struct, True, True, True))
+            strategy.on_prefetch(block_id, moved_nbytes)
+            now_ns = (at + 1) * 15_625
+            strategy.prefetch(device(64_000, now_ns=now_ns, decision_nbytes=1_000), [])
+        strategy.expects(device(64_000, decision_nbytes=1_000))
+        assert strategy._queue.is_brief is is_brief, "larger than a decision"
+
+
 def test_nothing_is_looked_for_while_the_next_one_does_not_fit_into_the_queue():
     strategy = learned([*sweep(0, 8, 0), (0, 0)])
     facts = {"resident_nbytes": 3_000, "in_flight_count": 1}
