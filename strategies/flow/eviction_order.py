@@ -258,12 +258,12 @@ class _Walk:
             if block.last_use > last_use:
                 fresh.note(block_id, block.last_use)
                 continue
-            # Numbers of operators are no positions: they say how much has run in the process.
-            age = self._newest - block.last_use
             if block.is_persistent and block.nbytes > self._order.decision_nbytes:
-                score = distance = UNFORESEEN - (self._end - age) - self._cursor
+                # Behind all others of which no use is foreseen. Its own age is of no use beside
+                # theirs: numbers of operators are no positions.
+                score = distance = UNFORESEEN - self._end - self._cursor
             else:
-                distance = float(2 * age)
+                distance = float(2 * (self._newest - block.last_use))
                 score = distance / self._order.cost(block)
             self._push(score, distance, block_id, block, None)
             return
