@@ -11,7 +11,6 @@ import time
 import pytest
 
 from torchTensorRef.__main__ import main
-from torchTensorRef.base.options import OPTIONS, settings
 
 from ..support.processes import RUN, python
 from ..support.sweeps import usual
@@ -345,11 +344,11 @@ def test_check_uses_the_devices(tmp_path):
     assert "FAIL" not in done.stdout
 
 
-def test_check_of_a_device_that_fails(capsys, monkeypatch):
-    monkeypatch.setattr(settings, "faults", OPTIONS["faults"].parse("copy:2"))
-    assert main(["check", "--device", "sim"]) == 1
-    out, err = capsys.readouterr()
-    assert (out.count("FAIL"), err) == (1, "")
+def test_check_of_a_device_that_fails(tmp_path):
+    asked = ("-m", "torchTensorRef", "check", "--device", "sim")
+    done = python(*asked, cwd=tmp_path, TTR_FAULTS="copy:2")
+    assert (done.returncode, done.stdout.count("FAIL")) == (1, 1)
+    assert done.stderr == ""
 
 
 def test_check_of_a_device_that_nobody_knows(capsys):
