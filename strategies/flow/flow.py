@@ -249,7 +249,7 @@ class Flow(Strategy):
     def expects(self, device: DeviceSnapshot) -> list[int]:
         """Return the blocks that are there and used next, as long as nothing is to be decided.
 
-        That is while they are small: to decide about such a block takes longer than to copy it. On
+        That is while they are small, not worth a decision about each (`LinkQueue.brief_nbytes`). On
         a real accelerator also while nothing that is missing is urgent, or the link is busy with
         all that may be queued. And where nothing is fetched ahead.
         """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..support.sweeps import turn_of
+from ..support.sweeps import give_by_turns
 
 Program = Callable[[Callable[[Any], Any]], Any]
 STRATEGIES = ("genoa", "flow")
@@ -15,9 +15,7 @@ STRATEGIES = ("genoa", "flow")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give each test that is to be `right` one of the strategies; both where all is run."""
-    if "right" in metafunc.fixturenames:
-        given = turn_of(metafunc.function.__name__, STRATEGIES)
-        metafunc.parametrize("right", given, indirect=True)
+    give_by_turns(metafunc, "right", STRATEGIES)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ..support.injection import assert_same_injected
-from ..support.sweeps import turn_of
+from ..support.sweeps import give_by_turns
 
 tk = pytest.importorskip("tensorkrowch")
 semiring = pytest.importorskip("torch_semiring_einsum")
@@ -23,9 +23,7 @@ STRATEGIES = ("genoa", "lru", "flow")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give each test one of the strategies; all where all is run."""
-    if "check" in metafunc.fixturenames:
-        given = turn_of(metafunc.function.__name__, STRATEGIES)
-        metafunc.parametrize("check", given, indirect=True)
+    give_by_turns(metafunc, "check", STRATEGIES)
 
 
 @pytest.fixture

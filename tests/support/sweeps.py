@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 #: Whether all combinations are run.
 WHOLE = bool(os.environ.get("WHOLE_SWEEPS"))
 
@@ -22,6 +24,13 @@ def turn_of(name: str, values: Iterable[Any]) -> list[Any]:
     """The one of the values whose turn it is, another for each name; all where all is run."""
     given = list(values)
     return given if WHOLE else [given[sum(map(ord, name)) % len(given)]]
+
+
+def give_by_turns(metafunc: pytest.Metafunc, fixture: str, values: Iterable[Any]) -> None:
+    """Give each test that has a fixture one of the values for it by turns; all where all is run."""
+    if fixture in metafunc.fixturenames:
+        given = turn_of(metafunc.function.__name__, values)
+        metafunc.parametrize(fixture, given, indirect=True)
 
 
 def in_turn(first: Iterable[Any], second: Iterable[Any], *, each: int = 2) -> list[Combination]:

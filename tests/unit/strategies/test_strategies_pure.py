@@ -271,14 +271,16 @@ def test_small_blocks_are_several_where_they_are_not_one_used_twice(second: int,
     assert strategy._queue.is_brief is is_brief
 
 
-def test_the_queue_is_as_long_as_the_link_idles():
-    def seen(idle_share: float, **facts: int) -> LinkQueue:
-        queue = LinkQueue()
-        for at in range(1, 40):
-            queue.look_at(device(64_000, now_ns=at * 10**6, **facts), at * 64)
-            queue.moved(int((1 - idle_share) * 10**6))  # of 1 GB/s
-        return queue
+def seen(idle_share: float, **facts: int) -> LinkQueue:
+    """A queue over a link of 1 GB/s that idled so much: for each use there is time for 15,625 B."""
+    queue = LinkQueue()
+    for at in range(1, 40):
+        queue.look_at(device(64_000, now_ns=at * 10**6, **facts), at * 64)
+        queue.moved(int((1 - idle_share) * 10**6))
+    return queue
 
+
+def test_the_queue_is_as_long_as_the_link_idles():
     here = device(64_000)
     assert (seen(0).count, seen(0).nbytes(here)) == (4, 1_000)
     assert (seen(0.02).count, seen(0.02).nbytes(here)) == (4, 1_000)
@@ -308,11 +310,7 @@ def test_the_queue_is_as_long_as_the_link_idles():
 
 def test_what_an_idle_link_could_copy_between_two_uses_is_small():
     def small(idle_share: float, **facts: int) -> float:
-        here, queue = device(64_000, **facts), LinkQueue()
-        for at in range(1, 40):  # a use takes as long as the link needs for 15,625 bytes
-            queue.look_at(device(64_000, now_ns=at * 10**6, **facts), at * 64)
-            queue.moved(int((1 - idle_share) * 10**6))
-        return queue.brief_nbytes(here)
+        return seen(idle_share, **facts).brief_nbytes(device(64_000, **facts))
 
     assert small(0, decision_nbytes=1_000) == 1_000
     assert small(0.05, decision_nbytes=1_000) == 1_000
