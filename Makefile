@@ -19,8 +19,12 @@ SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/te
 	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_leases.py \
 	tests/sim/test_libraries_on_several.py tests/sim/test_mixed_programs.py \
 	tests/sim/test_random_eviction.py tests/sim/test_read_alone.py \
-	tests/sim/test_reserved_bytes.py tests/unit/strategies/test_forecast_traces.py \
+	tests/sim/test_optimizers_by_lists.py tests/sim/test_promises.py \
+	tests/sim/test_reserved_bytes.py tests/sim/test_training.py tests/device/test_mps_double.py \
+	tests/unit/benchmarks/test_several_accelerators.py \
+	tests/unit/strategies/test_forecast_traces.py tests/unit/strategies/test_strategies_pure.py \
 	tests/unit/tensor/test_einsum_of_others.py \
+	tests/conformance/test_blocks.py tests/conformance/test_strategies.py \
 	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
 	tests/conformance/test_forecasts_of_models.py tests/conformance/test_formulas.py \
 	tests/conformance/test_libraries.py $(wildcard tests/conformance/test_faces_of_*.py)

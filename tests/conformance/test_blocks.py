@@ -9,7 +9,11 @@ from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.forced_blocks import forced_blocks
 from ..support.operator_cases import Outcome, cases_of, compare, operators, turn_of
+from ..support.sweeps import WHOLE
 from .known_differences import KNOWN
+
+#: One operator in so many is in the sample.
+ONE_IN = 40 if WHOLE else 80
 
 #: So many inputs of each dtype; all by `make conformance` with "--blocks" in CONFORMANCE_ARGS.
 SAMPLES = {torch.float32: 2, torch.bfloat16: 1, torch.int64: 1}
@@ -36,7 +40,7 @@ ALWAYS = frozenset(
         "var",
     }
 )
-SAMPLE = [name for name in operators() if name in ALWAYS or turn_of(name) % 40 == 0]
+SAMPLE = [name for name in operators() if name in ALWAYS or turn_of(name) % ONE_IN == 0]
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from ..support.programs import (
     scattered,
     trained,
 )
+from ..support.sweeps import in_turn
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "genoa": lambda: make_strategy("genoa"),
@@ -55,7 +56,9 @@ def strategy(request):
 SHARES = [8.0, 0.5, 0.2, 0.05, 0.01]
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    ("strategy", "share"), in_turn(STRATEGIES, SHARES, each=3), indirect=["strategy"]
+)
 def test_no_strategy_changes_a_bit_or_passes_the_budget(manage, strategy, share):
     manager = manage(strategy, nbytes=1 << 20)
     device = manager.residency.books.main

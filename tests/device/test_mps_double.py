@@ -21,10 +21,11 @@ from ..support.injection import injected, one_thread
 from ..support.operator_cases import DTYPES, operators, run_operator, turn_of
 from ..support.programs import COUNTS_OF_STEPS, Bring, RandomEviction, assert_right, trained
 from ..support.shaking import Shaken
+from ..support.sweeps import WHOLE, usual
 from .conftest import managed_by
 
 #: One operator in so many.
-ONE_IN = 12
+ONE_IN = 12 if WHOLE else 24
 TIGHT_NBYTES = 60_000
 
 
@@ -119,12 +120,10 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [
-        ("LlamaForCausalLM", "flow"),
-        ("T5ForConditionalGeneration", "lru"),
-        ("BertForMaskedLM", "lru"),
-        ("LoRA on LlamaForCausalLM", "flow"),
-    ],
+    usual(
+        [("LlamaForCausalLM", "flow"), ("T5ForConditionalGeneration", "lru")],
+        [("BertForMaskedLM", "lru"), ("LoRA on LlamaForCausalLM", "flow")],
+    ),
 )
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 # What other libraries advise against on their own account.

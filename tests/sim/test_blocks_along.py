@@ -246,7 +246,7 @@ def attention(mask=None, **how):
     return run
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(ATTENTION, FLOATS))
+@pytest.mark.parametrize(("case", "dtype"), in_turn(ATTENTION, FLOATS, each=1))
 def test_attention_whose_keys_do_not_fit(manage, case, dtype):
     shared = {"enable_gqa": True} if "shared" in case else {}
     queries, keys = (800, 800) if "causal" in case else (96, 1_024)

@@ -255,7 +255,8 @@ def test_bad_arguments_are_refused_in_a_sentence(given, words, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "how"), [("cuda:99", "option"), ("xpu:99", "variable"), ("sim,mps:99", "option")]
+    ("given", "how"),
+    usual([("cuda:99", "option"), ("xpu:99", "variable")], [("sim,mps:99", "option")]),
 )
 def test_a_device_that_is_not_there_is_said_in_a_line(script, given, how):
     path = script("import torch\nprint('before')\ntorch.zeros(1)\nprint('after')\n")

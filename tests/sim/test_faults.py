@@ -18,7 +18,7 @@ from torchTensorRef.memory.transfer import ATTEMPTS
 from torchTensorRef.operators.plan import OpPlan
 
 from ..support.programs import Adversary, InTurn, RandomEviction, Scatter, assert_same, unchanged
-from ..support.sweeps import WHOLE
+from ..support.sweeps import WHOLE, by_pairs, in_turn, one_in
 
 #: Everything fits; little more than one operator does; less than the largest operator needs. Then
 #: the same for two accelerators: they share the program, or its operators are scattered.
@@ -123,9 +123,9 @@ def plain(manage):
     return plain_states(2)
 
 
-@pytest.mark.parametrize(("strategy", "nbytes", "count"), CASES)
-@pytest.mark.parametrize("kind", ["alloc", "copy"])
-def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes, count):
+@pytest.mark.parametrize(("case", "kind"), in_turn(CASES, ["alloc", "copy"], each=1))
+def test_the_nth_allocation_or_copy_fails(manage, plain, case, kind):
+    strategy, nbytes, count = case
     for number in numbers(CASES.index((strategy, nbytes, count))):
         manager = manage(made(strategy), nbytes=nbytes, count=count)
         device = accelerators(manager)[-1]
@@ -148,7 +148,8 @@ def faults_left(device: Any, kind: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "nbytes", "count"), [*CASES, ("random", 1_200, 1), ("adversary", 1_200, 1)]
+    ("strategy", "nbytes", "count"),
+    one_in(2, [*CASES, ("random", 1_200, 1), ("adversary", 1_200, 1)]),
 )
 def test_a_link_that_stays_broken_for_a_while(manage, plain, strategy, nbytes, count):
     """The n-th copy and all further attempts at it fail: the host must help, or patience."""
@@ -234,15 +235,20 @@ class _Callable:
         return other is self._op
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+RAISED_IN = [
+    ("lru", 1 << 20, 1),
+    ("genoa", 1_200, 1),
+    ("in turn", 1_200, 2),
+    ("scatter", 1 << 20, 2),
+]
+
+
 @pytest.mark.parametrize(
-    "error", [KernelFailedError("kernel"), KeyboardInterrupt()], ids=["kernel", "ctrl-c"]
+    ("case", "error", "after"),
+    by_pairs(RAISED_IN, [KernelFailedError("kernel"), KeyboardInterrupt()], [False, True]),
 )
-@pytest.mark.parametrize(
-    ("strategy", "nbytes", "count"),
-    [("lru", 1 << 20, 1), ("genoa", 1_200, 1), ("in turn", 1_200, 2), ("scatter", 1 << 20, 2)],
-)
-def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, count, error, after):
+def test_the_nth_operator_raises(manage, plain, monkeypatch, case, error, after):
+    strategy, nbytes, count = case
     manager = manage(made(strategy), nbytes=nbytes, count=count)
     bomb = Bomb(monkeypatch, error, after=after)
     for number in numbers(CASES.index((strategy, nbytes, count)) + after):

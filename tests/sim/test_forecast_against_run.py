@@ -16,7 +16,7 @@ from torchTensorRef.inject import hooks
 from torchTensorRef.promises import replayer
 from torchTensorRef.promises.replayer import Replayer
 
-from ..support.sweeps import by_pairs, in_turn
+from ..support.sweeps import WHOLE, by_pairs, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -157,10 +157,11 @@ TRAINED = {
     "steps": (deep, training(adamw)),
     "a plain number is written": (deep, training(adamw, scaled=True)),
     "plain numbers are put into tensors": (deep, training(torch.optim.Rprop)),
-    "plain tensors, GRU": (lambda: Recurrent(nn.GRU), training(adamw)),
     "plain tensors, RNN": (lambda: Recurrent(nn.RNN), training(adamw)),
     "scratch memory, LSTM": (lambda: Recurrent(nn.LSTM), training(adamw)),
 }
+if WHOLE:
+    TRAINED["plain tensors, GRU"] = (lambda: Recurrent(nn.GRU), training(adamw))
 
 
 @pytest.mark.parametrize(("name", "strategy"), in_turn(TRAINED, ["flow", "lru"], each=1))

@@ -218,7 +218,7 @@ def test_killed_at_random(script: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-@pytest.mark.parametrize("closed", [1, 2])
+@pytest.mark.parametrize("closed", usual([2], [1]))
 def test_a_program_whose_streams_are_closed(
     script: Any, tmp_path: Path, plain_trains: str, closed: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_a_program_whose_streams_are_closed(
     assert events_of(trace)
 
 
-@pytest.mark.parametrize("command", ["env", "check"])
+@pytest.mark.parametrize("command", usual(["env"], ["check"]))
 def test_nobody_reads_what_was_found(command: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

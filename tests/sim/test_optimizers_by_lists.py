@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..support.programs import COUNTS_OF_STEPS, assert_right, trained
+from ..support.sweeps import one_in
 
 STEPS, WIDTH, DEPTH = 4, 24, 8
 #: What the parameters of the model take.
@@ -45,7 +46,7 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(3, WIDTH), torch.rand(3, WIDTH)
 
 
-@pytest.mark.parametrize("name", BY_LISTS)
+@pytest.mark.parametrize("name", one_in(2, BY_LISTS))
 def test_in_groups_that_fit_they_compute_what_they_do_in_one(manage: Any, name: str) -> None:
     manager = manage("flow", 2 * MODEL_NBYTES)
     program = trained(make_model, BY_LISTS[name], make_batch, STEPS)

@@ -21,9 +21,10 @@ from torchTensorRef.promises import graph
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
 from ..support.promised import asked_on_both
+from ..support.sweeps import WHOLE
 from ..support.turns import taking_turns_every
 
-COUNT = 200
+COUNT = 200 if WHOLE else 100
 
 
 @pytest.fixture(autouse=True)

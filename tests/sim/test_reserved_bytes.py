@@ -65,7 +65,7 @@ class Model:
     ("percent", "strategy", "first_count"),
     # The slack grows with each shortage, until there is none. How many tokens LRU needs for that
     # depends on where small tensors came to lie: ten or eleven have been seen.
-    usual([(25, "flow", 4), (25, "lru", 12)], [(50, "flow", 4), (75, "flow", 4)]),
+    usual([(25, "flow", 4)], [(25, "lru", 12), (50, "flow", 4), (75, "flow", 4)]),
 )
 def test_a_7b_streams_without_a_release_of_the_cache(manager, strategy, percent, first_count):
     device = CachingDevice()

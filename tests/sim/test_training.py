@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..support.programs import COUNTS_OF_STEPS, Bring, assert_right, state_of, trained
+from ..support.sweeps import in_turn
 
 STEPS = 10
 
@@ -35,12 +36,17 @@ def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(6, 12), torch.rand(6, 3)
 
 
-@pytest.fixture(params=[("lru", 1 << 20), ("genoa", 6_000), ("flow", 6_000)])
+MANAGERS = [("lru", 1 << 20), ("genoa", 6_000), ("flow", 6_000)]
+
+
+@pytest.fixture(params=MANAGERS)
 def manager(manage, request):
     return manage(*request.param)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "manager"), in_turn(OPTIMIZERS, MANAGERS, each=2), indirect=["manager"]
+)
 def test_every_optimizer(manager, name):
     program = trained(make_model, OPTIMIZERS[name], make_batch, STEPS)
     assert_right(program, manager, plain_because=COUNTS_OF_STEPS)

@@ -20,6 +20,11 @@ def usual(sample: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [*sample, *(others if WHOLE else ())]
 
 
+def one_in(count: int, values: Iterable[Any]) -> list[Any]:
+    """One in so many of the values, the first among them; all where all is run."""
+    return list(values)[:: 1 if WHOLE else count]
+
+
 def turn_of(name: str, values: Iterable[Any]) -> list[Any]:
     """The one of the values whose turn it is, another for each name; all where all is run."""
     given = list(values)

@@ -14,7 +14,7 @@ from torchTensorRef.strategies.lru import LeastRecentlyUsed
 from torchTensorRef.strategy import Strategy
 
 from ...support.cache_model import CacheModel, Counts, least_misses, uses
-from ...support.sweeps import usual
+from ...support.sweeps import by_pairs, in_turn, usual
 from ...support.traces import TRACES, blocks_of
 
 NBYTES, COMPUTE_NS = 1_000, 500
@@ -35,9 +35,9 @@ def made(name: str, seed: int):
 TABLE_CASES = usual([(name, 1) for name in TRACES], [("decode", 2), ("rollouts", 2)])
 
 
-@pytest.mark.parametrize("share", [0.4, 0.7])
-@pytest.mark.parametrize(("name", "seed"), TABLE_CASES)
-def test_misses_are_those_of_the_table(name, share, seed):
+@pytest.mark.parametrize(("case", "share"), in_turn(TABLE_CASES, [0.4, 0.7], each=1))
+def test_misses_are_those_of_the_table(case, share):
+    name, seed = case
     trace, distinct = made(name, seed)
     room = int(distinct * share)
     excess = TRACES[name][1][share == 0.7]
@@ -52,10 +52,10 @@ def moved_by_lru(name: str, share: float, seed: int) -> int:
     return run(trace, int(distinct * share), LeastRecentlyUsed()).moved_nbytes
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("seed", usual([2], [3]))
-@pytest.mark.parametrize("share", [0.25, 0.7])
-@pytest.mark.parametrize("name", ["experts", "random"])
+@pytest.mark.parametrize(
+    ("name", "share", "looks_ahead"), by_pairs(["experts", "random"], [0.25, 0.7], [False, True])
+)
 def test_what_cannot_be_foreseen_costs_no_more_than_lru(name, share, seed, looks_ahead):
     trace, distinct = made(name, seed)
     flow = run(trace, int(distinct * share), Flow(), looks_ahead=looks_ahead)

@@ -16,6 +16,7 @@ from torchTensorRef.strategies.lru import LeastRecentlyUsed
 from torchTensorRef.strategy import Access, BlockSnapshot, DeviceSnapshot, Strategy
 
 from ...support.cache_model import CacheModel, Operand, Step, least_misses, uses
+from ...support.sweeps import in_turn
 from ...support.traces import Trace, back, blocks_of, sweep
 
 NBYTES = 1_000
@@ -77,8 +78,9 @@ def test_palindrome_sweep_moves_what_does_not_fit(strategy, looks_ahead, room):
     assert moved == 20 * (32 - room)
 
 
-@pytest.mark.parametrize("compute_ns", [1, 500, 1000, 4000])
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    ("share", "compute_ns"), in_turn([0.25, 0.5, 0.75], [1, 500, 1000, 4000], each=2)
+)
 def test_time_is_near_the_floor(share, compute_ns):
     """The floor is the larger of all compute and all bytes that do not fit (THEORY 3.1)."""
     blocks, room = 128, int(128 * share)
