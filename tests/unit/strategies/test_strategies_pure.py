@@ -7,7 +7,7 @@ import random
 import pytest
 
 from torchTensorRef.strategies import AVAILABLE
-from torchTensorRef.strategies.flow.alike import Alike
+from torchTensorRef.strategies.flow.alike import SHARED_NBYTES, Alike
 from torchTensorRef.strategies.flow.flow import PREFETCH_CONFIDENCE, Flow
 from torchTensorRef.strategies.flow.guess import Guess
 from torchTensorRef.strategies.flow.link_queue import LinkQueue
@@ -341,18 +341,21 @@ def test_nothing_is_looked_for_while_the_next_one_does_not_fit_into_the_queue():
 
 
 def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():
+    unit = SHARED_NBYTES // 4
+
     def in_turn(*facts: int) -> Alike:
-        order = [(9.0, block(1, 500)), (8.0, block(2, 1_000)), (7.0, block(3, 500))]
+        order = [(9.0, block(1, 5 * unit)), (8.0, block(2, 10 * unit)), (7.0, block(3, 5 * unit))]
         return Alike(device(compute_free_ns=sum(facts)), iter(order))
 
-    def numbers(victims: Alike, nbytes: int, distance: float) -> list[int]:
-        return [one.block_id for one in iter(lambda: victims.take(nbytes, distance), None)]
+    def numbers(victims: Alike, units: int, distance: float) -> list[int]:
+        return [one.block_id for one in iter(lambda: victims.take(units * unit, distance), None)]
 
-    assert numbers(in_turn(), 1_000, -1) == [2, 1, 3]
-    assert numbers(in_turn(), 500, -1) == [1, 3, 2]
-    assert numbers(in_turn(), 700, -1) == [1, 2, 3]
-    assert numbers(in_turn(), 500, 7.5) == [1, 2], "none that is used before what it makes room for"
-    assert numbers(in_turn(1), 1_000, -1) == [1, 2, 3], "a simulated device has no pieces"
+    assert numbers(in_turn(), 10, -1) == [2, 1, 3]
+    assert numbers(in_turn(), 5, -1) == [1, 3, 2]
+    assert numbers(in_turn(), 7, -1) == [1, 2, 3]
+    assert numbers(in_turn(), 5, 7.5) == [1, 2], "none that is used before what it makes room for"
+    assert numbers(in_turn(1), 10, -1) == [1, 2, 3], "a simulated device has no pieces"
+    assert numbers(in_turn(), 2, -1) == [1, 2, 3], "small pieces share what they lie in"
 
 
 def test_flow_leaves_room_for_what_operators_make():
