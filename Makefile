@@ -103,12 +103,14 @@ soak: $(VENV)/test.stamp
 	@$(BIN)/python -m tests.stress.soak $(SOAK_ARGS)
 
 # An error at every line of the package under every strategy, then real SIGINTs at random moments. One
-# thread: with several most of the time goes into their waiting for each other.
+# thread: with several most of the time goes into their waiting for each other. Nobody tells the
+# stacks of what takes its time: that walks through frames that run, and ended a process so.
 interrupts: LINES = .cache/interrupted_lines
 interrupts: $(VENV)/test.stamp
 	@mkdir -p .cache && rm -f $(LINES)
-	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) -k "at_any_line or fulfilled_again" \
-		tests/sim/test_interrupts.py tests/sim/test_interrupted_scopes.py tests/sim/test_interrupted_promises.py
+	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) \
+		-o faulthandler_timeout=0 -k "at_any_line or fulfilled_again" tests/sim/test_interrupts.py \
+		tests/sim/test_interrupted_scopes.py tests/sim/test_interrupted_promises.py
 	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py
 	@$(BIN)/python -m tests.stress.interrupts $(INTERRUPTS_ARGS)
 
