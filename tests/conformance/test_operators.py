@@ -43,7 +43,7 @@ BROKE_BEFORE = frozenset(
 )
 
 SAMPLE = [name for name in operators() if turn_of(name) % ONE_IN == 0 or name in BROKE_BEFORE]
-if os.environ.get("TTR_CORE") == "python":  # after the same in C++
+if os.environ.get("TTR_CORE") == "python":  # what is not in the path is tested in C++
     SAMPLE = one_in(2, SAMPLE)
 
 
