@@ -24,7 +24,8 @@ SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/te
 	tests/unit/benchmarks/test_several_accelerators.py \
 	tests/unit/strategies/test_forecast_traces.py tests/unit/strategies/test_strategies_pure.py \
 	tests/unit/tensor/test_einsum_of_others.py \
-	tests/conformance/test_blocks.py tests/conformance/test_strategies.py \
+	tests/conformance/test_blocks.py tests/conformance/test_models.py \
+	tests/conformance/test_strategies.py \
 	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
 	tests/conformance/test_forecasts_of_models.py tests/conformance/test_formulas.py \
 	tests/conformance/test_libraries.py $(wildcard tests/conformance/test_faces_of_*.py)

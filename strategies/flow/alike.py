@@ -9,8 +9,8 @@ from ...strategy import BlockSnapshot, DeviceSnapshot
 
 #: On a real accelerator so many of the next victims are looked at for one of the size needed.
 ALIKE_COUNT = 16
-#: What is smaller gets room among others as small, in segments that they share: torch's caching
-#: allocator does so below 1 MiB. There any victim will do.
+#: What is no larger gets room among others as small, in segments that they share: torch's caching
+#: allocator does so up to 1 MiB. One of these is as good as another.
 SHARED_NBYTES = 2**20
 
 
@@ -31,18 +31,19 @@ class Alike:
 
     def take(self, nbytes: int, distance: float) -> BlockSnapshot | None:
         """Return the next victim that is used after so many accesses; None if there is none."""
-        count = 1 if nbytes < SHARED_NBYTES else self._count
-        for at, (next_use, block) in enumerate(self._looked_at(count)):
+        for at, (next_use, block) in enumerate(self._looked_at()):
             if block.nbytes == nbytes and next_use > distance:
                 del self._next[at]
                 return block
+            if not at and max(block.nbytes, nbytes) <= SHARED_NBYTES:
+                break  # the first will do
         if not self._next or self._next[0][0] <= distance:
             return None
         return self._next.pop(0)[1]
 
-    def _looked_at(self, count: int) -> Iterator[tuple[float, BlockSnapshot]]:
+    def _looked_at(self) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield the next victims, each described when its turn comes: that takes a while."""
-        yield from self._next[:count]
-        for victim in islice(self._victims, max(0, count - len(self._next))):
+        yield from self._next
+        for victim in islice(self._victims, self._count - len(self._next)):
             self._next.append(victim)
             yield victim

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from ..support.injection import injected, one_thread
+from ..support.sweeps import usual
 
 pytest.importorskip("transformers")
 
@@ -16,23 +17,27 @@ from .models import compare
 from .zoo import CASES, Case
 
 BY_NAME = {case.name: case for case in CASES}
-SAMPLE = (
-    "LlamaForCausalLM",
-    "Gemma3ForCausalLM",
-    "MixtralForCausalLM",
-    "Mamba2ForCausalLM",
-    "BertForMaskedLM",
-    "T5ForConditionalGeneration",
-    "ViTForImageClassification",
-    "ResNetForImageClassification",
-    "Wav2Vec2ForCTC",
-    "LlavaForConditionalGeneration",
-    "UNet2DConditionModel",
-    "FluxPipeline",
-    "DenseNet",
-    "LSTM",
-    "nn.Transformer",
-    "LoRA on LlamaForCausalLM",
+SAMPLE = usual(
+    [
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+        "Mamba2ForCausalLM",
+        "BertForMaskedLM",
+        "T5ForConditionalGeneration",
+        "ViTForImageClassification",
+        "Wav2Vec2ForCTC",
+        "LlavaForConditionalGeneration",
+        "UNet2DConditionModel",
+        "LSTM",
+        "LoRA on LlamaForCausalLM",
+    ],
+    [
+        "Gemma3ForCausalLM",
+        "ResNetForImageClassification",
+        "FluxPipeline",
+        "DenseNet",
+        "nn.Transformer",
+    ],
 )
 RUNS = ("forward", "backward", "three steps", "generate dynamic", "generate static", "pictures")
 

@@ -355,7 +355,23 @@ def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():
     assert numbers(in_turn(), 7, -1) == [1, 2, 3]
     assert numbers(in_turn(), 5, 7.5) == [1, 2], "none that is used before what it makes room for"
     assert numbers(in_turn(1), 10, -1) == [1, 2, 3], "a simulated device has no pieces"
-    assert numbers(in_turn(), 2, -1) == [1, 2, 3], "small pieces share what they lie in"
+
+
+def test_on_a_real_accelerator_small_victims_for_what_is_small_go_in_their_order():
+    """Such blocks share segments; a large one has a segment of its own."""
+    large, small, smaller = 2 * SHARED_NBYTES, SHARED_NBYTES, SHARED_NBYTES // 2
+    looked_at: list[int] = []
+
+    def order(*sizes: int) -> Alike:
+        looked_at.clear()
+        blocks = [(9.0 - number, block(number, size)) for number, size in enumerate(sizes)]
+        return Alike(device(), (looked_at.append(b.block_id) or (at, b) for at, b in blocks))
+
+    assert order(smaller, small, small).take(small, -1).block_id == 0
+    assert looked_at == [0], "nothing is described that is not needed"
+    assert order(small, smaller).take(smaller, 9.5) is None
+    assert order(large, smaller, small).take(small, -1).block_id == 2
+    assert order(small, large).take(large, -1).block_id == 1
 
 
 def test_flow_leaves_room_for_what_operators_make():
