@@ -20,6 +20,7 @@ class Alike:
     Its allocator gives room out in pieces. What is fetched into the room of a block of its own size
     fits as it is; between others it may find none, though there are bytes enough: then all that the
     allocator keeps goes back to the driver, which takes milliseconds (`docs/real-accelerators.md`).
+    Small blocks share what they lie in: for one of them the next victim will do, if it is small.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Alike:
                 del self._next[at]
                 return block
             if not at and max(block.nbytes, nbytes) <= SHARED_NBYTES:
-                break  # the first will do
+                break
         if not self._next or self._next[0][0] <= distance:
             return None
         return self._next.pop(0)[1]

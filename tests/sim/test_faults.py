@@ -123,9 +123,11 @@ def plain(manage):
     return plain_states(2)
 
 
-@pytest.mark.parametrize(("case", "kind"), in_turn(CASES, ["alloc", "copy"], each=1))
-def test_the_nth_allocation_or_copy_fails(manage, plain, case, kind):
-    strategy, nbytes, count = case
+@pytest.mark.parametrize(
+    ("strategy", "nbytes", "count", "kind"),
+    [(*case, kind) for case, kind in in_turn(CASES, ["alloc", "copy"], each=1)],
+)
+def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes, count):
     for number in numbers(CASES.index((strategy, nbytes, count))):
         manager = manage(made(strategy), nbytes=nbytes, count=count)
         device = accelerators(manager)[-1]
@@ -241,14 +243,15 @@ RAISED_IN = [
     ("in turn", 1_200, 2),
     ("scatter", 1 << 20, 2),
 ]
+RAISED = {"kernel": KernelFailedError("kernel"), "ctrl-c": KeyboardInterrupt()}
 
 
 @pytest.mark.parametrize(
-    ("case", "error", "after"),
-    by_pairs(RAISED_IN, [KernelFailedError("kernel"), KeyboardInterrupt()], [False, True]),
+    ("strategy", "nbytes", "count", "name", "when"),
+    [(*case, *others) for case, *others in by_pairs(RAISED_IN, RAISED, ["before", "after"])],
 )
-def test_the_nth_operator_raises(manage, plain, monkeypatch, case, error, after):
-    strategy, nbytes, count = case
+def test_the_nth_operator_raises(manage, plain, monkeypatch, strategy, nbytes, count, name, when):
+    error, after = RAISED[name], when == "after"
     manager = manage(made(strategy), nbytes=nbytes, count=count)
     bomb = Bomb(monkeypatch, error, after=after)
     for number in numbers(CASES.index((strategy, nbytes, count)) + after):

@@ -168,12 +168,12 @@ def handler():
 
 
 def cases() -> list[tuple[str, str, str, str]]:
-    """Return what is tried: all of it, or each program under each strategy with one error."""
+    """Return what is tried: all of it, or some, each program, strategy and error among them."""
     on_sim = list(itertools.product(PROGRAMS, STRATEGIES, ERRORS, ("sim",)))
     on_adapter = list(itertools.product(("step", "mixed"), ("lru", "flow"), ERRORS, ("adapter",)))
     if EVERY_LINE:
         return on_sim + on_adapter
-    # The step is prime to the number of strategies and of errors: each of them has its turn.
+    # Steps prime to how many strategies and errors there are: each of them has its turn.
     return on_sim[::7] + on_adapter[::5]
 
 

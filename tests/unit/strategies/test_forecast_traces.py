@@ -35,9 +35,11 @@ def made(name: str, seed: int):
 TABLE_CASES = usual([(name, 1) for name in TRACES], [("decode", 2), ("rollouts", 2)])
 
 
-@pytest.mark.parametrize(("case", "share"), in_turn(TABLE_CASES, [0.4, 0.7], each=1))
-def test_misses_are_those_of_the_table(case, share):
-    name, seed = case
+@pytest.mark.parametrize(
+    ("name", "seed", "share"),
+    [(*case, share) for case, share in in_turn(TABLE_CASES, [0.4, 0.7], each=1)],
+)
+def test_misses_are_those_of_the_table(name, share, seed):
     trace, distinct = made(name, seed)
     room = int(distinct * share)
     excess = TRACES[name][1][share == 0.7]

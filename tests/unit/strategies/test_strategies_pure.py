@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -343,18 +344,18 @@ def test_nothing_is_looked_for_while_the_next_one_does_not_fit_into_the_queue():
 def test_on_a_real_accelerator_victims_are_of_the_size_that_is_needed():
     unit = SHARED_NBYTES // 4
 
-    def in_turn(*facts: int) -> Alike:
+    def of_three(*facts: int) -> Alike:
         order = [(9.0, block(1, 5 * unit)), (8.0, block(2, 10 * unit)), (7.0, block(3, 5 * unit))]
         return Alike(device(compute_free_ns=sum(facts)), iter(order))
 
     def numbers(victims: Alike, units: int, distance: float) -> list[int]:
         return [one.block_id for one in iter(lambda: victims.take(units * unit, distance), None)]
 
-    assert numbers(in_turn(), 10, -1) == [2, 1, 3]
-    assert numbers(in_turn(), 5, -1) == [1, 3, 2]
-    assert numbers(in_turn(), 7, -1) == [1, 2, 3]
-    assert numbers(in_turn(), 5, 7.5) == [1, 2], "none that is used before what it makes room for"
-    assert numbers(in_turn(1), 10, -1) == [1, 2, 3], "a simulated device has no pieces"
+    assert numbers(of_three(), 10, -1) == [2, 1, 3]
+    assert numbers(of_three(), 5, -1) == [1, 3, 2]
+    assert numbers(of_three(), 7, -1) == [1, 2, 3]
+    assert numbers(of_three(), 5, 7.5) == [1, 2], "none that is used before what it makes room for"
+    assert numbers(of_three(1), 10, -1) == [1, 2, 3], "a simulated device has no pieces"
 
 
 def test_on_a_real_accelerator_small_victims_for_what_is_small_go_in_their_order():
@@ -363,9 +364,12 @@ def test_on_a_real_accelerator_small_victims_for_what_is_small_go_in_their_order
     looked_at: list[int] = []
 
     def order(*sizes: int) -> Alike:
-        looked_at.clear()
-        blocks = [(9.0 - number, block(number, size)) for number, size in enumerate(sizes)]
-        return Alike(device(), (looked_at.append(b.block_id) or (at, b) for at, b in blocks))
+        def described() -> Iterator[tuple[float, BlockSnapshot]]:
+            for number, size in enumerate(sizes):
+                looked_at.append(number)
+                yield 9.0 - number, block(number, size)
+
+        return Alike(device(), described())
 
     assert order(smaller, small, small).take(small, -1).block_id == 0
     assert looked_at == [0], "nothing is described that is not needed"
