@@ -13,22 +13,9 @@ IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_
 	tests/sim/test_training.py \
 	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
-SWEEPS := tests/sim/test_blocks_along.py tests/sim/test_forecast.py tests/sim/test_import_orders.py \
-	tests/sim/test_forecast_against_run.py tests/sim/test_sparse_blocks.py \
-	tests/sim/test_command_line.py tests/sim/test_compiled_gradients.py tests/sim/test_demos.py \
-	tests/sim/test_faults.py tests/sim/test_full_disks.py tests/sim/test_leases.py \
-	tests/sim/test_libraries_on_several.py tests/sim/test_mixed_programs.py \
-	tests/sim/test_random_eviction.py tests/sim/test_read_alone.py \
-	tests/sim/test_optimizers_by_lists.py tests/sim/test_promises.py \
-	tests/sim/test_reserved_bytes.py tests/sim/test_training.py tests/device/test_mps_double.py \
-	tests/unit/benchmarks/test_several_accelerators.py \
-	tests/unit/strategies/test_forecast_traces.py tests/unit/strategies/test_strategies_pure.py \
-	tests/unit/tensor/test_einsum_of_others.py \
-	tests/conformance/test_blocks.py tests/conformance/test_models.py \
-	tests/conformance/test_strategies.py \
-	tests/conformance/test_trainer.py tests/conformance/test_foretold_results.py \
-	tests/conformance/test_forecasts_of_models.py tests/conformance/test_formulas.py \
-	tests/conformance/test_libraries.py $(wildcard tests/conformance/test_faces_of_*.py)
+# Who takes a sample of a sweep, itself or by fixtures of the folder.
+SWEEPS = $(shell grep -rl 'sweeps import' tests/sim tests/unit --include 'test_*.py') \
+	tests/conformance tests/device
 RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart=0
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.

@@ -61,7 +61,10 @@ class LinkQueue:
 
     def look_at(self, device: DeviceSnapshot, end: int) -> None:
         """See now and then how much the link idles, where the device has no clock of its own."""
-        if device.knows_compute_end or end < self._seen_at + SEEN_EVERY:
+        if device.knows_compute_end:
+            self._share, self._idle_nbytes = QUEUE_SHARE, 0.0  # what was seen was another's link
+            return
+        if end < self._seen_at + SEEN_EVERY:
             return
         took_ns = device.now_ns - self._seen_ns
         if self._seen_at and took_ns > 0:

@@ -9,7 +9,7 @@ from torchTensorRef.strategy.choice import make_strategy
 
 from ..support.forced_blocks import forced_blocks
 from ..support.operator_cases import Outcome, cases_of, compare, operators, turn_of
-from ..support.sweeps import WHOLE
+from ..support.sweeps import WHOLE, in_turn, one_in
 from .known_differences import KNOWN
 
 #: One operator in so many is in the sample.
@@ -52,12 +52,14 @@ def one_thread():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("keeps_bits", [True, False], ids=["exact", "anywhere"])
-@pytest.mark.parametrize("name", [name for name in SAMPLE if name not in KNOWN])
-def test_the_operator_in_blocks_does_what_plain_torch_does(manage, name, keeps_bits):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    in_turn([name for name in SAMPLE if name not in KNOWN], ["exact", "anywhere"], each=1),
+)
+def test_the_operator_in_blocks_does_what_plain_torch_does(manage, name, where):
     manage(make_strategy("lru"))
     outcome = Outcome()
-    with forced_blocks(turn_of(name), keep_bits=keeps_bits):
+    with forced_blocks(turn_of(name), keep_bits=where == "exact"):
         for dtype in SAMPLES:
             for case in cases_of(operators()[name], dtype, samples=SAMPLES[dtype]):
                 outcome.note(case.variant, dtype, compare(case))
@@ -68,7 +70,7 @@ def test_the_operator_in_blocks_does_what_plain_torch_does(manage, name, keeps_b
 def test_the_rules_are_met(manage):
     manage("lru", nbytes=1 << 24)
     with forced_blocks(0, keep_bits=False) as counts:
-        for name in sorted(ALWAYS):
+        for name in one_in(2, sorted(ALWAYS)):
             for case in cases_of(operators()[name], torch.float32, samples=2):
                 compare(case)
-    assert len(counts) > 20
+    assert len(counts) > (20 if WHOLE else 10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ..support.injection import assert_same_injected
-from ..support.sweeps import give_by_turns
+from ..support.sweeps import give_by_turns, usual
 
 tk = pytest.importorskip("tensorkrowch")
 semiring = pytest.importorskip("torch_semiring_einsum")
@@ -183,12 +183,10 @@ def trained_mps(*, auto_stack: bool, auto_unbind: bool, boundary: str, inline: b
 
 @pytest.mark.parametrize(
     ("auto_stack", "auto_unbind", "boundary", "inline"),
-    [
-        (True, False, "obc", False),
-        (True, True, "obc", True),
-        (False, False, "pbc", False),
-        (True, True, "pbc", False),
-    ],
+    usual(
+        [(True, True, "obc", True), (False, False, "pbc", False)],
+        [(True, False, "obc", False), (True, True, "pbc", False)],
+    ),
 )
 def test_a_matrix_product_state_is_trained(check, auto_stack, auto_unbind, boundary, inline):
     def program() -> Any:

@@ -16,6 +16,7 @@ from torchTensorRef.memory import core
 
 from ..support.injection import assert_same_injected, injected
 from ..support.processes import python
+from ..support.sweeps import only_in_sweeps
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -165,6 +166,7 @@ SCIKIT_LEARN = """
 """
 
 
+@only_in_sweeps
 def test_scikit_learn(script):
     pytest.importorskip("sklearn")
     path = script(SCIKIT_LEARN)

@@ -1,21 +1,23 @@
 """The promises on a real accelerator; the same tests also run over a double of one.
 
-Each test takes `device`, and so runs three times: `late` is the real adapter over host memory,
+Each test takes `device`, and so runs several times: `late` is the real adapter over host memory,
 whose copies happen as late as they may (`tests/support/device_double.py`); `exchanging` besides
-cannot empty a storage, as mps; `accelerator` is what torch finds, and is skipped where it finds
-none.
+cannot empty a storage, as mps: every other test runs there, all of them by `make sweeps`;
+`accelerator` is what torch finds, and is skipped where it finds none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from ..support.device_double import ExchangingDevice, LateDevice, LateModule
+from ..support.sweeps import turn_of
 from ..support.workspaces import give_up_workspaces
 
 MIB = 1 << 20
@@ -29,17 +31,25 @@ def accelerator_name() -> str | None:
     return found.type if found is not None and found.type in ("cuda", "xpu", "mps") else None
 
 
-@pytest.fixture(
-    params=["late", "exchanging", pytest.param("accelerator", marks=pytest.mark.device)],
-)
-def device(request: pytest.FixtureRequest) -> Any:
+REAL = pytest.param("accelerator", marks=pytest.mark.device)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test on the one double and on what torch finds, every other one on both doubles."""
+    if "kind_of_device" in metafunc.fixturenames:
+        also = turn_of(metafunc.function.__name__, [["exchanging"], []])
+        metafunc.parametrize("kind_of_device", ["late", *itertools.chain(*also), REAL])
+
+
+@pytest.fixture
+def device(kind_of_device: str) -> Any:
     """A device behind the real adapter."""
     from torchTensorRef.memory import once
 
     once.said.update(("room", "thrash"))  # said once in a process: not what these are about
-    if request.param == "late":
+    if kind_of_device == "late":
         return LateDevice(LateModule(seed=1))
-    if request.param == "exchanging":
+    if kind_of_device == "exchanging":
         return ExchangingDevice(LateModule(seed=2))
     name = accelerator_name()
     if name is None:

@@ -8,6 +8,7 @@ import pytest
 
 from ..support import processes
 from ..support.processes import RUN
+from ..support.sweeps import only_in_sweeps, usual
 
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 COLLECTIVES = Path(__file__).parents[1] / "support" / "collectives.py"
@@ -63,6 +64,7 @@ def test_subprocesses_are_managed_within_the_budget_of_the_run(script, tmp_path)
     assert all(row["stats"]["op_count"] > 0 for row in report["children"])
 
 
+@only_in_sweeps
 def test_a_budget_for_each_process(script):
     program, child = script(PARENT), script(CHILD, "child.py")
     ours = python(*RUN, "--budget-per-process", "6000B", program, child, 1)
@@ -71,7 +73,7 @@ def test_a_budget_for_each_process(script):
     assert ours.stderr.count("peak 0 B of 5.86 KiB") + ours.stderr.count(" of 5.86 KiB, f") >= 2
 
 
-@pytest.mark.parametrize("given", [("--no-children",), ()])
+@pytest.mark.parametrize("given", usual([("--no-children",)], [()]))
 def test_one_switch_leaves_children_plain(script, given):
     program = script(
         """
@@ -146,6 +148,7 @@ def test_a_child_that_was_killed_is_told_of_and_takes_no_share(script, tmp_path)
     assert {path.name for path in tmp_path.glob("trace.*")} == {f"trace.{n}" for n in numbers}
 
 
+@only_in_sweeps
 def test_a_child_that_sets_a_budget_keeps_it(script):
     child = script(
         """
@@ -257,6 +260,7 @@ def test_a_model_sent_to_another_process_is_trained_in_parallel(script, tmp_path
     assert ours.stdout.splitlines()[-1] == str([[3.0] * 4] * 2)  # gloo, in torch 2.9, has a word
 
 
+@only_in_sweeps  # `accelerate launch` is such a launcher
 def test_processes_that_a_launcher_starts_give_plain_torchs_numbers(tmp_path):
     for name, before in (("plain", ()), ("ours", (*RUN, "--budget", "8KiB"))):
         (tmp_path / name).mkdir()

@@ -13,7 +13,7 @@ import pytest
 from torchTensorRef.__main__ import main
 
 from ..support.processes import RUN, python
-from ..support.sweeps import usual
+from ..support.sweeps import only_in_sweeps, usual
 
 WHO_AM_I = """
     import pickle, sys
@@ -193,7 +193,7 @@ def test_worker_processes_work(script):
     path = script(WORKERS)
     plain = python(path, "fork")  # others give the same, and import torch three times
     assert plain.returncode == 0, plain.stderr
-    for method in usual(["fork", "spawn"], ["forkserver"]):
+    for method in usual(["spawn"], ["fork", "forkserver"]):
         ours = python(*RUN, "--report", "none", path, method)
         assert (ours.returncode, ours.stdout) == (0, plain.stdout), ours.stderr
 
@@ -256,7 +256,7 @@ def test_bad_arguments_are_refused_in_a_sentence(given, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "how"),
-    usual([("cuda:99", "option"), ("xpu:99", "variable")], [("sim,mps:99", "option")]),
+    usual([("xpu:99", "variable")], [("cuda:99", "option"), ("sim,mps:99", "option")]),
 )
 def test_a_device_that_is_not_there_is_said_in_a_line(script, given, how):
     path = script("import torch\nprint('before')\ntorch.zeros(1)\nprint('after')\n")
@@ -294,6 +294,7 @@ def test_a_budget_of_little_effect_is_said_of_the_programs_line(script):
     assert f"{path}:2: RuntimeWarning: The budget of sim:1 has no effect: in use is sim:0." in said
 
 
+@only_in_sweeps  # children are told so in the tests of them
 def test_disabled_by_the_environment_it_is_plain_python(script):
     path = script("import torch\nprint(type(torch.zeros(1)))")
     ours = python(*RUN, path, TTR_DISABLE="1")

@@ -18,6 +18,7 @@ from torchTensorRef import TensorRef, options, tensorsManager
 
 from ..support.differential import differences
 from ..support.injection import injected, kind_of, one_thread, plain_result, seed
+from ..support.sweeps import usual
 
 WIDTH = 32
 
@@ -157,7 +158,7 @@ def test_a_model_that_does_not_fit_runs_by_blocks(ours, strategy):
     assert backend.graph_count == 2  # plain torch's whole, and one for all layers
 
 
-@pytest.mark.parametrize(("width", "rows"), [(WIDTH, 5), (512, 256)])
+@pytest.mark.parametrize(("width", "rows"), usual([(WIDTH, 5)], [(512, 256)]))
 def test_by_blocks_takes_no_longer_than_not_compiling(manage, width, rows):
     took = {}
     nbytes = sum(p.nbytes for p in Model(8, width).parameters())

@@ -18,6 +18,8 @@ from torchTensorRef.strategies.flow.flow import Flow
 from torchTensorRef.strategies.flow.history import History
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
+from ..support.sweeps import usual
+
 WIDTH = 48
 LAYER_NBYTES = WIDTH * WIDTH * 4
 
@@ -353,7 +355,7 @@ def test_a_sample_of_the_benchmark(manage):
     """Near the floor, faster than what people do today, within the budget, identical."""
     manage()
     (program,) = (program for program in PROGRAMS if program.name == "balanced")
-    strategies = ["flow", "prefix_resident", "stream_ahead"]
+    strategies = ["flow", *usual(["prefix_resident"], ["stream_ahead"])]
     with hooks.is_disabled.entered(False):
         rows = dict(rows_of(plain_run(program), 50, strategies, None))
     assert rows["flow"]["time_over_floor"] <= 1.10

@@ -105,7 +105,7 @@ def run_for_real(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "share"), in_turn(["genoa", "lru", "flow"], [0.3, 0.6, 1.5], each=2)
+    ("strategy", "share"), in_turn(["genoa", "lru", "flow"], [0.3, 0.6, 1.5], each=1)
 )
 def test_a_decode_is_foretold_to_the_byte_and_nanosecond(strategy, share):
     torch.manual_seed(0)

@@ -24,9 +24,8 @@ transformers.models.gpt2.modeling_gpt2 transformers.models.llama.modeling_llama
 transformers.models.t5.modeling_t5 tqdm
 """
 LIBRARIES = _NAMES.split()
-#: Enough where another order has been seen with all: these know the most names of torch's.
+#: These know the most names of torch's; all of them: by `make sweeps`.
 SOME = ("accelerate", "safetensors.torch", "torch.optim", "torch.utils.data", "transformers")
-WITH_ALL = ("libraries first",)
 
 PROGRAM = """
 import sys, warnings
@@ -50,7 +49,7 @@ print(kinds, left, isinstance(torch.zeros, type(len)))
     "order", usual(["torch first", "we first", "libraries first"], ["we between"])
 )
 def test_the_order_of_imports_changes_no_type(order, tmp_path):
-    names = LIBRARIES if WHOLE or order in WITH_ALL else SOME
+    names = LIBRARIES if WHOLE else SOME
     there = [name for name in names if can_import(name.partition(".")[0])]
     imports = "\n".join(f"import {name}" for name in there)
     program = PROGRAM.format(beginning=ORDERS[order].format(imports=imports))

@@ -23,6 +23,7 @@ from torchTensorRef.promises.promising import promises
 
 from ..support.interrupting import interrupt, lines_of
 from ..support.promised import ERRORS, EVERY_LINE, assert_all_is_as_ever, at, sample_of
+from ..support.sweeps import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +129,11 @@ PROGRAMS: tuple[Callable[[Program], None], ...] = (
 
 @pytest.mark.timeout(3600 if EVERY_LINE else 300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("run", PROGRAMS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    ("run", "error"),
+    in_turn(PROGRAMS, ERRORS, each=1),
+    ids=lambda run: getattr(run, "__name__", run),
+)
 def test_after_an_error_at_any_line_of_a_scope_all_is_as_before(run, error):
     program = Program()
     places = lines_of(lambda: run(program))

@@ -18,6 +18,7 @@ from torchTensorRef.strategy import OpSnapshot, Strategy
 
 from ..support.device_double import LateDevice, LateModule
 from ..support.differential import bits
+from ..support.sweeps import usual
 
 PEER = 50e9
 
@@ -83,7 +84,7 @@ def tower(depth: int = 8) -> nn.Sequential:
     return nn.Sequential(*(part for layer in parts for part in layer))
 
 
-@pytest.mark.parametrize("budgets", [(80 << 10, 80 << 10), (40 << 10, 60 << 10, 30 << 10)])
+@pytest.mark.parametrize("budgets", usual([(80 << 10, 80 << 10)], [(40 << 10, 60 << 10, 30 << 10)]))
 def test_inference_and_training_are_plain_torchs(manager, budgets):
     plain = tower()
     manager = on_two(*budgets)

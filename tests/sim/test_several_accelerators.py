@@ -20,6 +20,7 @@ from torchTensorRef.memory import once
 from torchTensorRef.strategies import venice
 
 from ..support.differential import bits
+from ..support.sweeps import usual
 
 
 def on_two(*budgets: int, strategy: Any = "venice", **spec: Any) -> Any:
@@ -43,7 +44,7 @@ def tower(depth: int = 8) -> nn.Sequential:
     return nn.Sequential(*(part for layer in parts for part in layer))
 
 
-@pytest.mark.parametrize("budgets", [(80 << 10, 80 << 10), (40 << 10, 60 << 10, 30 << 10)])
+@pytest.mark.parametrize("budgets", usual([(40 << 10, 60 << 10, 30 << 10)], [(80 << 10, 80 << 10)]))
 def test_inference_and_training_are_plain_torchs(manager, budgets):
     plain = tower()
     manager = on_two(*budgets)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.sweeps import only_in_sweeps
+
 PEERS = ("accelerate", "diffusers", "transformers")
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in PEERS), reason="needs the peers"
@@ -80,6 +82,7 @@ def test_times_of_the_host_are_not_compared(dry):
     assert "A dry run" in page
 
 
+@only_in_sweeps
 def test_a_process_that_fails_or_takes_too_long_is_told_from_one_that_ends(tmp_path):
     """Of those that are started afresh; the dry run is what forked ones do."""
     from benchmarks.small_gpu.processes import Processes

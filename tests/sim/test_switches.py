@@ -14,6 +14,8 @@ from torchTensorRef.base.errors import InvariantError
 from torchTensorRef.base.options import options
 from torchTensorRef.operators.plan import plan_of
 
+from ..support.sweeps import only_in_sweeps
+
 
 def test_the_shadow_agrees_with_what_is_right(manager):
     with options(shadow=True):
@@ -46,6 +48,7 @@ def test_every_operator_is_checked_and_told(manager):
     assert [record[2] for record in manager.log.records()][-1] == "aten.add.Tensor"
 
 
+@only_in_sweeps
 def test_a_trace_is_written_as_it_happens(tmp_path):
     path = tmp_path / "trace.jsonl"
     program = (

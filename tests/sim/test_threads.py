@@ -28,6 +28,7 @@ from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.strategies.lru import LeastRecentlyUsed
 
 from ..support.programs import InTurn, RandomEviction, Scatter, assert_same, called_natively
+from ..support.sweeps import in_turn
 from ..support.turns import taking_turns_every
 
 #: How often what goes by chance is tried; `make threads` tries it more often.
@@ -262,7 +263,9 @@ def changing(manager: Any, devices: list[Any], work: Callable[[int], Any], count
 
 
 @pytest.mark.usefixtures("short_switches")
-@pytest.mark.parametrize("nbytes", [8_000, 40_000])
+@pytest.mark.parametrize(
+    ("strategy", "nbytes"), in_turn(STRATEGIES, [8_000, 40_000], each=1), indirect=["strategy"]
+)
 def test_the_device_changes_while_threads_work(manage, strategy, nbytes):
     count = 5
     shared = [torch.rand(16, 16) for _ in range(5)]

@@ -14,6 +14,9 @@ WHOLE = bool(os.environ.get("WHOLE_SWEEPS"))
 
 Combination = tuple[Any, ...]
 
+#: Marks what takes long, and of which something else shows most.
+only_in_sweeps = pytest.mark.skipif(not WHOLE, reason="takes a while: by `make sweeps`")
+
 
 def usual(sample: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     """The sample, and where all is run the others too, which show the same of another case."""

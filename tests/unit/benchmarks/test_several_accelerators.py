@@ -8,7 +8,7 @@ import torch
 from benchmarks import several_accelerators as benchmark
 from torchTensorRef.inject import hooks
 
-from ...support.sweeps import WHOLE
+from ...support.sweeps import only_in_sweeps
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_links_work_at_once():
     assert found["two-half"]["over_floor"] < 1.25
 
 
-@pytest.mark.skipif(not WHOLE, reason="takes a while: by `make sweeps`")
+@only_in_sweeps
 def test_caches_that_grow_are_no_weights(monkeypatch):
     """Once they were dealt out anew at each token, and weights moved from one to the other."""
     monkeypatch.setattr(benchmark, "TOKENS", 48)

@@ -16,6 +16,8 @@ import pytest
 
 from torchTensorRef.devices.background import Background
 
+from ...support.sweeps import usual
+
 ROOT = Path(__file__).parents[3]
 
 #: What the programs below share: bytes, and copies of them that keep a thread inside torch.
@@ -149,6 +151,16 @@ external_pressure.OthersWatch.look = lambda self, residency, device: Lane().issu
 tensorsManager.device = LateDevice()
 torch.rand(3)
 """
+
+#: Each with how often it says that its bytes are there.
+PROGRAMS = {
+    "in flight": (IN_FLIGHT, 1),
+    "at exit": (AT_EXIT, 4),
+    "after main": (AFTER_MAIN, 4),
+    "page locks": (PAGE_LOCKS, 1),
+    "forked": (FORKED, 2),
+    "watch": (WATCH, 0),
+}
 
 
 def in_order(background: Background, count: int) -> list[int]:
@@ -296,18 +308,10 @@ def test_a_finalizer_may_queue_a_task_while_another_is_queued():
 
 
 @pytest.mark.parametrize(
-    ("program", "there_count"),
-    [
-        (IN_FLIGHT, 1),
-        (AT_EXIT, 4),
-        (AFTER_MAIN, 4),
-        (PAGE_LOCKS, 1),
-        (FORKED, 2),
-        (WATCH, 0),
-    ],
-    ids=["in flight", "at exit", "after main", "page locks", "forked", "watch"],
+    "name", usual(["at exit", "after main", "forked"], ["in flight", "page locks", "watch"])
 )
-def test_python_ends_while_we_work(program, there_count):
+def test_python_ends_while_we_work(name):
+    program, there_count = PROGRAMS[name]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BEGINNING + program],
         capture_output=True,

@@ -64,8 +64,10 @@ def test_what_cannot_be_foreseen_costs_no_more_than_lru(name, share, seed, looks
     assert flow.moved_nbytes <= 1.03 * moved_by_lru(name, share, seed)
 
 
-@pytest.mark.parametrize("share", [0.4, 0.7])
-@pytest.mark.parametrize("name", ["decode", "diffusion", "training", "preference", "rollouts"])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    in_turn(["decode", "diffusion", "training", "preference", "rollouts"], [0.4, 0.7], each=1),
+)
 def test_looking_ahead_saves_time_and_moves_less_than_lru(name, share):
     trace, distinct = made(name, seed=1)
     trace = trace[:3000]
@@ -127,8 +129,10 @@ def moved_by_lru_in_the_second_half(name: str) -> int:
     return moved_in_the_second_half(name, LeastRecentlyUsed())
 
 
-@pytest.mark.parametrize("forecaster", [Reversed, Shuffled, Constant])
-@pytest.mark.parametrize("name", ["decode", "training", "rollouts", "random"])
+@pytest.mark.parametrize(
+    ("name", "forecaster"),
+    in_turn(["decode", "training", "rollouts", "random"], [Reversed, Shuffled, Constant]),
+)
 def test_a_wrong_forecast_is_dropped(name, forecaster):
     """Bytes of the second half, when the forecast has been weighed, are those of LRU."""
     moved = moved_in_the_second_half(name, Flow(forecaster()))

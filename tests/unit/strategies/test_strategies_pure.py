@@ -290,6 +290,10 @@ def test_the_queue_is_as_long_as_the_link_idles():
     assert (seen(0.1).count, round(seen(0.1).nbytes(here))) == (16, 3_200)
     assert round(seen(1).nbytes(here), -1) == 4_000
     assert seen(1, compute_free_ns=1).nbytes(here) == 1_000, "a simulated device says when"
+    queue, simulated = seen(1), device(64_000, compute_free_ns=1)
+    queue.look_at(simulated, 40 * 64)
+    assert queue.nbytes(here) == 1_000, "what was seen is forgotten on a simulated device"
+    assert queue.brief_nbytes(simulated) == 0
     queue = seen(0.1)
     for at in range(40, 80):
         queue.look_at(device(64_000, now_ns=at * 10**6), at * 64)

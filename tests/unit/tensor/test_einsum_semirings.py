@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.naive_einsum import FAMILIES, naive_einsum
+from tests.support.sweeps import in_turn
 from torchTensorRef.base.errors import ConfigError
 from torchTensorRef.tensor.einsum import SEMIRINGS, Equation, Semiring, einsum
 
@@ -19,8 +20,7 @@ def operands_for(shapes, semiring, dtype=torch.float64):
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("semiring", SEMIRINGS)
-@pytest.mark.parametrize("text", FAMILIES)
+@pytest.mark.parametrize(("text", "semiring"), in_turn(FAMILIES, SEMIRINGS, each=3))
 def test_results_are_those_of_all_terms(text, semiring):
     torch.manual_seed(1)
     operands = operands_for(FAMILIES[text], semiring)
@@ -31,8 +31,7 @@ def test_results_are_those_of_all_terms(text, semiring):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("semiring", WITH_GRADIENTS)
-@pytest.mark.parametrize("text", FAMILIES)
+@pytest.mark.parametrize(("text", "semiring"), in_turn(FAMILIES, WITH_GRADIENTS))
 def test_gradients_are_those_of_all_terms(text, semiring):
     torch.manual_seed(2)
     operands = [x.requires_grad_() for x in operands_for(FAMILIES[text], semiring)]
