@@ -12,32 +12,20 @@ from torchTensorRef import tensorsManager
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
-from torchTensorRef.memory import once
 from torchTensorRef.memory.states import CLEAN, DIRTY, INVALID
 from torchTensorRef.strategy import OpSnapshot, Strategy
 
 from ..support.device_double import LateDevice, LateModule
 from ..support.differential import bits
+from ..support.several import assert_plain_torchs, on_several, tower
 from ..support.sweeps import usual
 
 PEER = 50e9
 
 
-def on_two(*budgets: int, strategy: Any = "venice", peer: float | None = PEER, **spec: Any) -> Any:
-    """The manager on accelerators with a link between them; what is freed is poisoned."""
-    specs = [
-        DeviceSpec(name="test", capacity_nbytes=n, peer_bytes_per_s=peer, **spec) for n in budgets
-    ]
-    machine = Machine.of(specs[0])
-    tensorsManager.device = [
-        SimDevice(spec, k, machine=machine, poison=True, name=f"sim:test{k}")
-        for k, spec in enumerate(specs)
-    ]
-    tensorsManager.strategy = strategy
-    tensorsManager.budget = {f"sim:test{k}": n for k, n in enumerate(budgets)}
-    tensorsManager.reset_stats()
-    once.said.update(("room", "thrash"))
-    return tensorsManager
+def on_two(*budgets: int, peer: float | None = PEER, **given: Any) -> Any:
+    """The manager on accelerators with a link between them."""
+    return on_several(*budgets, peer_bytes_per_s=peer, **given)
 
 
 class Turns(Strategy):
@@ -78,30 +66,10 @@ def states(tensor: Any) -> list[Any]:
     return [replicas[d].state if d in replicas else INVALID for d in places]
 
 
-def tower(depth: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    parts = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()) for _ in range(depth)]
-    return nn.Sequential(*(part for layer in parts for part in layer))
-
-
 @pytest.mark.parametrize("budgets", usual([(80 << 10, 80 << 10)], [(40 << 10, 60 << 10, 30 << 10)]))
 def test_inference_and_training_are_plain_torchs(manager, budgets):
-    plain = tower()
     manager = on_two(*budgets)
-    ours = manager.adopt(tower())
-    for module in (plain, ours):
-        x = torch.rand(4, 64, generator=torch.Generator().manual_seed(1))
-        x = x if module is plain else manager.adopt(x)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(5):
-            with torch.no_grad():
-                module.seen = module(x)
-            module(x).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert torch.equal(bits(plain.seen), bits(ours.seen))
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(bits(a.detach()), bits(b.detach()))
+    assert_plain_torchs(manager)
     assert manager.stats()["peer_nbytes"] > 0
     manager.check()
 

@@ -10,58 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from torchTensorRef import ConfigError, tensorsManager
+from torchTensorRef import ConfigError
 from torchTensorRef.devices.sim.device import SimDevice
-from torchTensorRef.devices.sim.machine import Machine
 from torchTensorRef.devices.sim.spec import DeviceSpec
-from torchTensorRef.memory import once
 from torchTensorRef.strategies import venice
 
 from ..support.differential import bits
+from ..support.several import assert_plain_torchs, on_several, tower
 from ..support.sweeps import usual
-
-
-def on_two(*budgets: int, strategy: Any = "venice", **spec: Any) -> Any:
-    """The manager on accelerators that hold so many bytes, and poison what is freed."""
-    specs = [DeviceSpec(name="test", capacity_nbytes=n, **spec) for n in budgets]
-    machine = Machine.of(specs[0])
-    tensorsManager.device = [
-        SimDevice(spec, k, machine=machine, poison=True, name=f"sim:test{k}")
-        for k, spec in enumerate(specs)
-    ]
-    tensorsManager.strategy = strategy
-    tensorsManager.budget = {f"sim:test{k}": n for k, n in enumerate(budgets)}
-    tensorsManager.reset_stats()
-    once.said.update(("room", "thrash"))
-    return tensorsManager
-
-
-def tower(depth: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    parts = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()) for _ in range(depth)]
-    return nn.Sequential(*(part for layer in parts for part in layer))
 
 
 @pytest.mark.parametrize("budgets", usual([(40 << 10, 60 << 10, 30 << 10)], [(80 << 10, 80 << 10)]))
 def test_inference_and_training_are_plain_torchs(manager, budgets):
-    plain = tower()
-    manager = on_two(*budgets)
-    ours = manager.adopt(tower())
-    for module in (plain, ours):
-        x = torch.rand(4, 64, generator=torch.Generator().manual_seed(1))
-        x = x if module is plain else manager.adopt(x)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        for _ in range(5):
-            with torch.no_grad():
-                module.seen = module(x)
-            module(x).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert torch.equal(bits(plain.seen), bits(ours.seen))
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(bits(a.detach()), bits(b.detach()))
+    manager = on_several(*budgets)
+    assert_plain_torchs(manager)
     used = manager.residency.books.accelerators
     assert all(
         0 < device.peak_nbytes <= budget for device, budget in zip(used, budgets, strict=True)
@@ -81,7 +44,7 @@ def test_the_host_computes_too_where_that_ends_sooner(manager):
     x = torch.rand(1, 64, generator=torch.Generator().manual_seed(1))
     expected, times = tower(12)(x).detach(), []
     for placement in ("accelerator", "auto"):
-        manager = on_two(50 << 10, 50 << 10, **host)
+        manager = on_several(50 << 10, 50 << 10, **host)
         manager.placement = placement
         ours = manager.adopt(tower(12))
         with torch.no_grad():
@@ -96,7 +59,7 @@ def test_the_host_computes_too_where_that_ends_sooner(manager):
 
 
 def test_weights_stay_where_they_live_and_activations_cross_once_per_boundary(manager):
-    manager = on_two(80 << 10, 80 << 10)
+    manager = on_several(80 << 10, 80 << 10)
     model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
     with torch.no_grad():
         for _ in range(3):
@@ -112,7 +75,7 @@ def test_weights_stay_where_they_live_and_activations_cross_once_per_boundary(ma
 
 
 def test_operators_need_no_decision_wherever_their_operands_are(manager):
-    manager = on_two(80 << 10, 80 << 10)
+    manager = on_several(80 << 10, 80 << 10)
     model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
     with torch.no_grad():
         for _ in range(3):
@@ -138,7 +101,7 @@ class Told(venice.Venice):
 
 def test_a_strategy_that_spreads_is_told_where_results_were_made(manager):
     strategy = Told()
-    manager = on_two(40 << 10, 40 << 10, strategy=strategy)
+    manager = on_several(40 << 10, 40 << 10, strategy=strategy)
     model, x = manager.adopt(tower()), manager.adopt(torch.rand(40, 64))
     kept = []
     for layer in model:
@@ -174,7 +137,7 @@ def test_names_may_be_separated_by_commas(manager):
 
 
 def test_the_report_counts_the_room_of_all(manager):
-    manager = on_two(80 << 10, 80 << 10)
+    manager = on_several(80 << 10, 80 << 10)
     model, x = manager.adopt(tower()), manager.adopt(torch.rand(1, 64))
     with torch.no_grad():
         model(x)
@@ -223,7 +186,7 @@ def test_the_command_line_takes_devices_and_budgets_in_order(tmp_path):
 
 
 def test_budgets_in_the_order_of_the_devices(manager):
-    manager = on_two(80 << 10, 80 << 10)
+    manager = on_several(80 << 10, 80 << 10)
     manager.budget = "8KiB, 25%"
     assert manager.budget == {"sim:test0": 8 << 10, "sim:test1": 20 << 10}
     with pytest.raises(ConfigError, match="3 amounts; devices: 2"):
@@ -236,7 +199,7 @@ def test_each_budget_is_obeyed_when_it_changes_and_bits_stay(manager, strategy):
     plain, x = tower(), torch.rand(1, 64)
     with torch.no_grad():
         expected = plain(x)
-    manager = on_two(80 << 10, 80 << 10, strategy=strategy)
+    manager = on_several(80 << 10, 80 << 10, strategy=strategy)
     model = manager.adopt(tower())
     for first, second in ((80, 20), (20, 80), (10, 10), (0, 40), (80, 80)):
         budgets = {"sim:test0": first << 10, "sim:test1": second << 10}
@@ -255,7 +218,7 @@ def test_each_budget_is_obeyed_when_it_changes_and_bits_stay(manager, strategy):
 
 @pytest.mark.parametrize("held", [0, 1])
 def test_one_that_cannot_hold_its_budget_leaves_the_others_to_theirs(manager, held):
-    manager = on_two(80 << 10, 80 << 10, strategy="lru")
+    manager = on_several(80 << 10, 80 << 10, strategy="lru")
     refs = [manager.adopt(torch.rand(1000)) for _ in range(2)]
     for number, ref in enumerate(refs):
         ref.toGPU(f"sim:test{number}")
