@@ -96,7 +96,7 @@ soak: $(VENV)/test.stamp
 interrupts: LINES = .cache/interrupted_lines
 interrupts: $(VENV)/test.stamp
 	@mkdir -p .cache && rm -f $(LINES)
-	@OMP_NUM_THREADS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) \
+	@OMP_NUM_THREADS=1 WHOLE_SWEEPS=1 INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -n $(WORKERS) \
 		-o faulthandler_timeout=0 -k "at_any_line or fulfilled_again" tests/sim/test_interrupts.py \
 		tests/sim/test_interrupted_scopes.py tests/sim/test_interrupted_promises.py
 	@INTERRUPT_EVERY_LINE=$(LINES) $(BIN)/python -m pytest -q -s -k every_line_of tests/sim/test_interrupts.py

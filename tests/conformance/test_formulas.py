@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..support.programs import Bring, assert_right
+from ..support.sweeps import usual
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
@@ -232,7 +233,7 @@ def test_values_without_vectors(manage, strategy):
     assert_right(program, manage(strategy))
 
 
-@pytest.mark.parametrize("who", ["nobody", "left", "right", "both"])
+@pytest.mark.parametrize("who", usual(["left", "both"], ["nobody", "right"]))
 def test_products_of_batches(right, who):
     """For a subclass torch folds some of them: one batch on the right, or none."""
 

@@ -14,6 +14,7 @@ from torchTensorRef.operators.blocked import probe, products
 
 from ..support.differential import bits, differences
 from ..support.processes import python
+from ..support.sweeps import usual
 
 aten = torch.ops.aten
 
@@ -393,7 +394,7 @@ def test_the_copies_of_the_next_tile_go_on_while_one_is_computed(manage):
     assert device.now_ns() - began < 0.9 * (link_ns + stats["compute_ns"])
 
 
-@pytest.mark.parametrize("strategy", ["lru", "flow", "genoa"])
+@pytest.mark.parametrize("strategy", usual(["flow"], ["lru", "genoa"]))
 def test_turns_are_waited_at_where_rows_are_long(manage, strategy):
     """320 of 512 rows and columns fit: 192 rows stay, and twice 64 columns pass by."""
     row = 2 * 2048

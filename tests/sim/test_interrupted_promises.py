@@ -18,6 +18,7 @@ from torchTensorRef.inject import hooks
 from ..support.differential import differences
 from ..support.interrupting import interrupt, lines_of
 from ..support.promised import ERRORS, EVERY_LINE, assert_all_is_as_ever, at, sample_of
+from ..support.sweeps import in_turn
 
 dropout = torch.nn.functional.dropout
 
@@ -76,8 +77,11 @@ def fulfilled(promised: list[Any]) -> None:
 
 
 @pytest.mark.timeout(3600 if EVERY_LINE else 300)
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("program", "error"),
+    in_turn(PROGRAMS, ERRORS, each=1),
+    ids=lambda given: getattr(given, "__name__", given),
+)
 def test_what_is_fulfilled_again_has_its_numbers_or_says_it_is_lost(program, error):
     with disabled():
         expected = asked(program, disabled)

@@ -166,7 +166,7 @@ def test_what_is_not_cut_runs_on_the_host(manage):
     assert manager.stats()["blocked_op_count"] <= 1
 
 
-@pytest.mark.parametrize("seed", one_in(2, range(12)))
+@pytest.mark.parametrize("seed", one_in(4, range(12)))
 def test_random_sizes_and_budgets(manage, seed):
     generator = random.Random(seed)
     torch.manual_seed(seed)
