@@ -10,7 +10,7 @@ import torch
 
 from torchTensorRef.memory.plain_views import plain_on
 
-from .test_several_accelerators import on_two
+from ..support.several import on_several
 
 
 def interleaved(one: Callable[[], Any], other: Callable[[], Any], step: int) -> list[Any]:
@@ -47,7 +47,7 @@ def interleaved(one: Callable[[], Any], other: Callable[[], Any], step: int) -> 
 
 
 def test_a_view_is_kept_together_with_its_device(manager):
-    manager = on_two(1 << 16, 1 << 16, strategy="lru")
+    manager = on_several(1 << 16, 1 << 16, strategy="lru")
     ref: Any = manager.adopt(torch.rand(8, 8))
     block, (first, second) = ref._ttr_block, manager.residency.books.accelerators
     for device in (first, second):
