@@ -140,6 +140,7 @@ def step_ns(
     """Return what a token takes in the later half, and the tokens."""
     reset()
     devices = accelerators(links, **machine)
+    tensorsManager.budget = None  # it was that of other devices
     tensorsManager.device = devices
     tensorsManager.strategy = strategy
     tensorsManager.budget = {d.name: n for d, n in zip(devices, budgets, strict=True)}
