@@ -292,3 +292,30 @@ def test_gradients_of_single_numbers_under_pressure(listener: Any) -> None:
         ours = manager.adopt(plain.detach().clone()).toGPU().requires_grad_()
         expected = torch.autograd.grad(function(plain, 0)[0], plain)
         assert differences(expected, torch.autograd.grad(function(ours, 0)[0], ours)) == []
+
+
+@pytest.mark.parametrize("strategy", ["lru", "genoa"])
+def test_what_does_not_fit_runs_at_home_each_time(
+    manage: Callable[..., Any], strategy: str
+) -> None:
+    """Its parts found ready what had been fetched for it, and gave that up for their results."""
+    weight, x = torch.rand(64, 64), torch.rand(8, 64)
+    manager = manage(strategy, weight.nbytes + 2 * x.nbytes - 1)
+    ours = manager.adopt(weight.clone()), manager.adopt(x.clone())
+    for count in range(1, 4):
+        assert not differences(x @ weight, ours[1] @ ours[0])
+        assert manager.stats()["host_fallback_count"] == count
+
+
+def test_where_all_is_given_back_a_composite_operator_runs_as_one(
+    manage: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, took_phases = manage("genoa"), []
+    weight, bias, x = torch.rand(64, 32), torch.rand(64), torch.rand(8, 32)
+    ours = [manager.adopt(one.clone()) for one in (x, weight, bias)]
+    with monkeypatch.context() as patch:
+        patch.setattr(SlowPath, "run", lambda path: took_phases.append(path.plan.name))
+        out = F.linear(*ours)
+    stats = manager.stats()
+    assert (took_phases, stats["slow_op_count"], stats["resident_nbytes"]) == ([], 1, 0)
+    assert not differences(F.linear(x, weight, bias), out)

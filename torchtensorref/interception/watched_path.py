@@ -1,10 +1,10 @@
 """Operators that lack their operands and no decision: fetched or opened, run by the ready path.
 
-While memory is short most operators are of one of two kinds. A strategy that follows the program
-wants to hear of each use of what stays, so such blocks are not ready. Where all of an operator's
-blocks are on the accelerator all the same, or on their way there, nothing has to be decided: they
-are opened to the ready path for this one operator. An evictor may close them again at any moment;
-then the ready path finds them closed.
+While memory is short, or a strategy gives all back at once as if it were, most operators are of
+one of two kinds. A strategy that follows the program wants to hear of each use of what stays, so
+such blocks are not ready. Where all of an operator's blocks are on the accelerator all the same, or
+on their way there, nothing has to be decided: they are opened to the ready path for this one
+operator. An evictor may close them again at any moment; then the ready path finds them closed.
 
 Or blocks are at home too, and nobody asks where the operator runs. They are brought and held, as
 the slow path does, and the ready path runs the operator, a composite one as a whole. Where there is
@@ -66,7 +66,7 @@ def run_ready_or_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> An
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
-    if not books.is_pressed or books.main not in books.ready_on or plan.is_true_view:
+    if not residency.is_short or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     if plan.peak_nbytes is not None and known_peak(plan, args, kwargs or {}) is None:
         return SLOW  # it is taken apart, and the strategy hears of its parts
@@ -263,6 +263,8 @@ def _run_fetched(
             residency.readiness.close_watched(operands, device)
         if out is SLOW:
             residency.feed.has_not_run(plan.kind)
+            # Its parts would find what it uses ready, and give that up for their results.
+            residency.readiness.close(operands, device)
         else:
             made = [block for block in _blocks_of(out) if block not in used]
             if made:

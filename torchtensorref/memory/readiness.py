@@ -146,17 +146,17 @@ class Readiness:
 
     def close_watched(self, blocks: Sequence[Block], device: Device) -> None:
         """Close the ready path to those of the blocks whose uses the strategy wants to hear."""
-        books = self._books
-        if not books.wants_every_use:
-            return
-        with books.lock:
-            closed = []
-            for block in blocks:
-                if block.ready is device and block.is_persistent:
-                    block.ready = None
-                    closed.append(block.replicas[device])
+        if self._books.wants_every_use:
+            self.close([block for block in blocks if block.is_persistent], device)
+
+    def close(self, blocks: Sequence[Block], device: Device) -> None:
+        """Close the ready path to blocks on a device."""
+        with self._books.lock:
+            closed = [block for block in blocks if block.ready is device]
+            for block in closed:
+                block.ready = None
             if device.notes_uses:
-                self.note_uses(device, closed)
+                self.note_uses(device, [block.replicas[device] for block in closed])
 
     def note_uses(self, device: Device, replicas: Sequence[Replica]) -> None:
         """Tell a device who used its replicas last, where that can be known (lock held)."""

@@ -362,6 +362,11 @@ class Residency:
         if home is not None:
             books.host.about_to_change(home.base)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short, or given back as if it were."""
+        return self.books.is_pressed or self.feed.gives_back
+
     # -- afterwards -----------------------------------------------------------------------------
 
     def after_operator(self, device: Device, blocks: Sequence[Block]) -> None:

@@ -30,8 +30,8 @@ class Replay(Protocol):
 
 def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     """Run an operator whose blocks only have to be opened or fetched; False if there is more."""
-    residency, device, books = replayer.residency, replayer.device, replayer.residency.books
-    if not (op.may_be_ready and books.is_pressed):
+    residency, device = replayer.residency, replayer.device
+    if not (op.may_be_ready and residency.is_short):
         return False
     closed = closed_among(blocks, residency, device)
     if not closed:
@@ -107,4 +107,5 @@ def _run_fetched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
         residency.after_operator(device, [*blocks, *born])
     else:
         residency.feed.has_not_run(op.kind)
+        residency.readiness.close(blocks, device)
     return has_run
