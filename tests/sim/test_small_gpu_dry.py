@@ -12,9 +12,12 @@ import pytest
 from ..support.sweeps import only_in_sweeps
 
 PEERS = ("accelerate", "diffusers", "transformers")
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in PEERS), reason="needs the peers"
-)
+pytestmark = [
+    only_in_sweeps,  # `tests/unit/benchmarks/test_small_gpu.py` has its parts
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in PEERS), reason="needs the peers"
+    ),
+]
 
 ROOT = Path(__file__).parents[2]
 WHO = "flow,plain,accelerate,diffusers"
@@ -82,7 +85,6 @@ def test_times_of_the_host_are_not_compared(dry):
     assert "A dry run" in page
 
 
-@only_in_sweeps
 def test_a_process_that_fails_or_takes_too_long_is_told_from_one_that_ends(tmp_path):
     """Of those that are started afresh; the dry run is what forked ones do."""
     from benchmarks.small_gpu.processes import Processes
