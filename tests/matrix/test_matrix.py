@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchTensorRef.base import torch_versions
@@ -61,15 +62,16 @@ def test_a_file_that_cannot_be_read_has_failed(tmp_path, monkeypatch):
     assert done.counts["failed"] == 1
 
 
-def test_what_takes_too_long_is_broken_off(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("load", "given_s"), [(0, 10), (CORES, 5)])
+def test_what_takes_too_long_is_broken_off(tmp_path, monkeypatch, load, given_s):
     """And what was run is counted; where others want the cores, it may take longer."""
     monkeypatch.setattr(runs, "FOLDER", tmp_path)
     monkeypatch.setattr(runs, "GRACE_S", 1)  # pytest hears no SIGINT where its parents ignore it
-    monkeypatch.setattr(runs.os, "getloadavg", lambda: (CORES, CORES, CORES))
+    monkeypatch.setattr(runs.os, "getloadavg", lambda: (load, load, load))
     tests = tmp_path / "test_it.py"
     waits = "def test_that_waits():\n    time.sleep(60)\n"
     tests.write_text(f"import time\n\ndef test_first():\n    pass\n\n{waits}")
-    done = runs.run(Path(sys.executable), (str(tests),), limit_s=5)
+    done = runs.run(Path(sys.executable), (str(tests),), limit_s=given_s)
     assert done.broken_off == "broken off after 10 s"
     assert done.counts["passed"] == 1
     assert 10 <= done.took_s < 55

@@ -13,7 +13,7 @@ import pytest
 from torchTensorRef.__main__ import main
 
 from ..support.processes import RUN, python
-from ..support.sweeps import only_in_sweeps, usual
+from ..support.sweeps import usual
 
 WHO_AM_I = """
     import pickle, sys
@@ -294,7 +294,6 @@ def test_a_budget_of_little_effect_is_said_of_the_programs_line(script):
     assert f"{path}:2: RuntimeWarning: The budget of sim:1 has no effect: in use is sim:0." in said
 
 
-@only_in_sweeps  # children are told so in the tests of them
 def test_disabled_by_the_environment_it_is_plain_python(script):
     path = script("import torch\nprint(type(torch.zeros(1)))")
     ours = python(*RUN, path, TTR_DISABLE="1")

@@ -27,6 +27,9 @@ resource = pytest.importorskip("resource", reason="this system has no such limit
 
 RUN = (*processes.RUN, "--budget", "300KiB")
 NO_SPACE = ("No space left", "File too large")
+needs_full_device = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="this system has no /dev/full"
+)
 
 #: By hand: to make an optimizer torch imports its compiler, which takes as long as torch itself.
 TRAINS = """
@@ -95,7 +98,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     assert f"before step {len(steps) + 1}:" in ours.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@needs_full_device
 def test_where_nothing_can_be_written_at_all(script: Any, plain_trains: str) -> None:
     with open("/dev/full", "w") as full:
         told = python(*RUN, script(TRAINS), environ={"TTR_TRACE": "2"}, stderr=full)
@@ -103,7 +106,7 @@ def test_where_nothing_can_be_written_at_all(script: Any, plain_trains: str) -> 
 
 
 @only_in_sweeps
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@needs_full_device
 def test_a_report_that_cannot_be_written_is_told(script: Any, plain_trains: str) -> None:
     report = python(*RUN, "--report", "/dev/full", script(TRAINS))
     assert (report.returncode, report.stdout) == (0, plain_trains)
@@ -111,7 +114,7 @@ def test_a_report_that_cannot_be_written_is_told(script: Any, plain_trains: str)
     assert "torchTensorRef: flow on sim:0" in report.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@needs_full_device
 def test_what_was_found_and_cannot_be_written_is_told() -> None:
     with open("/dev/full", "w") as full:
         found = python("-m", "torchTensorRef", "env", stdout=full)

@@ -57,7 +57,7 @@ def table_is_away(block: Block, accelerator: Device, residency: Residency) -> bo
         return False
     ledger = residency.books.ledgers[accelerator]
     room_nbytes = ledger.budget.high_nbytes - ledger.resident_nbytes
-    is_wanted = not residency.is_short and block.use_count >= TABLE_USES
+    is_wanted = not residency.is_under_pressure and block.use_count >= TABLE_USES
     return not is_wanted or block.nbytes > room_nbytes * TABLE_SHARE
 
 

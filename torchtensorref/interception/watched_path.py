@@ -66,7 +66,7 @@ def run_ready_or_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> An
 def _run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
     residency: Any = tensorsManager._residency
     books = residency.books
-    if not residency.is_short or books.main not in books.ready_on or plan.is_true_view:
+    if not residency.is_under_pressure or books.main not in books.ready_on or plan.is_true_view:
         return SLOW
     if plan.peak_nbytes is not None and known_peak(plan, args, kwargs or {}) is None:
         return SLOW  # it is taken apart, and the strategy hears of its parts

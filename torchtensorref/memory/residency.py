@@ -363,7 +363,7 @@ class Residency:
             books.host.about_to_change(home.base)
 
     @property
-    def is_short(self) -> bool:
+    def is_under_pressure(self) -> bool:
         """Whether memory is short, or given back as if it were."""
         return self.books.is_pressed or self.feed.gives_back
 

@@ -31,7 +31,7 @@ class Replay(Protocol):
 def run_watched(replayer: Replay, op: OpRecord, blocks: list[Block]) -> bool:
     """Run an operator whose blocks only have to be opened or fetched; False if there is more."""
     residency, device = replayer.residency, replayer.device
-    if not (op.may_be_ready and residency.is_short):
+    if not (op.may_be_ready and residency.is_under_pressure):
         return False
     closed = closed_among(blocks, residency, device)
     if not closed:
