@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchTensorRef.interception import results, slow_path
+from torchTensorRef.memory import plain_views
 from torchTensorRef.operators.plan import plan_of
 
 from ..device import audit
@@ -171,6 +172,24 @@ def test_the_operator_database(manager, number, monkeypatch):
         found = audit.audit(manager, manager.residency.books.main, ops, samples=1)
     assert found.called > 20
     assert found.failures == []
+
+
+def test_a_dtype_that_the_device_does_not_have_is_computed_at_home(manager, monkeypatch):
+    """As float64 on mps, where torch says so with a TypeError."""
+    empty = plain_views._empty
+
+    def refusing(size, **kwargs):
+        if kwargs.get("dtype") is torch.float64 and torch.device(kwargs["device"]).type == "meta":
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype. Please use float32.")
+        return empty(size, **kwargs)
+
+    monkeypatch.setattr(plain_views, "_empty", refusing)
+    x = manager.adopt(torch.arange(400.0, dtype=torch.float64))
+    manager.residency.books.main.exchanges_storages = True
+    assert (x + 1)[1].item() == 2.0
+    assert torch.sub(x, 1)[1].item() == 0.0
+    assert x.mul_(2)[1].item() == 2.0
+    assert manager.stats()["host_fallback_count"] >= 3
 
 
 def test_an_operator_that_has_written_is_not_run_again_on_the_host(manager, monkeypatch):

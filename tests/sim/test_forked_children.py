@@ -1,15 +1,20 @@
-"""A child that is forked while other threads compute: it neither waits for them nor is wrong."""
+"""A forked child: it waits for no other thread, is never wrong, and leaves real accelerators."""
 
 import os
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
 
 import torchTensorRef
 from torchTensorRef.base.activation import is_disabled, watch
+from torchTensorRef.base.errors import LostError
+from torchTensorRef.memory import forks
+
+from ..support.device_double import LateDevice, LateLane, LateModule
 
 CHILDREN = 8
 PATIENCE_S = 30.0
@@ -96,3 +101,122 @@ def test_scopes_of_other_threads_are_over_there(manager):
         is_over.set()
         thread.join()
     assert not watch.on
+
+
+class OfTheParent(LateModule):
+    """One that refuses in a forked child whatever a driver refuses there."""
+
+    def __init__(self):
+        super().__init__()
+        self.owner = os.getpid()
+
+    def refuse_in_child(self):
+        if os.getpid() != self.owner:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+
+    def Event(self):
+        self.refuse_in_child()
+        return super().Event()
+
+    def synchronize(self, device=None):
+        self.refuse_in_child()
+        super().synchronize(device)
+
+    def mem_get_info(self, index=0):
+        self.refuse_in_child()
+        return super().mem_get_info(index)
+
+
+class ParentsLane(LateLane):
+    def issue(self, source, destination):
+        self._vendor._module.refuse_in_child()
+        return super().issue(source, destination)
+
+
+class ParentsDevice(LateDevice):
+    lane = ParentsLane
+
+    def allocate(self, nbytes):
+        self.double.refuse_in_child()
+        return super().allocate(nbytes)
+
+    def refill(self, base, nbytes):
+        self.double.refuse_in_child()
+        super().refill(base, nbytes)
+
+    def empty(self, base):
+        self.double.refuse_in_child()
+        super().empty(base)
+
+
+def in_child(is_right):
+    """Fork a child; return its exit status: 0 where a function says there that all is right."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(0 if is_right() else 3)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(4)
+    return ended(pid)
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow", "genoa"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_a_child_computes_at_home_where_the_parent_has_a_real_accelerator(manage, strategy):
+    manager = manage(strategy)
+    device = ParentsDevice(OfTheParent())
+    manager.device, manager.budget = device, "1MiB"
+    fetched = manager.adopt(torch.arange(1000.0))
+    written = manager.adopt(torch.zeros(1000))
+    written.add_(fetched)
+    made = fetched * 2
+    view = made.view(10, 100)[3]
+    exposed = manager.adopt(torch.ones(8))
+    held = (exposed + 1).target
+    evict_count = manager.stats()["evict_count"]
+
+    def is_right():
+        values = made.sum().item(), view.tolist(), written[5].item(), (fetched + 1)[1].item()
+        written.mul_(2)
+        manager.check()
+        is_same = values == (999000.0, list(range(600, 800, 2)), 5.0, 2.0)
+        return is_same and written[5].item() == 10.0 and manager.device == "cpu"
+
+    for _ in range(2):
+        assert in_child(is_right) == 0
+    assert manager.device == device.name
+    assert manager.stats()["evict_count"] == evict_count, "what is there stays for the parent"
+    assert made.sum().item() == 999000.0
+    assert written[5].item() == 5.0
+    assert held.sum().item() == 16.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_workers_of_a_loader_have_what_was_computed(manage):
+    manager = manage("lru")
+    manager.device = ParentsDevice(OfTheParent())
+    with is_disabled.entered(False):
+        x = torch.arange(640.0).view(20, 32)
+        x = (x - x.mean(0)) / x.std(0)
+        expected = x.sum(1)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x), batch_size=5, num_workers=2
+        )
+        assert torch.equal(torch.cat([batch.sum(1) for (batch,) in loader]), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_what_a_copy_could_not_bring_home_is_said_to_be_lost(manage, monkeypatch):
+    manager = manage("lru")
+    manager.device = ParentsDevice(OfTheParent())
+    x = manager.adopt(torch.ones(1000)) * 2
+    monkeypatch.setattr(forks.Forks, "before_fork", lambda self: None)
+
+    def is_right():
+        with pytest.raises(LostError, match="process that this one was forked from"):
+            x.tolist()
+        return manager.adopt(torch.ones(3)).add(1).tolist() == [2.0] * 3
+
+    assert in_child(is_right) == 0
+    assert x.tolist() == [2.0] * 1000

@@ -250,7 +250,7 @@ def test_a_block_whose_only_copy_is_gone_says_so(manage):
         _fail_halfway(replica)
     assert books.is_in_doubt
     for read in (lambda: x + 1, lambda: x.tolist(), lambda: x.numpy(), lambda: x.sum()):
-        with pytest.raises(LostError, match=f"b{replica.block_id} .*its only copy is lost"):
+        with pytest.raises(LostError, match=f"only copy of b{replica.block_id} .* is lost"):
             read()
     y = tensorsManager.adopt(torch.ones(4))
     assert (y + y).tolist() == [2, 2, 2, 2]

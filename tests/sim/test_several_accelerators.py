@@ -14,9 +14,13 @@ import torch
 from torchTensorRef import ConfigError
 from torchTensorRef.devices.sim.device import SimDevice
 from torchTensorRef.devices.sim.spec import DeviceSpec
+from torchTensorRef.inject import factories
+from torchTensorRef.interception import slow_path
+from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.strategies import venice
 
 from ..support.differential import bits
+from ..support.over_host import adapters
 from ..support.several import assert_plain_torchs, on_several, tower
 from ..support.sweeps import usual
 
@@ -229,3 +233,47 @@ def test_one_that_cannot_hold_its_budget_leaves_the_others_to_theirs(manager, he
     assert [d.resident_nbytes for d in devices][1 - held] <= 100
     manager.check()
     assert target.sum() == refs[held].sum()
+
+
+def test_a_factory_finds_room_on_the_card_that_it_names(manage):
+    manager = manage("venice")
+    manager.device = first, second = adapters(2, 8 << 20)
+    for device in (first, second):
+        block = manager.adopt(torch.ones(1 << 18))._ttr_block
+        manager.residency.release(manager.residency.acquire(device, [block], [], 0))
+
+    def resident_nbytes():
+        return [
+            manager.residency.books.ledgers[device].resident_nbytes for device in (first, second)
+        ]
+
+    def full(*args, **kwargs):
+        """Make a tensor on an empty card; else say what mps says, which has no class for it."""
+        if resident_nbytes()[1]:
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 4.00 MiB)")
+        return args
+
+    before = resident_nbytes()
+    assert factories._with_room(full, (3,), {"device": second.name}) == (3,)
+    assert resident_nbytes() == [before[0], 0]
+
+
+def test_a_kernel_that_found_no_memory_is_tried_again_however_that_is_said(manage, monkeypatch):
+    manager = manage("lru")
+    (manager.device,) = adapters(1, 8 << 20)
+    kept, x = manager.adopt(torch.ones(1 << 16)), manager.adopt(torch.ones(8))
+    kept.sum()
+    runs, run_kernel = [], slow_path.run_kernel
+
+    def short_of_memory(staged):
+        runs.append(staged.device)
+        if kept._ttr_block.is_on(manager.residency.books.main):
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 4.00 MiB)")
+        return run_kernel(staged)
+
+    monkeypatch.setattr(slow_path, "run_kernel", short_of_memory)
+    plan = plan_of(torch.ops.aten.cumsum.default)
+    made = slow_path.SlowPath(plan, (x, 0), {}, manager).run()
+    assert made.tolist() == list(range(1, 9))
+    assert runs == [manager.residency.books.main] * 2
+    assert manager.stats()["host_fallback_count"] == 0

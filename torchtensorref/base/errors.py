@@ -112,7 +112,7 @@ class UnsupportedOpError(TensorRefError, NotImplementedError):
     """An operator cannot be run on managed tensors anywhere, not even on the host.
 
     Cause: no kernel exists for these dtypes and devices, or the operator needs raw memory
-    that cannot be handed out.
+    that cannot be handed out; or a graph of kernels was to be captured, which keeps addresses.
 
     Cure: release the operands first (`tensorsManager.release`), or run that part of the
     program inside `torchTensorRef.disabled()`. If plain torch runs it, it is our bug.

@@ -20,6 +20,14 @@ class InChild(Protocol):
         """Begin anew; all locks are open, and whether another thread held one of them is said."""
 
 
+class BeforeFork(Protocol):
+    """Who has something to do in a process that is about to fork."""
+
+    def before_fork(self) -> None:
+        """Make ready what the child will need; nothing may be raised."""
+
+
+before: weakref.WeakSet[BeforeFork] = weakref.WeakSet()
 in_child: weakref.WeakSet[InChild] = weakref.WeakSet()
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -50,5 +58,10 @@ def _begin_anew() -> None:
         one.begin_in_child(was_held=was_held)
 
 
+def _make_ready() -> None:
+    for one in list(before):
+        one.before_fork()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(before=_make_ready, after_in_child=_begin_anew)

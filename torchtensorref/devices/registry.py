@@ -126,19 +126,21 @@ def accelerators(setting: Any) -> list[Device]:
 def default_name() -> str:
     """The name of the accelerator that torch finds, else ``"sim"``.
 
-    Of several the one with the most memory free: the first is everybody's.
+    Of several the one that torch is on, or a launcher has given to this process, else the one with
+    the most memory free.
     """
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in REAL_KINDS:
         return "sim"
-    from .accelerator.vendor import roomiest
+    from .accelerator.driver_memory import default_index
 
     module = torch.get_device_module(accelerator.type)
     if int(getattr(module, "device_count", lambda: 1)()) < 2:
         return accelerator.type
-    return f"{accelerator.type}:{roomiest(module)}"
+    current = torch.accelerator.current_device_index()
+    return f"{accelerator.type}:{default_index(module, current)}"
 
 
 def known_devices() -> list[Device]:

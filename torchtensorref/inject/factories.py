@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import MutableMapping, MutableSequence
 from sys import _getframe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,15 @@ from ..base.options import settings
 from ..base.progress import Bar
 from ..base.scopes import Scopes
 from ..base.units import format_nbytes
+from ..devices.out_of_memory import is_out_of_memory
 from ..interception.tracebacks import hides
 from ..tensor.device_names import canonical, is_foreign
 from .hooks import disabled, is_disabled, is_ref, load, state
 from .inject_to import check_known, injectTo
+
+if TYPE_CHECKING:
+    from ..devices.base import Device
+    from ..memory.bookkeeping import Books
 
 __tracebackhide__ = hides
 
@@ -177,14 +182,21 @@ def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Call a factory; where an accelerator has no room for what it makes, evict and call again."""
     try:
         return wrapped(*args, **kwargs)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
         residency = _core().manager.residency
-        device = residency.books.main
-        if device.is_host or not device.kernels_allocate:
+        device = _accelerator_of(kwargs, residency.books)
+        if not is_out_of_memory(error) or device.is_host or not device.kernels_allocate:
             raise
         residency.evictor.evict_some(device, residency.books.ledgers[device].resident_nbytes)
         device.give_up_caches()
     return wrapped(*args, **kwargs)
+
+
+def _accelerator_of(kwargs: dict[str, Any], books: Books) -> Device:
+    """The accelerator that an argument names, else the main one."""
+    asked = _asked_device(kwargs)
+    name = "" if asked is None else canonical(asked)
+    return next((device for device in books.accelerators if device.name == name), books.main)
 
 
 _CPU = torch.device("cpu")

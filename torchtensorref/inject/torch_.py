@@ -35,6 +35,7 @@ from .factories import (
     shared_memory_factory,
 )
 from .generators import OF_GENERATORS
+from .graphs import OF_GRAPHS
 from .inject_to import injectTo
 from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
@@ -181,6 +182,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
+    *OF_GRAPHS,
     MethodPatch(
         "torch",
         "FloatTensor.__class__.__instancecheck__",

@@ -13,6 +13,7 @@ import torch
 from ..base.errors import TransferError
 from ..base.listeners import Happening, listeners
 from ..devices.base import Device
+from ..devices.out_of_memory import raise_as_cuda
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES, OutOfBudgetError
 from ..memory.external_pressure import note_shortage
@@ -114,7 +115,7 @@ class Fallback:
                 result = self._in_blocks(device)
                 if result is not _NO_ROOM:
                     return result
-            return self._run_on(device)
+            return self._run_there(device)
         except SHORTAGES as error:
             if self._operands.has_written:
                 raise  # nothing is written twice
@@ -130,7 +131,7 @@ class Fallback:
                 raise  # the host has the same kernels
             self._unsupported.add((plan.number, self._operands.dtype))
             self._note(f"no kernel for {plan.name} on {device.kind}")
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
             if device.torch_device.type == "cpu" or isinstance(error, BROKEN + OURS):
                 raise  # the host has the same kernels, or nothing can run any more
             if self._operands.has_written:
@@ -142,6 +143,12 @@ class Fallback:
             return result
         generators.restore()
         return self._run_on(host)
+
+    def _run_there(self, device: Device) -> Any:
+        try:
+            return self._run_on(device)
+        except RuntimeError as error:
+            raise_as_cuda(error)
 
     def _in_blocks(self, device: Device) -> Any:
         """Run it in blocks; `_NO_ROOM` where it cannot be, or where not even one finds room."""
@@ -202,7 +209,7 @@ class Fallback:
                 "-", f"again {self._operands.plan.name}", "a kernel found no memory"
             )
             try:
-                return self._run_on(device)
+                return self._run_there(device)
             except SHORTAGES as again:
                 if isinstance(again, OutOfBudgetError):
                     break

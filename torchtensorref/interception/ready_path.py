@@ -107,7 +107,7 @@ def run_one(plan: OpPlan, args: tuple[Any, ...], kwargs: Any, listed_count: int 
         return SLOW
     except RecursionError:
         raise  # ours, and perhaps after the kernel has written
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, TypeError, ValueError):
         if has_written or device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake
         return SLOW  # the host may have a kernel for it
@@ -228,7 +228,7 @@ def _any(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
         return SLOW
     except RecursionError:
         raise  # ours, and perhaps after the kernel has written
-    except (RuntimeError, IndexError, ValueError):
+    except (RuntimeError, IndexError, TypeError, ValueError):
         if has_written or device.torch_device.type == "cpu":
             raise  # the host has the same kernels: it is the program's own mistake
         return SLOW  # the host may have a kernel for it

@@ -20,7 +20,7 @@ from .leaving import Leaving, finish_issue, note_failure
 from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
-from .transfer import Transfer
+from .transfer import Transfer, wait_if_issued
 
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
@@ -85,8 +85,9 @@ class Copier:
                 home = self.leaving.home_of(block)
                 if source is None and home.state is not FILLING:
                     raise LostError(
-                        f"{block.name} ({block.nbytes:,} bytes) was being moved when an error came "
-                        "that may come at any instruction, and its only copy is lost. Make the "
+                        f"The only copy of {block.name} ({block.nbytes:,} bytes) is lost: it was "
+                        "being moved when an error came that may come at any instruction, or was "
+                        "on an accelerator of the process that this one was forked from. Make the "
                         "tensor again, or load it.",
                         block=block.name,
                     )
@@ -262,8 +263,7 @@ class Copier:
                 with books.lock:
                     self.in_flight.add(replica)
         except BaseException as error:
-            if not isinstance(error, TransferError):
-                device.synchronize()  # it may have been issued all the same
+            wait_if_issued(device, error)
             with books.lock:
                 self.filling.close(replica)
             raise

@@ -112,10 +112,11 @@ class OthersWatch:
                 atexit.register(self._end)
 
     def leave(self, devices: Iterable[Device]) -> None:
-        """Follow some devices no more: others are used."""
+        """Follow some devices no more, since others are used; torch may give out all they have."""
         with self._lock:
             for device in devices:
                 self._watched.pop(device, None)
+                device.limit(device.capacity_nbytes)
 
     def _end(self) -> None:
         self._is_over.set()

@@ -20,7 +20,7 @@ from .bookkeeping import Books
 from .holds import Holds
 from .ledger import given_up
 from .states import DIRTY, FILLING, INVALID
-from .transfer import Transfer
+from .transfer import Transfer, wait_if_issued
 
 
 class Leaving:
@@ -77,8 +77,7 @@ class Leaving:
             self.let_land(home)
             home.arrival = self._transfer.write_back(replica, home)
         except BaseException as error:
-            if not isinstance(error, TransferError):
-                replica.device.synchronize()  # it may have been issued all the same
+            wait_if_issued(replica.device, error)
             with books.lock:
                 home.become(INVALID, "write-back failed")
             raise

@@ -23,7 +23,7 @@ from .filling import Filling
 from .holds import Holds
 from .in_flight import InFlight
 from .states import CLEAN, DIRTY, FILLING, INVALID
-from .transfer import Transfer
+from .transfer import Transfer, wait_if_issued
 
 
 class Peers:
@@ -75,8 +75,7 @@ class Peers:
             try:
                 replica.arrival = self._transfer.fetch_across(source, replica, ahead=ahead)
             except BaseException as error:
-                if not isinstance(error, TransferError):
-                    device.synchronize()  # it may have been issued all the same
+                wait_if_issued(device, error)
                 self._filling.close(replica)
                 if isinstance(error, TransferError):
                     self._books.log.note(block.name, f"no copy {device.name}", str(error)[:80])

@@ -27,6 +27,7 @@ from .copies import Copier
 from .holds import Holds
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .strategy_feed import StrategyFeed
+from .transfer import wait_if_issued
 
 
 class Repair:
@@ -65,7 +66,7 @@ class Repair:
         noted = [doubt for doubt in books.doubts if doubt.ident not in keep]
         for device in list(books.ledgers):
             if self._has_lost_copies(device, me | {doubt.ident for doubt in noted}):
-                device.synchronize()  # nobody knows their events, so all there is
+                wait_if_issued(device)  # nobody knows their events, so all there is
         self._feed.repair(noted)  # first: it waits for who is just telling or asking
         with books.lock:
             books.parts.clear()

@@ -20,6 +20,7 @@ from .copies import Copier
 from .costs import GIVEN_BACK
 from .eviction import Evictor, HeldByOthersError
 from .filling import RoomTakenError
+from .forks import Forks
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
 from .overwriting import Overwriting
@@ -63,6 +64,7 @@ class Residency:
         self.sharing = Sharing(self.books, self.holds, self.copier)
         self.overwriting = Overwriting(self.books, self.holds, self.copier)
         self._repair = Repair(self.books, self.holds, self.copier, self.feed)
+        self._forks = Forks(self.books, self.copier, self.evictor)
         #: How long operators took, where a strategy says where they run.
         self.times = OpTimes()
         self.recorder: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,13 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 #: A copy that fails is tried again so often; links hiccup, and the source is untouched.
 ATTEMPTS = 3
+
+
+def wait_if_issued(device: Device, error: BaseException | None = None) -> None:
+    """Wait for a device where an error leaves it open whether a copy was issued, and of which."""
+    if not isinstance(error, TransferError):
+        with suppress(RuntimeError):  # a card that is broken raises for ever, and copies nothing
+            device.synchronize()
 
 
 @dataclass

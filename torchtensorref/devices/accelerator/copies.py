@@ -86,11 +86,15 @@ class CopiesInFlight:
         self._by_key.setdefault(key, []).append(event)
         copies.append((key, event))
 
+    def forget_ended(self) -> None:
+        """Forget the copies that have ended."""
+        for copies in self._queues.values():
+            self._retire(copies)
+
     def of(self, key: int) -> list[Event]:
         """Return the copies that run, or may, of what has a key."""
         if key in self._by_key:
-            for copies in self._queues.values():
-                self._retire(copies)
+            self.forget_ended()
         # After an error one may stand here that is in no queue.
         return [event for event in self._by_key.get(key, ()) if not event.is_done()]
 
@@ -315,6 +319,11 @@ class LinkCopier:
         for event in copies:
             with contextlib.suppress(TransferError):  # whoever waits for it is told
                 event.synchronize()
+
+    def forget_ended(self) -> None:
+        """Let go of the ends of copies that have fired: of dead tensors, they are room."""
+        with self._lock:
+            self._in_flight.forget_ended()
 
     def copies_of(self, base: Tensor) -> list[Event]:
         """The copies that may still read or write the bytes of a base."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ...base import forking
 from ...base.options import settings
@@ -15,6 +15,7 @@ from ..host.limits import share_of_ram
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
+from ..out_of_memory import raise_as_cuda
 from ..residents import Residents
 from ..storages import (
     bytes_of,
@@ -147,7 +148,7 @@ class AcceleratorDevice(AcceleratorPeers):
         try:
             base = empty_bytes(nbytes, self.torch_device)
         except RuntimeError as error:
-            self._raise_out_of_memory(error)
+            raise_as_cuda(error)
         with self._lock:
             self._residents.settle()
             self._alloc_count += 1
@@ -157,6 +158,7 @@ class AcceleratorDevice(AcceleratorPeers):
     def refill(self, base: Tensor, nbytes: int) -> None:  # noqa: D102
         with self._lock:
             self._settle_rooms()
+            self._copier.forget_ended()
             # Asked each time: the settings of torch's allocator can be changed while it runs.
             is_copies_own = self.vendor.has_pool_per_stream
             try:
@@ -166,7 +168,7 @@ class AcceleratorDevice(AcceleratorPeers):
                 else:
                     self._resize(base, nbytes)
             except RuntimeError as error:
-                self._raise_out_of_memory(error)
+                raise_as_cuda(error)
             if is_copies_own and nbytes:
                 self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
             resident = self._residents.emptied.get(id(base))
@@ -229,15 +231,6 @@ class AcceleratorDevice(AcceleratorPeers):
     def account(self, base: Tensor) -> None:
         """Count nothing: torch's allocator counts what kernels make (`resident_nbytes`)."""
 
-    @staticmethod
-    def _raise_out_of_memory(error: RuntimeError) -> NoReturn:
-        """Say it as cuda does where a backend (mps) has no class of its own for it."""
-        import torch
-
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
-            raise error
-        raise torch.OutOfMemoryError(str(error)) from error
-
     # what it holds ------------------------------------------------------------------------
 
     @property
@@ -291,6 +284,7 @@ class AcceleratorDevice(AcceleratorPeers):
 
     def give_up_caches(self) -> None:
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
+        self._copier.forget_ended()
         self.vendor.empty_cache()
 
     # copies -------------------------------------------------------------------------------

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
+from ..background import ask_aside
 from ..host.numa import cpus_near
 from ..storages import empty_bytes
+from .driver_memory import memory_info
 from .events import EventStopwatch
 from .own_stream import OnSideStream, new_stream
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Vendor", "can_refill", "has_expandable_segments", "roomiest"]
+__all__ = ["Vendor", "can_refill", "has_expandable_segments"]
 
 #: What lets torch's allocator refuse more than a share of the device.
 CAP = "set_per_process_memory_fraction"
@@ -98,9 +100,9 @@ class Vendor:
         return self._module.current_stream(self._device)
 
     def default_stream(self) -> Any:
-        """The stream that threads begin on; None where the module does not tell."""
+        """The stream that threads begin on; where the module does not tell (xpu), one is asked."""
         ask = getattr(self._module, "default_stream", None)
-        return None if ask is None else ask(self._device)
+        return ask_aside(self.current_stream) if ask is None else ask(self._device)
 
     def current_stream_number(self) -> Any:
         """What tells that stream from others, and costs as little as can be."""
@@ -171,16 +173,19 @@ class Vendor:
 
     def total_nbytes(self) -> int:
         """What the device has."""
-        info = getattr(self._module, "mem_get_info", None)
+        info = memory_info(self._module, self._index)
         if info is not None:
-            return int(info(self._index)[1])
+            return info[1]
         recommended = getattr(self._module, "recommended_max_memory", None)
-        return int(recommended()) if recommended is not None else 0  # mps shares the host's
+        if recommended is not None:
+            return int(recommended())  # mps shares the host's
+        properties = getattr(self._module, "get_device_properties", None)
+        return 0 if properties is None else int(getattr(properties(self._index), "total_memory", 0))
 
     def driver_free_nbytes(self) -> int | None:
         """What the driver has free; None where it does not say."""
-        info = getattr(self._module, "mem_get_info", None)
-        return None if info is None else int(info(self._index)[0])
+        info = memory_info(self._module, self._index)
+        return None if info is None else info[0]
 
     def allocated_nbytes(self) -> int | None:
         """What torch's allocator has given out in this process; None where it does not say."""
@@ -228,7 +233,7 @@ class Vendor:
         if spills_silently():
             free_nbytes = (self.driver_free_nbytes() or 0) + (self.reserved_nbytes() or 0)
             nbytes = min(nbytes, int(free_nbytes * SHARE_WHERE_SPILLED)) if free_nbytes else nbytes
-        fraction = min(1.0, nbytes / total_nbytes)
+        fraction = min(1.0, max(nbytes, 1) / total_nbytes)  # 0 is refused, or means all of it
         if self._kind == "mps":
             cap(fraction)  # takes no device: there is one
         else:
@@ -344,25 +349,6 @@ def _raw_stream_of(module: Any) -> Callable[[int], int] | None:
     if name not in ("torch.cuda", "torch.xpu"):
         return None
     return getattr(torch._C, f"_{name.removeprefix('torch.')}_getCurrentRawStream", None)
-
-
-def roomiest(module: Any) -> int:
-    """Return the number of the device of a kind that has the most memory free; of equals the first.
-
-    Asked of the vendor's management library where there is one, since the driver opens a device to
-    say it, and keeps some memory of it then.
-    """
-    count = int(module.device_count())
-    return max(range(count), key=lambda index: (_free_nbytes(module, index), -index), default=0)
-
-
-def _free_nbytes(module: Any, index: int) -> int:
-    try:
-        used = module.device_memory_used(index)
-        return int(module.get_device_properties(index).total_memory) - int(used)
-    except (AttributeError, ImportError, RuntimeError):
-        info = getattr(module, "mem_get_info", None)
-        return 0 if info is None else int(info(index)[0])
 
 
 def _has_blocking_events(module: Any) -> bool:

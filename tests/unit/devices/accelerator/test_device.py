@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchTensorRef.base.errors import TransferError
 from torchTensorRef.devices import registry
@@ -449,6 +450,24 @@ def test_without_a_budget_plain_tensors_of_the_program_are_not_ours(device, modu
     assert resolve_budget(None, device).limit_nbytes == int((300 + 200) * 0.9)
     device.ledger = None
     assert resolve_budget(None, device).limit_nbytes == int(300 * 0.9)
+
+
+def test_what_an_ended_copy_has_held_of_a_dead_tensor_is_room_again(device):
+    base, other = device.allocate(8), device.allocate(0)
+    storage = StorageWeakRef(base.untyped_storage())
+    event = device.copy_in(torch.ones(8, dtype=torch.uint8), base)
+    event.event.fired = True
+    del base, event
+    assert not storage.expired(), "else nothing is shown"
+    device.refill(other, 8)
+    assert storage.expired()
+
+
+def test_no_limit_of_zero_is_set(device, module):
+    """A driver refuses it (xpu), or takes it for none at all (mps)."""
+    device.limit(0)
+    ((_, fraction, _),) = module.calls
+    assert 0 < fraction < 0.01
 
 
 def test_copies_in_flight_are_not_asked_one_by_one(device, module, monkeypatch):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from torchTensorRef.devices import registry
-from torchTensorRef.devices.accelerator.vendor import roomiest
+from torchTensorRef.devices.accelerator.driver_memory import default_index
 
 from ....support.ordered_double import OrderedDevice, OrderedModule
 
@@ -92,8 +93,31 @@ def test_the_roomiest_is_found(has_library):
     if has_library:
         module.device_memory_used = lambda index: 10 - free[index]
         module.get_device_properties = lambda index: SimpleNamespace(total_memory=10)
-    assert roomiest(module) == 1
+    assert default_index(module, 0) == 1
     assert opened == ([] if has_library else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("current", "rank", "index"), [(0, "", 1), (2, "", 2), (2, "3", 3), (0, "6", 2)]
+)
+def test_who_has_a_card_of_its_own_uses_that(monkeypatch, current, rank, index):
+    """By `set_device`, or because a launcher has started one process for each card."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    module = SimpleNamespace(device_count=lambda: 4, mem_get_info=lambda index: (-(index != 1), 10))
+    assert default_index(module, current) == index
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_a_driver_need_not_say_what_is_free(cards, error):
+    """As xpu's of small cards does not: what the device has in all is known all the same."""
+    cards.mem_get_info = mock.Mock(side_effect=error("doesn't support querying free memory"))
+    cards.get_device_properties = lambda index: SimpleNamespace(total_memory=1 << 30)
+    cards.device_count = lambda: 3
+    device = OrderedDevice(cards, index=1)
+    assert device.capacity_nbytes == 1 << 30
+    base = device.allocate(1 << 20)
+    assert device.free_nbytes() == (1 << 30) - base.nbytes
+    assert default_index(cards, 0) == 0
 
 
 @pytest.mark.parametrize(("count", "name"), [(1, "cuda"), (3, "cuda:2")])
@@ -105,4 +129,5 @@ def test_the_default_is_the_roomiest(monkeypatch, count, name):
         "current_accelerator",
         lambda check_available=False: torch.device("cuda"),
     )
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     assert registry.default_name() == name

@@ -109,6 +109,24 @@ def test_one_stream_costs_no_wait(device):
     assert waits == []
 
 
+class TellsNoDefault(OrderedModule):
+    """As torch.xpu, which has no `default_stream`."""
+
+    @property
+    def default_stream(self):
+        raise AttributeError("default_stream")
+
+
+def test_threads_that_name_no_stream_are_followed_where_the_default_is_not_told():
+    device = OrderedDevice(TellsNoDefault())
+    device.double.set_stream(OrderedStream("the main thread's own"))
+    note_streams()
+    device.fetched()
+    kernel = in_thread(device.kernel_unseen)
+    assert comes_before(device.arrived, kernel)
+    assert comes_before(kernel, device.record().event.clock)
+
+
 def test_our_streams_are_not_those_of_the_pool(monkeypatch):
     handles = iter(range(100, 200))
     monkeypatch.setattr(own_stream, "from_driver", lambda *_: next(handles))
