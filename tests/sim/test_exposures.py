@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from torchTensorRef.base.errors import ExposedError, LostError, TransferError
+from torchTensorRef.interception import slow_path
 from torchTensorRef.memory import copies, core
 from torchTensorRef.memory.transfer import ATTEMPTS
+from torchTensorRef.operators.plan import plan_of
 
 
 @pytest.fixture
@@ -315,3 +318,96 @@ def test_a_finalizer_in_a_cycle_may_use_what_the_cycle_holds(manage):
             assert found == [0, 2, 4, 6]
     assert len(seen) == 2
     manager.check()
+
+
+def shares(plain):
+    plain.share_memory_()
+
+
+def grows(plain):
+    plain.resize_(3 * plain.numel())
+
+
+def frees_and_takes_again(plain):
+    nbytes = plain.untyped_storage().nbytes()
+    plain.untyped_storage().resize_(0)
+    plain.untyped_storage().resize_(nbytes)
+    plain.fill_(1)
+
+
+@pytest.mark.parametrize("count", [8, 100_000])
+@pytest.mark.parametrize("move", [shares, grows, frees_and_takes_again])
+@pytest.mark.parametrize("get", [lambda m, x: x, lambda m, x: m.release(m.adopt(x))])
+def test_memory_that_its_holder_moves_is_followed(manager, count, move, get):
+    plain = get(manager, torch.ones(count))
+    x = manager.adopt(plain)
+    part = x[1:4]
+    assert float((x * 2).sum()) == 2 * count
+    move(plain)
+    others = [torch.full((count,), -9.0) for _ in range(8)]  # which may get the old memory
+    assert x.tolist() == [1.0] * count
+    plain.fill_(2)
+    assert (x * 2).tolist() == [4.0] * count
+    assert part.tolist() == [2.0] * 3
+    x.add_(1)
+    assert plain[:count].tolist() == [3.0] * count
+    assert len(others) == 8
+
+
+def test_memory_that_its_holder_gives_up_is_not_read(manager):
+    plain = torch.ones(1000)
+    x = manager.adopt(plain)
+    assert float(x.sum()) == 1000.0
+    plain.untyped_storage().resize_(0)
+    assert len(x.tolist()) == 1000
+    plain.untyped_storage().resize_(4000)
+    plain.fill_(5)
+    assert x.tolist() == [5.0] * 1000
+
+
+def test_an_array_that_is_taken_while_an_operator_writes_is_over_its_memory(manager):
+    """By the operator itself: it is one of the program's."""
+    x, arrays = manager.adopt(torch.zeros(1000)).toGPU(), []
+
+    @torch.library.custom_op("ttr_tests::looks_and_adds", mutates_args=("y",))
+    def looks_and_adds(y: torch.Tensor) -> None:
+        arrays.append(x.numpy())
+        y.add_(1)
+
+    looks_and_adds(x)
+    (array,) = arrays
+    assert array[0] == 1.0
+    array[:5] = 7.0
+    assert x[:6].tolist() == [7.0] * 5 + [1.0]
+    x.add_(1)
+    assert array[5] == 2.0
+
+
+def test_an_array_that_is_taken_while_another_thread_writes_is_over_its_memory(manage, monkeypatch):
+    manager = manage("lru", nbytes=1 << 20)
+    x = manager.adopt(torch.zeros(1000)).toGPU()
+    is_running, may_end, arrays = threading.Event(), threading.Event(), []
+    run_kernel = slow_path.run_kernel
+
+    def slowly(staged):
+        out = run_kernel(staged)
+        is_running.set()
+        may_end.wait(20)
+        return out
+
+    monkeypatch.setattr(slow_path, "run_kernel", slowly)
+    plan = plan_of(torch.ops.aten.add_.Tensor)
+    writer = threading.Thread(target=lambda: slow_path.SlowPath(plan, (x, 1), {}, manager).run())
+    taker = threading.Thread(target=lambda: arrays.append(x.numpy()))
+    writer.start()
+    assert is_running.wait(20)
+    taker.start()
+    taker.join(0.2)
+    assert taker.is_alive(), "it waits for who writes"
+    may_end.set()
+    for thread in (writer, taker):
+        thread.join(20)
+    (array,) = arrays
+    assert array[0] == 1.0
+    array[:5] = 7.0
+    assert (x + 0)[:6].tolist() == [7.0] * 5 + [1.0]

@@ -13,13 +13,15 @@ import torch
 
 from ..devices.storages import bytes_of, storage_of
 from . import core
-from .block import Block, Exposure, Replica
+from .block import Block, Replica
 from .bookkeeping import Books
+from .exposure import Exposure
 from .readiness import AT_HOME_NBYTES
 from .ref import TensorRef, as_parameter, is_plain
 from .residency import Residency
 from .states import CLEAN
 from .storage_index import WHOLE, Table
+from .twins import twin_of
 
 #: Users of an adopted storage that are ours: its object, a tensor over it, and in C++ the block.
 OWN_USERS = 2 if core.library is None else 3
@@ -197,15 +199,6 @@ def _user_count(tensor: torch.Tensor) -> int:
 
 #: Users of a storage under one tensor. Our own look at it counts among them, but for torch 2.9.
 SOLE_USERS = _user_count(torch._C._VariableFunctions.empty((1,)))
-
-
-def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
-    """Make plain bytes with a storage object of their own over part of another's memory."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        # Not a slice: a view would keep a second hold on the storage through its base.
-        part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
-        part.set_(storage, start, (stop - start,), (1,))
-        return torch.from_dlpack(part)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from ..base.errors import LostError, TransferError
+from ..base.errors import TransferError
 from ..devices.base import Device
 from ..devices.host.readers import host_readers
 from . import telling
@@ -17,10 +17,12 @@ from .filling import Filling
 from .holds import Holds, is_exposed_on
 from .in_flight import InFlight
 from .leaving import Leaving, finish_issue, note_failure
+from .ledger import lost
 from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
 from .transfer import Transfer, wait_if_issued
+from .twins import follow_holder
 
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
 #: the device, so a link that fails gets time to recover.
@@ -84,13 +86,7 @@ class Copier:
                 source = self._dirty_replica(block)
                 home = self.leaving.home_of(block)
                 if source is None and home.state is not FILLING:
-                    raise LostError(
-                        f"The only copy of {block.name} ({block.nbytes:,} bytes) is lost: it was "
-                        "being moved when an error came that may come at any instruction, or was "
-                        "on an accelerator of the process that this one was forked from. Make the "
-                        "tensor again, or load it.",
-                        block=block.name,
-                    )
+                    raise lost(block)
             if source is None:
                 self.wait_for(home)
             else:
@@ -285,9 +281,10 @@ class Copier:
             exposure = block.exposure
             if exposure is None:
                 return
+            host = self._books.host
+            follow_holder(block, host)
             if not exposure.alive:
                 block.exposure = None  # after a last look: who has left may have written before
-            host = self._books.host
             held = block.replicas[exposure.device]
             for replica in list(block.replicas.values()):
                 if replica is not held and replica.state is not INVALID and not replica.pins:
@@ -337,8 +334,10 @@ class Copier:
             with suppress(TransferError):  # what would have come is stale
                 self.wait_for_home(block)
             self.written(block, device)
-        if device.is_host and block.exposure is not None:
+        if block.exposure is not None and device.is_host:
             self._give_holder(block)
+        elif block.exposure is not None and block.exposure.device.is_host:
+            self.bring_home(block)  # it was handed out while the operator ran
 
     def _give_holder(self, block: Block) -> None:
         """Copy what was written at home to where somebody outside holds the block, in the end."""
@@ -377,6 +376,7 @@ class Copier:
             self.wait_for_home(block)  # its bytes may be on their way home, and nowhere else
         with books.lock:
             exposure = block.exposure
+            follow_holder(block, books.host)
             if exposure is not None and exposure.device is not books.host:
                 # Whoever holds it there, or has held it, may have written it unseen.
                 source = block.replicas[exposure.device]

@@ -40,6 +40,16 @@ def given_up(replica: Replica) -> LostError:
     )
 
 
+def lost(block: Block) -> LostError:
+    """Return what is raised where no copy of a block's bytes is left."""
+    return LostError(
+        f"The only copy of {block.name} ({block.nbytes:,} bytes) is lost: it was being moved when "
+        "an error came that may come at any instruction, or was on an accelerator of the process "
+        "that this one was forked from. Make the tensor again, or load it.",
+        block=block.name,
+    )
+
+
 class Ledger(core.LedgerBase):  # type: ignore[misc]
     """The replicas that hold bytes on one device, and their sum.
 

@@ -18,8 +18,9 @@ import torch
 from ..base.listeners import listeners
 from ..base.units import format_nbytes
 from ..devices.base import Device
-from .block import Block, Exposure
+from .block import Block
 from .bookkeeping import Books
+from .exposure import Exposure
 
 _log = logging.getLogger("torchTensorRef")
 

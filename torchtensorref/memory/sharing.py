@@ -10,9 +10,10 @@ import torch
 from ..base.errors import ExposedError
 from ..devices.base import Device
 from ..devices.storages import bytes_of, storage_of
-from .block import Block, Exposure, Replica
+from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
+from .exposure import Exposure
 from .holds import PATIENCE_ROUNDS, PATIENCE_S, Holds
 from .states import CLEAN
 from .transfer import copy_of
@@ -31,18 +32,20 @@ class Sharing:
     def copy_on_write(self, block: Block) -> Block:
         """Return a new block that shares the bytes of another until one of them is written."""
         host = self._books.host
-        self._copier.refresh(block)
-        is_exposed = block.exposure is not None
-        # Whoever holds exposed bytes may write them unseen: those are copied now.
-        home = self._copier.bring_home(block) if is_exposed else None
-        with self._books.lock:
-            twin = Block(block.nbytes, self._books.tick)
-            twin.is_persistent = block.is_persistent
-            if home is None:
-                block.share_with(twin)
-            else:
-                twin.replicas[host] = Replica(twin, host, copy_of(home.base), CLEAN)
-        return twin
+        while True:
+            self._copier.refresh(block)
+            # Whoever holds exposed bytes may write them unseen: those are copied now.
+            home = None if block.exposure is None else self._copier.bring_home(block)
+            with self._books.lock:
+                if home is None and block.exposure is not None:
+                    continue  # they have been handed out meanwhile
+                twin = Block(block.nbytes, self._books.tick)
+                twin.is_persistent = block.is_persistent
+                if home is None:
+                    block.share_with(twin)
+                else:
+                    twin.replicas[host] = Replica(twin, host, copy_of(home.base), CLEAN)
+                return twin
 
     def unshare(self, block: Block) -> None:
         """Give a block bytes of its own before it is written.
@@ -88,6 +91,22 @@ class Sharing:
                 return
             self._books.wait_for_release(PATIENCE_S)
 
+    def _has_waited_for_others(self, block: Block) -> bool:
+        """Wait for other threads' operators on bytes that are about to leave us (lock held).
+
+        What is handed out is what they have left. Where one takes too long, it is brought up to
+        date once that has ended, and what was written outside meanwhile is lost.
+        """
+        holds, me = self._holds, threading.get_ident()
+        if holds.is_alone() or me in (*holds.pins_by_thread, *holds.native_blocks):
+            return False  # an operator inside an operator would wait for itself
+        for waited in range(PATIENCE_ROUNDS):
+            is_pinned = any(replica.pins for replica in block.replicas.values())
+            if not (is_pinned or block.users or block in holds.announced_blocks()):
+                return waited > 0
+            self._books.wait_for_release(PATIENCE_S)
+        return False
+
     # -- exposure -------------------------------------------------------------------------------
 
     def expose(
@@ -103,31 +122,39 @@ class Sharing:
         ExposedError
             Somebody outside holds the bytes on another device, where they may be written.
         """
-        self.unshare(block)
-        device.about_to_change(block.replicas[device].base)
-        self._copier.refresh(block)
-        with self._books.lock:
-            block.ready = None
-            self._books.parts.forget(block)
-            exposure = block.exposure
-            if exposure is not None and exposure.device is not device and exposure.alive:
-                raise ExposedError(
-                    f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its "
-                    f"memory on {device.name} cannot be handed out ({why}). Let go of the one "
-                    "before you ask for the other, or use a clone().",
-                    block=block.name,
-                    device=exposure.device.name,
-                )
-            base = block.replicas[device].base
-            if exposure is None or not exposure.is_over(storage_of(base), device):
-                twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
-                forever = forever or (exposure is not None and exposure.alive)
-                exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
-                block.exposure = exposure
-            exposure.forever = exposure.forever or forever
+        while True:
+            self.unshare(block)
+            if device.is_host:
+                self._copier.bring_home(block)
+            device.about_to_change(block.replicas[device].base)
+            self._copier.refresh(block)
+            with self._books.lock:
+                block.ready = None  # first: whoever comes from now on sees it
+                if self._has_waited_for_others(block) or block.is_shared:
+                    continue  # what is there is not what they have left
+                _refuse_if_elsewhere(block, device, why)
+                if device.is_host and block.readable_on(device) is None:
+                    continue
+                # Held from here on: else nobody outside would seem to hold it.
+                storage = self._hand_out(block, device, why, forever=forever)
+                break
         # Again: another thread may have begun to copy it meanwhile. From here on they mind.
-        device.about_to_change(base)
+        device.about_to_change(block.replicas[device].base)
         self._books.log.note(block.name, f"expose {device.name}", why)
+        return storage
+
+    def _hand_out(
+        self, block: Block, device: Device, why: str, *, forever: bool
+    ) -> torch.UntypedStorage:
+        """Note that bytes leave us which nobody writes just now (lock held)."""
+        self._books.parts.forget(block)
+        exposure, base = block.exposure, block.replicas[device].base
+        if exposure is None or not exposure.is_over(storage_of(base), device):
+            twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
+            forever = forever or (exposure is not None and exposure.alive)
+            exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
+            block.exposure = exposure
+        exposure.forever = exposure.forever or forever
         assert exposure.storage is not None
         return exposure.storage
 
@@ -158,3 +185,15 @@ class Sharing:
                 block.is_rehoused = True
                 self._books.parts.forget(block)
                 home.base = copy_of(home.base)
+
+
+def _refuse_if_elsewhere(block: Block, device: Device, why: str) -> None:
+    exposure = block.exposure
+    if exposure is not None and exposure.device is not device and exposure.alive:
+        raise ExposedError(
+            f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its memory on "
+            f"{device.name} cannot be handed out ({why}). Let go of the one before you ask for "
+            "the other, or use a clone().",
+            block=block.name,
+            device=exposure.device.name,
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import torchTensorRef
-from torchTensorRef.memory.block import Exposure
+from torchTensorRef.memory.exposure import Exposure
 
 
 def plain() -> torch.Tensor:
@@ -16,7 +17,7 @@ def plain() -> torch.Tensor:
 
 
 def exposed(tensor: torch.Tensor, own_count: int) -> Exposure:
-    device: Any = None
+    device: Any = SimpleNamespace(is_host=True)
     return Exposure(device, tensor.untyped_storage(), "an array", own_count=own_count)
 
 
