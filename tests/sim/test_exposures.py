@@ -269,6 +269,24 @@ def test_part_of_memory_from_outside_is_read_and_written_there(manager, how):
     assert (part + 0).tolist() == [1, 7, 1, 1]
 
 
+@pytest.mark.parametrize("first", [3, 4, 8])
+def test_parts_of_memory_from_outside_with_other_dtypes(manager, first):
+    def run(adopt):
+        array = np.arange(256, dtype=np.uint8)
+        whole = torch.from_numpy(array)
+        part, other = whole[first : first + 96], whole[8:96].view(torch.int32)
+        x, y, zeros = adopt(part), adopt(other), adopt(torch.zeros(22, dtype=torch.int32))
+        seen = []
+        for _ in range(2):
+            seen += [y.tolist(), (y + zeros).tolist(), (other + zeros).tolist(), (x + 1).tolist()]
+            x.add_(1)
+            y.add_(1)
+            seen += [part.tolist(), array.tolist()]
+        return seen
+
+    assert run(manager.adopt) == run(lambda x: x)
+
+
 def test_what_was_turned_while_a_target_was_held_is_over_the_replica_itself(ref):
     target = ref.target
     ref.unsqueeze_(0)
