@@ -227,24 +227,31 @@ def test_what_is_set_to_a_storage_that_was_handed_out_is_a_view_of_its_block(man
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-@pytest.mark.parametrize("hand_out", [lambda x: x.numpy(), lambda x: x.untyped_storage()])
+@pytest.mark.parametrize(
+    "hand_out",
+    [lambda x: x.numpy(), lambda x: x.untyped_storage(), lambda x: x.toGPU().target],
+)
 @pytest.mark.parametrize(
     "grow",
     [
         lambda x: x.resize_(100_000),
+        lambda x: x.resize_as_(torch.ones(100_000)),
+        lambda x: torch.rand(100_000, out=x),
+        lambda x: torch.bernoulli(torch.ones(100_000), out=x),
         lambda x: torch.mm(torch.ones(300, 300), torch.ones(300, 300), out=x),
     ],
 )
 def test_memory_that_somebody_holds_is_not_freed_by_growing(manager, hand_out, grow):
     x = manager.adopt(torch.arange(8.0).clone())
     held = hand_out(x)
-    before = list(held)
+    before = held.tolist()
     with pytest.raises(RuntimeError, match="not resizable"):
         grow(x)
-    assert list(held) == before
-    assert x.tolist() == list(range(8))
+    assert held.tolist() == before
+    assert x.tolist() == (x + 0).tolist() == list(range(8))
+    manager.check()
     x.resize_(2, 2).add_(1)  # takes no other memory
-    assert list(held) != before
+    assert held.tolist() != before
 
 
 def test_what_nobody_holds_any_more_grows(manager):
