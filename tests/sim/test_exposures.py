@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -312,6 +313,57 @@ def test_copies_that_another_thread_begins_meanwhile_are_waited_for(manager, mon
     assert seen[0] is None
     assert seen[-1] is not None, "from then on copies know that it may be written"
     del array
+
+
+class Turns:
+    """A lock before which another thread comes, so many times after somebody has refreshed."""
+
+    def __init__(self, copier: Any, lock: Any, count: int, other: Callable[[], None]) -> None:
+        self._refresh, self._lock = copier.refresh, lock
+        self._count, self._other, self._is_next = count, other, False
+
+    def refresh(self, block: Any) -> None:
+        self._refresh(block)
+        self._count -= 1
+        self._is_next = not self._count
+
+    def __enter__(self) -> Any:
+        if self._is_next:
+            self._is_next = False
+            self._other()
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("first", ["numpy", "clone"])
+@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_array_and_a_clone_that_two_threads_take_at_once(
+    manager, monkeypatch, first, is_away, count
+):
+    x = manager.adopt(torch.zeros(20_000))
+    if is_away:
+        x.toGPU()
+    copier, books, taken = manager.residency.copier, manager.residency.books, {}
+
+    def take(what: str) -> None:
+        if what not in taken:
+            taken[what] = getattr(x, what)()
+
+    other = "clone" if first == "numpy" else "numpy"
+    turns = Turns(copier, books.lock, count, lambda: take(other))
+    with monkeypatch.context() as patched:
+        patched.setattr(copier, "refresh", turns.refresh)
+        patched.setattr(books, "lock", turns)
+        take(first)
+    take(other)
+    taken["numpy"][:] = 7
+    assert taken["clone"].tolist() == [0.0] * 20_000
+    assert x.tolist() == [7.0] * 20_000
+    x.add_(1)
+    assert taken["numpy"].tolist() == [8.0] * 20_000
 
 
 def test_a_finalizer_in_a_cycle_may_use_what_the_cycle_holds(manage):

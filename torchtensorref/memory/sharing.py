@@ -31,18 +31,20 @@ class Sharing:
     def copy_on_write(self, block: Block) -> Block:
         """Return a new block that shares the bytes of another until one of them is written."""
         host = self._books.host
-        self._copier.refresh(block)
-        is_exposed = block.exposure is not None
-        # Whoever holds exposed bytes may write them unseen: those are copied now.
-        home = self._copier.bring_home(block) if is_exposed else None
-        with self._books.lock:
-            twin = Block(block.nbytes, self._books.tick)
-            twin.is_persistent = block.is_persistent
-            if home is None:
-                block.share_with(twin)
-            else:
-                twin.replicas[host] = Replica(twin, host, copy_of(home.base), CLEAN)
-        return twin
+        while True:
+            self._copier.refresh(block)
+            # Whoever holds exposed bytes may write them unseen: those are copied now.
+            home = None if block.exposure is None else self._copier.bring_home(block)
+            with self._books.lock:
+                if home is None and block.exposure is not None:
+                    continue  # they have been handed out meanwhile
+                twin = Block(block.nbytes, self._books.tick)
+                twin.is_persistent = block.is_persistent
+                if home is None:
+                    block.share_with(twin)
+                else:
+                    twin.replicas[host] = Replica(twin, host, copy_of(home.base), CLEAN)
+                return twin
 
     def unshare(self, block: Block) -> None:
         """Give a block bytes of its own before it is written.
@@ -103,31 +105,42 @@ class Sharing:
         ExposedError
             Somebody outside holds the bytes on another device, where they may be written.
         """
-        self.unshare(block)
-        device.about_to_change(block.replicas[device].base)
-        self._copier.refresh(block)
-        with self._books.lock:
-            block.ready = None
-            self._books.parts.forget(block)
-            exposure = block.exposure
-            if exposure is not None and exposure.device is not device and exposure.alive:
-                raise ExposedError(
-                    f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its "
-                    f"memory on {device.name} cannot be handed out ({why}). Let go of the one "
-                    "before you ask for the other, or use a clone().",
-                    block=block.name,
-                    device=exposure.device.name,
-                )
-            base = block.replicas[device].base
-            if exposure is None or not exposure.is_over(storage_of(base), device):
-                twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
-                forever = forever or (exposure is not None and exposure.alive)
-                exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
-                block.exposure = exposure
-            exposure.forever = exposure.forever or forever
+        while True:
+            self.unshare(block)
+            device.about_to_change(block.replicas[device].base)
+            self._copier.refresh(block)
+            with self._books.lock:
+                if block.is_shared:
+                    continue  # by a clone that another thread has taken meanwhile
+                storage = self._hand_out(block, device, why, forever=forever)
+                break
         # Again: another thread may have begun to copy it meanwhile. From here on they mind.
-        device.about_to_change(base)
+        device.about_to_change(block.replicas[device].base)
         self._books.log.note(block.name, f"expose {device.name}", why)
+        return storage
+
+    def _hand_out(
+        self, block: Block, device: Device, why: str, *, forever: bool
+    ) -> torch.UntypedStorage:
+        """Note that bytes leave us which nobody shares (lock held)."""
+        block.ready = None
+        self._books.parts.forget(block)
+        exposure = block.exposure
+        if exposure is not None and exposure.device is not device and exposure.alive:
+            raise ExposedError(
+                f"{block.name} is held on {exposure.device.name} ({exposure.why}), so its "
+                f"memory on {device.name} cannot be handed out ({why}). Let go of the one "
+                "before you ask for the other, or use a clone().",
+                block=block.name,
+                device=exposure.device.name,
+            )
+        base = block.replicas[device].base
+        if exposure is None or not exposure.is_over(storage_of(base), device):
+            twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
+            forever = forever or (exposure is not None and exposure.alive)
+            exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
+            block.exposure = exposure
+        exposure.forever = exposure.forever or forever
         assert exposure.storage is not None
         return exposure.storage
 
