@@ -126,14 +126,14 @@ class Venice(Strategy):
 
     def _look_at(self, accelerators: Sequence[DeviceSnapshot]) -> None:
         """Deal anew what other budgets, or other accelerators, were dealt for."""
-        has_changed = any(self._has_changed(device) for device in accelerators)
-        if has_changed or self._is_known or not self._limits:
+        are_others = self._limits.keys() != {device.name for device in accelerators}
+        if are_others or self._is_known or any(map(self._has_changed, accelerators)):
             self._limits = {device.name: device.limit_nbytes for device in accelerators}
             self._links = {device.name: device.h2d_bytes_per_s for device in accelerators}
             self._deal_again(accelerators)
 
     def _has_changed(self, device: DeviceSnapshot) -> bool:
-        before = self._limits.get(device.name, 0)
+        before = self._limits[device.name]
         return abs(device.limit_nbytes - before) > LIMIT_TOLERANCE * before
 
     def _settle(self, operand: OperandSnapshot, accelerators: Sequence[DeviceSnapshot]) -> str:
@@ -219,6 +219,7 @@ class Venice(Strategy):
             if isinstance(event, Access) and event.is_persistent:
                 self._nbytes.setdefault(event.block_id, event.nbytes)
         self._limits = {}  # all of it is dealt out when the first operator comes
+        self._filled.clear()
 
     def on_birth(self, block_id: int, nbytes: int, place: int, device: str = "") -> int:
         """Tell the flow of the accelerator that has made it."""

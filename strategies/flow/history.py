@@ -74,7 +74,7 @@ class History:
         self._symbols: list[int] = []
         self._structs = array("q")
         self._uses: dict[int, array[int]] = {}
-        self._places = Places(self._symbols)
+        self._places = Places(self._symbols, capacity)
         self._index_until = INDEXED_RUN
         self._tolerance = Tolerance()
         self._routing = Routing()

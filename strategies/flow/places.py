@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 #: Lengths of the contexts that are looked up when the cursor has lost its place, longest first.
 GRAM_LENGTHS = (24, 8, 3, 1)
 #: Places remembered per context.
 PLACES_PER_GRAM = 6
+#: A program of ever new order has all its contexts indexed: of so many as this share of the
+#: accesses kept, and of as many before. Each takes a kilobyte; of what is forgotten the last uses
+#: are tried.
+INDEXED_SHARE = 1 / 8
 #: Longest agreement that is told apart from a longer one.
 LONGEST_AGREEMENT = 4096
 
@@ -21,16 +26,21 @@ class Places:
     ----------
     symbols : list of int
         The record's accesses, in order. The record appends to it, and forgets its beginning.
+    capacity : int
+        The most accesses that it keeps.
     """
 
-    def __init__(self, symbols: list[int]) -> None:
+    def __init__(self, symbols: list[int], capacity: int) -> None:
         self._symbols = symbols
+        self._most = math.ceil(capacity * INDEXED_SHARE)
         self._grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
         self._older_grams: tuple[_Grams, ...] = tuple({} for _ in GRAM_LENGTHS)
 
     def note(self, end: int) -> None:
         """Remember the place after the record's last access, whose position is before `end`."""
         symbols = self._symbols
+        if len(self._grams[0]) >= self._most:  # of the longest there are the most
+            self.forget_half()
         for length, places_by_gram in zip(GRAM_LENGTHS, self._grams, strict=True):
             if len(symbols) < length:
                 continue
@@ -90,5 +100,5 @@ class Places:
         return agreed
 
     def forget_half(self) -> None:
-        """Forget what was noted before this was called last."""
+        """Forget what was noted before half was forgotten last."""
         self._older_grams, self._grams = self._grams, tuple({} for _ in GRAM_LENGTHS)

@@ -142,6 +142,54 @@ def test_no_lock_is_held_while_one_runs(manage):
     assert len(answers) >= 8
 
 
+@pytest.mark.timeout(60)
+def test_callbacks_may_wait_for_others_while_devices_are_exchanged(manager):
+    """They are called when that is over: others may run operators, and devices be exchanged."""
+    x, y = (manager.adopt(torch.ones(1000)).toGPU().mul_(2) for _ in range(2))
+    device, seen, mine = manager.residency.books.main, [], threading.get_ident()
+
+    def others_get_on(happening):
+        if threading.get_ident() != mine or seen:
+            return
+        seen.append(happening.name)
+        thread = threading.Thread(target=lambda: seen.append(float(y.sum())), daemon=True)
+        thread.start()
+        thread.join(timeout=20)
+        manager.device = device
+
+    manager.on("evict", others_get_on)
+    try:
+        manager.device = "cpu"
+    finally:
+        manager.off("evict", others_get_on)
+    assert seen[1:] == [2000.0]
+    assert manager.device == device.name
+    assert x.tolist() == [2.0] * 1000
+
+
+def test_what_is_said_in_a_callback_or_beside_an_error_is_not_lost(manager):
+    x, said = manager.adopt(torch.ones(4)), []
+
+    def says(happening):
+        listeners.later(lambda: said.append(happening.name))
+        x + 1
+
+    def warn():
+        raise RuntimeWarning("said")
+
+    manager.on("op", says)
+    try:
+        x + 1
+    finally:
+        manager.off("op", says)
+    x.toGPU()
+    listeners.later(warn)
+    with pytest.raises(ConfigError) as caught:
+        x.toGPU("nowhere")
+    assert len(said) == 1
+    assert caught.value.__notes__ == ["And RuntimeWarning: said"]
+
+
 def test_an_error_is_told_with_the_name_and_the_others_are_called(manager):
     def broken(happening):
         raise ZeroDivisionError("in my own code")

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -230,24 +231,31 @@ def test_what_is_set_to_a_storage_that_was_handed_out_is_a_view_of_its_block(man
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-@pytest.mark.parametrize("hand_out", [lambda x: x.numpy(), lambda x: x.untyped_storage()])
+@pytest.mark.parametrize(
+    "hand_out",
+    [lambda x: x.numpy(), lambda x: x.untyped_storage(), lambda x: x.toGPU().target],
+)
 @pytest.mark.parametrize(
     "grow",
     [
         lambda x: x.resize_(100_000),
+        lambda x: x.resize_as_(torch.ones(100_000)),
+        lambda x: torch.rand(100_000, out=x),
+        lambda x: torch.bernoulli(torch.ones(100_000), out=x),
         lambda x: torch.mm(torch.ones(300, 300), torch.ones(300, 300), out=x),
     ],
 )
 def test_memory_that_somebody_holds_is_not_freed_by_growing(manager, hand_out, grow):
     x = manager.adopt(torch.arange(8.0).clone())
     held = hand_out(x)
-    before = list(held)
+    before = held.tolist()
     with pytest.raises(RuntimeError, match="not resizable"):
         grow(x)
-    assert list(held) == before
-    assert x.tolist() == list(range(8))
+    assert held.tolist() == before
+    assert x.tolist() == (x + 0).tolist() == list(range(8))
+    manager.check()
     x.resize_(2, 2).add_(1)  # takes no other memory
-    assert list(held) != before
+    assert held.tolist() != before
 
 
 def test_what_nobody_holds_any_more_grows(manager):
@@ -272,6 +280,24 @@ def test_part_of_memory_from_outside_is_read_and_written_there(manager, how):
     assert (part + 0).tolist() == [1, 7, 1, 1]
 
 
+@pytest.mark.parametrize("first", [3, 4, 8])
+def test_parts_of_memory_from_outside_with_other_dtypes(manager, first):
+    def run(adopt):
+        array = np.arange(256, dtype=np.uint8)
+        whole = torch.from_numpy(array)
+        part, other = whole[first : first + 96], whole[8:96].view(torch.int32)
+        x, y, zeros = adopt(part), adopt(other), adopt(torch.zeros(22, dtype=torch.int32))
+        seen = []
+        for _ in range(2):
+            seen += [y.tolist(), (y + zeros).tolist(), (other + zeros).tolist(), (x + 1).tolist()]
+            x.add_(1)
+            y.add_(1)
+            seen += [part.tolist(), array.tolist()]
+        return seen
+
+    assert run(manager.adopt) == run(lambda x: x)
+
+
 def test_what_was_turned_while_a_target_was_held_is_over_the_replica_itself(ref):
     target = ref.target
     ref.unsqueeze_(0)
@@ -290,6 +316,57 @@ def test_copies_that_another_thread_begins_meanwhile_are_waited_for(manager, mon
     assert seen[0] is None
     assert seen[-1] is not None, "from then on copies know that it may be written"
     del array
+
+
+class Turns:
+    """A lock before which another thread comes, so many times after somebody has refreshed."""
+
+    def __init__(self, copier: Any, lock: Any, count: int, other: Callable[[], None]) -> None:
+        self._refresh, self._lock = copier.refresh, lock
+        self._count, self._other, self._is_next = count, other, False
+
+    def refresh(self, block: Any) -> None:
+        self._refresh(block)
+        self._count -= 1
+        self._is_next = not self._count
+
+    def __enter__(self) -> Any:
+        if self._is_next:
+            self._is_next = False
+            self._other()
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("first", ["numpy", "clone"])
+@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_array_and_a_clone_that_two_threads_take_at_once(
+    manager, monkeypatch, first, is_away, count
+):
+    x = manager.adopt(torch.zeros(20_000))
+    if is_away:
+        x.toGPU()
+    copier, books, taken = manager.residency.copier, manager.residency.books, {}
+
+    def take(what: str) -> None:
+        if what not in taken:
+            taken[what] = getattr(x, what)()
+
+    other = "clone" if first == "numpy" else "numpy"
+    turns = Turns(copier, books.lock, count, lambda: take(other))
+    with monkeypatch.context() as patched:
+        patched.setattr(copier, "refresh", turns.refresh)
+        patched.setattr(books, "lock", turns)
+        take(first)
+    take(other)
+    taken["numpy"][:] = 7
+    assert taken["clone"].tolist() == [0.0] * 20_000
+    assert x.tolist() == [7.0] * 20_000
+    x.add_(1)
+    assert taken["numpy"].tolist() == [8.0] * 20_000
 
 
 def test_a_finalizer_in_a_cycle_may_use_what_the_cycle_holds(manage):

@@ -61,7 +61,7 @@ def test_the_report_comes_with_an_error_too(script):
     done = run("--budget", "auto", script(PROGRAM), "fail")
     assert done.returncode == 1
     assert "SystemError: over" in done.stderr
-    assert "needs      65.00 KiB of weights, all of them fit" in done.stderr
+    assert "needs      65.00 KiB of tensors that stay, all of them fit" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -258,7 +258,7 @@ def test_it_says_how_much_is_needed_and_what_more_would_buy(manage):
     sweep(model, x, 10)
     text = manager.report()
     # Another test's last traceback may hold a small weight.
-    assert re.search(r"128\.\d\d KiB of weights, 50% of them fit", text)
+    assert re.search(r"128\.\d\d KiB of tensors that stay, 50% of them fit", text)
     need = manager.stats()["largest_op_nbytes"]
     assert layer_nbytes < need < 2 * layer_nbytes
     assert f"largest operator seen: {need / 1024:.2f} KiB, aten." in text
@@ -529,7 +529,7 @@ def test_what_an_optimizer_keeps_is_named_and_no_weight(manage):
     stats, weights_nbytes = manager.stats(), sum(p.nbytes for p in model.parameters())
     assert stats["optimizer_nbytes"] == 2 * weights_nbytes
     assert stats["weights_nbytes"] <= weights_nbytes + before_nbytes
-    assert "of weights and 128.00 KiB of optimizer state" in oneline(text)
+    assert "of tensors that stay and 128.00 KiB of optimizer state" in oneline(text)
     assert "layers.0.weight: exp_avg_sq" in text
     state = optimizer.state[model.layers[1].weight]["exp_avg"]
     assert manager.name_of(state) == "layers.1.weight: exp_avg"

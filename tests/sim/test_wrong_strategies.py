@@ -347,6 +347,27 @@ def test_a_lowered_budget_holds_though_the_strategy_raises(manage):
     assert manager.stats()["resident_nbytes"] <= manager.budget == NBYTES // 3
 
 
+@pytest.mark.parametrize("method", ["victims", "after_operator", "prefetch", "write_back"])
+def test_a_warning_that_is_an_error_comes_when_all_is_done(manage, method):
+    manager = manage(Wrong({method: [lambda numbers: 5]}), nbytes=1 << 14)
+    refs = [manager.adopt(torch.zeros(1024)) for _ in range(8)]
+    said = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The strategy", RuntimeWarning)
+        for ref in refs * 3:
+            try:
+                ref.add_(1)
+            except RuntimeWarning as warning:
+                said.append(str(warning))
+        manager.strategy = Wrong({"victims": [lambda numbers: 5]})
+        with pytest.raises(RuntimeWarning, match="`victims`"):
+            manager.budget = 1 << 12
+    assert manager.stats()["resident_nbytes"] <= 1 << 12
+    assert len(said) == 1
+    assert f"`{method}`" in said[0]
+    assert [ref.tolist() for ref in refs] == [[3.0] * 1024] * 8
+
+
 def test_the_books_are_right_while_a_lowered_budget_is_not_kept_yet(manage):
     """What another thread's `check()`, or `TTR_CHECK=2`, finds between two evictions."""
     manager = manage(nbytes=2 * NBYTES)

@@ -170,15 +170,17 @@ class Listeners:
             have been called.
         """
         me = get_ident()
+        if me in self._calling:
+            return  # what is to be said of what a callback has done is said at the next call
         mine = self.waiting.pop(me, None)
-        if mine is None or me in self._calling:
+        if mine is None:
             return
         failed: list[Exception] = []
         self._calling.add(me)
         try:
             for happening in mine:
                 if not isinstance(happening, Happening):
-                    happening()
+                    _say(happening, failed)
                     continue
                 told = happening
                 if happening.block_id:
@@ -189,7 +191,7 @@ class Listeners:
             self._calling.discard(me)
         if failed:
             for other in failed[1:]:
-                failed[0].add_note(f"And {type(other).__name__}: {other}; {other.__notes__[-1]}")
+                failed[0].add_note(_told_beside(other))
             raise not_torchs_own(failed[0])
 
     def deliver_beside(self, error: BaseException) -> None:
@@ -198,7 +200,11 @@ class Listeners:
             try:
                 self.deliver()
             except Exception as other:
-                error.add_note(f"And {type(other).__name__}: {other}; {other.__notes__[-1]}")
+                error.add_note(_told_beside(other))
+
+
+def _told_beside(error: Exception) -> str:
+    return "; ".join((f"And {type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
 
 
 def not_torchs_own(error: Exception) -> Exception:
@@ -214,6 +220,13 @@ def not_torchs_own(error: Exception) -> Exception:
     for note in getattr(error, "__notes__", ()):
         other.add_note(note)
     return other
+
+
+def _say(call: Callable[[], None], failed: list[Exception]) -> None:
+    try:
+        call()
+    except Exception as error:
+        failed.append(error)
 
 
 def _call(callback: Callback, happening: Happening, failed: list[Exception]) -> None:

@@ -149,14 +149,15 @@ class Adoptions:
         -------
         (Block, int) or None
             The block, and the byte of the tensor's storage where it begins; None where part of the
-            range belongs to a block already: the tensor must stay plain.
+            range, or of an element, belongs to a block already: the tensor must stay plain.
         """
         number, nbytes, is_resizable = core.storage_under(tensor)
         # A mapped file may be one storage under many tensors: each is a block of its own.
         start, stop = (0, nbytes) if is_resizable else extent_of(tensor)
         found = self._table.find(number, start, stop)
         if found is not None:
-            return found
+            # An element that begins between those of the block has no offset in it.
+            return None if found[1] % tensor.element_size() else found
         if self._table.overlaps(number, start, stop):
             return None
         if is_resizable or (sole and (start, stop) == (0, nbytes)):

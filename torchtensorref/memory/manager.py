@@ -161,7 +161,7 @@ class TensorsManager:
 
     def _exchange(self, residency: Residency, devices: list[Device], budgets: list[Any]) -> None:
         """Use other accelerators from now on."""
-        self.bring_all_home()
+        residency.evictor.evict_all()  # not the guarded one: callbacks come when this is over
         host_readers.forget_finished()
         self._open_ledgers(residency, budgets)
         # An operator that could not be waited for ends on the old ones.

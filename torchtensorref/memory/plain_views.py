@@ -9,6 +9,7 @@ import torch
 from ..base import forking
 from ..base.activation import moving
 from ..devices.base import Device
+from ..devices.storages import bytes_of
 from . import core
 from .block import Block
 from .ref import TensorRef, wiring
@@ -231,7 +232,8 @@ def for_writing(ref: Any, device: Device) -> torch.Tensor:
     One of its own, which may be given other sizes (`t_`, `out=`): aliases share the one that is
     kept. An array or a storage that the program holds is over memory that a kernel which grows its
     `out=` would free. One of the twins over it, ours and the one that was handed out, refuses
-    that, with torch's own error.
+    that, with torch's own error. So does one of what is held on another device: the bytes there
+    would not grow along.
     """
     block: Block = ref._ttr_block
     exposure, base = block.exposure, block.replicas[device].base
@@ -239,6 +241,8 @@ def for_writing(ref: Any, device: Device) -> torch.Tensor:
         assert exposure.storage is not None
         if base.untyped_storage().resizable() and not exposure.storage.resizable():
             return view_over(ref, exposure.storage)
+    elif exposure is not None and exposure.device is not device and exposure.alive:
+        return view_of(ref, torch.from_dlpack(bytes_of(base)))  # type: ignore[attr-defined]
     return view_of(ref, base)
 
 

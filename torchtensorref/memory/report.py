@@ -253,8 +253,8 @@ def _needs(manager: Any, stats: dict[str, Any], blocks: list[Block]) -> list[str
     largest, costs = stats["largest_op_nbytes"], manager.residency.books.counts.costs
     fits = "all of them fit" if kept.nbytes <= budget else f"{budget / kept.nbytes:.0%} of them fit"
     state = f" and {format_nbytes(kept.state_nbytes)} of optimizer state" * bool(kept.state_nbytes)
-    weights = format_nbytes(kept.nbytes - kept.state_nbytes)
-    lines = [f"  needs      {weights} of weights{state}, {fits}"]
+    others = format_nbytes(kept.nbytes - kept.state_nbytes)
+    lines = [f"  needs      {others} of tensors that stay{state}, {fits}"]
     if largest:
         told = f"{format_nbytes(largest)}, {stats['largest_op']}"
         lines.append(f"{'':13}largest operator seen: {told}")

@@ -15,12 +15,14 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import index
 from reprlib import Repr
 from types import GeneratorType
 from typing import Any, NoReturn, TypeVar
 
 from ..base.errors import InvariantError, StrategyError, did_you_mean
+from ..base.listeners import listeners
 from .contract import (
     PERSISTENT_AFTER,
     Access,
@@ -272,13 +274,15 @@ class CheckedStrategy:
         self._warned.add(method)
         expected, instead = EXPECTED[method]
         code = getattr(getattr(type(self.strategy), method), "__code__", None)
-        warnings.warn_explicit(
+        say = partial(
+            warnings.warn_explicit,
             f"The strategy {self.strategy.name!r} {what}{f' ({more})' if more else ''}, which has "
             f"to answer {expected}: {instead}, now and from now on wherever it is so. Said once.",
             RuntimeWarning,
             file_of(self.strategy),
             code.co_firstlineno if code is not None else 1,
         )
+        listeners.later(say)  # when no operator is halfway: a program may make an error of it
 
 
 # -- reading ------------------------------------------------------------------------------------

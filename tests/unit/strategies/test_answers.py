@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from torchTensorRef import ConfigError, StrategyError
+from torchTensorRef.base.listeners import listeners
 from torchTensorRef.strategies import AVAILABLE
 from torchTensorRef.strategy import (
     PERSISTENT_AFTER,
@@ -66,8 +67,11 @@ def answering(method: str, answer: Callable[[], Any]) -> CheckedStrategy:
 def asked(checked: CheckedStrategy, method: str, *, may_fail: bool = True) -> Any:
     arguments = {**ASKED, **TOLD}[method]
     if method == "victims":
-        return checked.victims(*arguments, 10, nbytes_of, may_fail=may_fail)
-    return getattr(checked, method)(*arguments)
+        answer = checked.victims(*arguments, 10, nbytes_of, may_fail=may_fail)
+    else:
+        answer = getattr(checked, method)(*arguments)
+    listeners.deliver()  # as when an operator has ended
+    return answer
 
 
 class Hostile:

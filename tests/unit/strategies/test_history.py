@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchTensorRef.strategies.flow.history import NEVER, History
+from torchTensorRef.strategies.flow.places import GRAM_LENGTHS
 
 from ...support.cache_model import least_misses
 from ...support.traces import TRACES, Trace, back, blocks_of, sweep
@@ -272,6 +273,19 @@ def test_memory_is_bounded(is_persistent):
     assert len(history._nbytes) <= 51
     assert not history._symbol_of
     assert not history._bearer_of
+
+
+def test_of_an_order_that_is_ever_new_not_all_contexts_are_kept():
+    history, rng = History(capacity=4_000), random.Random(0)
+    for _ in range(6_000):
+        block = rng.randrange(100)
+        history.access(block, 10, block)
+        grams = (*history._places._grams, *history._places._older_grams)
+        assert max(map(len, grams)) <= 4_000 / 8 + max(GRAM_LENGTHS)
+    last = history._symbols[-60:-20]
+    for block in last[:4]:
+        history.access(block, 10, block)
+    assert [block for _, block in history.upcoming(10)] == last[4:14], "it is still found"
 
 
 def test_a_trim_does_not_lose_the_place():

@@ -160,6 +160,29 @@ def test_other_accelerators_and_other_budgets_are_dealt_to_anew():
     assert strategy.dealt_nbytes == {"c": 1200}
 
 
+def test_what_lived_where_an_accelerator_has_left_lives_elsewhere():
+    a, b, c = device("a", 500), device("b", 500), device("c", 2000)
+    strategy = Venice()
+    for n in range(24):
+        strategy.place(op([a, b, c], weight(n)))
+    left = {strategy.place(op([a, b], weight(n))) for n in range(24)}
+    assert left == {"a", "b"}
+    assert strategy.dealt_nbytes == {"a": 1200, "b": 1200}
+    assert strategy.place(op([a, b, c], weight(0))) == "c"
+
+
+def test_a_block_may_die_before_what_was_foretold_is_dealt_out():
+    a, b = device("a", 1000), device("b", 1000)
+    strategy = Venice()
+    for n in range(12):
+        strategy.place(op([a, b], weight(n)))
+    strategy.on_foretold([Access(20, 100, 0, True, False, True)])
+    for n in range(12):
+        strategy.on_death(n)
+    assert strategy.place(op([a, b], weight(20))) == "a"
+    assert strategy.dealt_nbytes == {"a": 100, "b": 0}
+
+
 def test_a_stretch_has_a_block_of_the_usual_size():
     a, b = device("a", 1_000_000), device("b", 1_000_000)
     assert rounds_of([a, b], [10_000] * 4096) == STRETCH_COUNT // 2
