@@ -124,6 +124,19 @@ def test_rows_whose_layout_is_that_of_the_table_are_read_at_home(manage):
     assert manager.stats()["host_op_count"] == 1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda t, i: t[:, i][..., None, :], lambda t, i: t.t()[None, i], lambda t, i: t.t()[i, None]],
+)
+def test_dimensions_of_one_element_have_the_strides_of_plain_torch(manage, function):
+    table, index = torch.randn(400, 300), torch.tensor([5])
+    expected = function(table, index)
+    manager = manage(nbytes=BUDGET)
+    found = function(manager.adopt(table.clone()), manager.adopt(index))
+    assert not differences(expected, found)
+    assert found.stride() == expected.stride()
+
+
 def test_rows_are_read_at_home_where_blocks_are_off(manage):
     manager = manage(nbytes=BUDGET)
     with options(blocks="off"):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .cut import has_one_layout
+
 aten = torch.ops.aten
 
 #: Groups move alone that have less than this share of their table.
@@ -87,7 +89,7 @@ def _index(call: dict[str, Any], most: float) -> dict[str, Any] | None:
     first = asked[0]
     are_neighbours = asked[-1] - first == len(asked) - 1
     pack = aten.index.Tensor(x, indices)
-    if not pack.is_contiguous():
+    if not (pack.is_contiguous() and has_one_layout(pack)):
         return None  # its layout is that of the table
     start = first if are_neighbours else 0
     sizes = list(pack.size())
