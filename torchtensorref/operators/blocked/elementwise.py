@@ -149,13 +149,12 @@ def _is_expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> bool:
 
 def _try(op: Any, arguments: dict[str, Any], expanded: Collection[str]) -> bool:
     return all(
-        _is_even_with(op, arguments, expanded, at) for at in (EXPANDED if expanded else EXPANDED[:1])
+        _is_even_with(op, arguments, expanded, at)
+        for at in (EXPANDED if expanded else EXPANDED[:1])
     )
 
 
-def _is_even_with(
-    op: Any, arguments: dict[str, Any], expanded: Container[str], place: int
-) -> bool:
+def _is_even_with(op: Any, arguments: dict[str, Any], expanded: Container[str], place: int) -> bool:
     with torch._C.DisableTorchFunction(), torch.no_grad():
         samples = {
             name: _sample(value.dtype, i, place if name in expanded else None)
