@@ -75,7 +75,8 @@ CASES = {
     "cast": (lambda a: a.to(torch.float64), [(rand, 300, 400)], 0.3),
     "sum": (lambda a: a.sum(-1), [(rand, 300, 400)], 0.25),
     "mean of two": (lambda a: a.mean((1, 2), keepdim=True), [(rand, 300, 20, 20)], 0.25),
-    "amax over the first": (lambda a: a.amax(0), [(rand, 300, 400)], 0.25),
+    "amax": (lambda a: a.amax(-1), [(rand, 300, 400)], 0.25),
+    "amax of integers": (lambda a: a.amax(0), [(longs, 9, 300, 400)], 0.25),
     "var": (lambda a: a.var(1), [(rand, 300, 400)], 0.25),
     "max": (lambda a: a.max(1), [(rand, 300, 400)], 0.25),
     "softmax": (lambda a: a.softmax(-1), [(rand, 300, 400)], 0.25),
@@ -144,6 +145,40 @@ def test_it_runs_in_blocks_with_the_bits_of_plain_torch(manage, name, strategy):
     assert stats["blocked_tile_count"] > 1
     assert stats["host_fallback_count"] == stats["host_op_count"] == 0
     assert 0 < stats["peak_resident_nbytes"] <= nbytes
+    assert not differences(plain, ours)
+
+
+def zeros_of_both_signs(*sizes):
+    return torch.where(rand(*sizes) > 0, 0.0, -0.0)
+
+
+ZEROS = {
+    "maximum": lambda a, b: torch.maximum(a[:, ::2], b[:, 1::2]),
+    "minimum of a row": lambda a, b: torch.minimum(a[:, ::2], b[0, 1::2]),
+    "clamp": lambda a, b: torch.clamp(a[:, ::2], b[:, 1::2]),
+    "neg": lambda a, b: -torch.complex(a, b)[:, ::2],
+    "angle": lambda a, b: (-torch.complex(a + 1, b)[:, ::2]).angle(),
+    "amax": lambda a, b: a.amax(0),
+    "amin": lambda a, b: b.amin(0),
+    "amax of rows": lambda a, b: a.amax(1),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_keep_their_signs(manage, name):
+    manager = manage(nbytes=60_000)
+    tensors = [zeros_of_both_signs(150, 406) for _ in range(2)]
+    assert not differences(*both(manager, ZEROS[name], tensors))
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.mul, torch.div, F.relu], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arithmetic_is_cut_for_all_that_zeros_tell(manage, function, dtype):
+    """Also beside something that is expanded, and where a zero by a zero is no number."""
+    manager = manage(nbytes=50_000)
+    tensors = [rand(150, 406, dtype=dtype), rand(150, 1, dtype=dtype)][: 1 + (function != F.relu)]
+    plain, ours = both(manager, lambda a, *b: function(a[:, ::2], *b), tensors)
+    assert manager.stats()["blocked_op_count"] == 1
     assert not differences(plain, ours)
 
 

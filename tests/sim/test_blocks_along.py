@@ -88,6 +88,8 @@ CASES = {
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "norm of order 1": lambda x: torch.linalg.vector_norm(x, 1, dim=-1),
     "largest norm": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1),
+    "least norm": lambda x: torch.linalg.vector_norm(x, float("-inf"), dim=-1),
+    "norm of all": lambda x: torch.linalg.vector_norm(x, 0),
     "var": lambda x: x.var(-1),
     "std": lambda x: x.std(-1, correction=0),
     "softmax": lambda x: x.softmax(-1),
@@ -194,13 +196,17 @@ def test_rows_that_fit_are_not_cut(manage):
     assert not differences(plain, ours)
 
 
+NOT_FINITE = ["softmax", "log_softmax", "logsumexp", "amax", "var", "sum"]
+
+
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp", "amax", "var", "sum"])
+@pytest.mark.parametrize("name", [*NOT_FINITE, *(name for name in CASES if "norm" in name)])
 def test_numbers_that_are_none(manage, name, special):
     manager, x = manage(nbytes=BUDGET), torch.randn(4, 40_000)
     x[0, 30_000] = special
     x[1, :20_000] = special
     x[2] = special
+    x[3, 100], x[3, 39_000] = torch.inf, special
     with options(blocks="any"):
         plain, ours = whole(manager, CASES[name], [x])
     assert manager.stats()["reordered_op_count"] == 1

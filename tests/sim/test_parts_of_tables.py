@@ -89,6 +89,22 @@ def test_a_place_that_is_not_there_is_the_program_s_mistake(manage, index):
         F.embedding(manager.adopt(torch.tensor(index)), ours)
 
 
+@pytest.mark.parametrize(
+    ("places", "size"),
+    [((), (50,)), ((), (1001,)), ((), (1000, 7)), ((), (1, 8)), ((slice(None),), (7,))],
+)
+def test_a_mask_of_another_size_is_the_program_s_mistake(manage, places, size):
+    table, mask = torch.randn(SIZE), torch.zeros(size, dtype=torch.bool)
+    mask[0] = True
+    with pytest.raises(IndexError) as expected:
+        table[(*places, mask)]
+    manager = manage(nbytes=BUDGET)
+    ours, ours_too = manager.adopt(table), manager.adopt(mask)
+    with pytest.raises(IndexError) as found:
+        ours[(*places, ours_too)]
+    assert str(found.value) == str(expected.value)
+
+
 def test_as_many_rows_as_the_table_has_are_read_at_home(manage):
     table, index = torch.randn(1000, 25), torch.randint(1000, (1000,))
     manager = manage(nbytes=BUDGET)
@@ -106,6 +122,19 @@ def test_rows_whose_layout_is_that_of_the_table_are_read_at_home(manage):
     assert not differences(expected, found)
     assert found.stride() == expected.stride()
     assert manager.stats()["host_op_count"] == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda t, i: t[:, i][..., None, :], lambda t, i: t.t()[None, i], lambda t, i: t.t()[i, None]],
+)
+def test_dimensions_of_one_element_have_the_strides_of_plain_torch(manage, function):
+    table, index = torch.randn(400, 300), torch.tensor([5])
+    expected = function(table, index)
+    manager = manage(nbytes=BUDGET)
+    found = function(manager.adopt(table.clone()), manager.adopt(index))
+    assert not differences(expected, found)
+    assert found.stride() == expected.stride()
 
 
 def test_rows_are_read_at_home_where_blocks_are_off(manage):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
+from torchTensorRef.interception.recorded_inside import key_of_kernel
 from torchTensorRef.operators.plan import plan_of
+from torchTensorRef.operators.python_kernels import recorded_inside
+
+from ..support.differential import differences
+from ..support.processes import python
 
 LIBRARY = torch.library.Library("ttr_python_kernels", "DEF")
 LIBRARY.define("blend(Tensor(a!) out, Tensor x) -> Tensor(a!)")
@@ -36,6 +43,33 @@ for SCHEMA, KERNEL in {
 }.items():
     LIBRARY.define(SCHEMA)
     LIBRARY.impl(SCHEMA.partition("(")[0], KERNEL, "CPU")
+
+
+def raising(x):
+    """Write, and end in an error."""
+    x.add_(1)
+    raise KeyError("after it has written")
+
+
+#: Made of torch's operators: into these autograd looks.
+for SCHEMA, KERNEL in {
+    "scaled(Tensor x, *, Tensor? by=None) -> Tensor": lambda x, by=None: x.sin() * (by or 2),
+    "sums(Tensor[] xs) -> (Tensor, Tensor)": lambda xs: (xs[0] * xs[1], xs[1].cumsum(0)),
+    "nested(Tensor x) -> Tensor": lambda x: torch.ops.ttr_python_kernels.scaled(x) + x,
+    "detached(Tensor x) -> Tensor": lambda x: x.detach() * 2,
+    "by_arrays(Tensor x) -> Tensor": lambda x: torch.from_numpy(np.sort(x.detach().numpy())),
+    "add_to(Tensor(a!) x, Tensor y) -> Tensor(a!)": lambda x, y: x.add_(y),
+    "double(Tensor(a!) x) -> ()": lambda x: (x.mul_(2), None)[1],
+    "tail(Tensor(a) x) -> Tensor(a)": lambda x: x[1:],
+    "split(Tensor(a) x) -> (Tensor(a), Tensor(a))": lambda x: (x[:1], x[1:]),
+    "raising(Tensor(a!) x) -> ()": raising,
+}.items():
+    LIBRARY.define(SCHEMA)
+    for KEY in ("CPU", "CompositeExplicitAutograd"):
+        if KEY == "CPU" or SCHEMA.startswith(("scaled", "tail", "add_to")):
+            LIBRARY.impl(SCHEMA.partition("(")[0], KERNEL, KEY)
+LIBRARY.define("everywhere(Tensor x) -> Tensor")
+LIBRARY.impl("everywhere", lambda x: x.exp() * 2, "CompositeExplicitAutograd")
 
 
 @torch.library.custom_op("ttr_python_kernels::grow", mutates_args=("x",))
@@ -119,3 +153,139 @@ def test_a_kernel_that_writes_nothing_is_believed_when_it_has_been_seen(manager)
     x.toGPU()
     torch.ops.ttr_python_kernels.twice(x)
     assert plan_of(op) is plan
+
+
+MINE = torch.ops.ttr_python_kernels
+
+
+def twice_differentiated(x):
+    """A gradient of a gradient."""
+    (grad,) = torch.autograd.grad(MINE.scaled(x).sum(), x, create_graph=True)
+    return grad
+
+
+def written(x, write):
+    """A product whose operand is written before its gradient is asked for."""
+    y = x * 1
+    z = y * x
+    write(y)
+    return z
+
+
+def without_gradients(write):
+    def run(x):
+        with torch.no_grad():
+            write(x)
+
+    return run
+
+
+def raised(x):
+    with pytest.raises(KeyError):
+        MINE.raising(x)
+
+
+RECORDED = {
+    "a sum of parts": lambda x: MINE.scaled(x),
+    "by a keyword": lambda x: MINE.scaled(x, by=x[0]),
+    "lists": lambda x: sum(MINE.sums([x, x * 2])),
+    "nested": lambda x: MINE.nested(x),
+    "for every device": lambda x: MINE.everywhere(x),
+    "twice": twice_differentiated,
+    "detached": lambda x: MINE.detached(x) * x,
+    "arrays": lambda x: MINE.by_arrays(x) * x,
+    "written first": lambda x: MINE.add_to(x * 1, x[0]),
+    "written, nothing returned": lambda x: (y := x * 1, MINE.double(y))[0],
+    "a view": lambda x: MINE.tail(x * 3),
+    "a view that is written": lambda x: (y := x * 1, MINE.tail(y).mul_(x[1:]))[0],
+    "views": lambda x: MINE.split(x)[1] * 2,
+    "written afterwards": lambda x: written(x, lambda y: MINE.add_to(y, y)),
+    "written without gradients": lambda x: written(x, without_gradients(MINE.double)),
+    "written through a view": lambda x: written(x, lambda y: MINE.tail(y.detach()).mul_(5)),
+    "written before an error": lambda x: written(x, lambda y: raised(y.detach())),
+    "a leaf is written": lambda x: MINE.double(x),
+    "no gradients": lambda x: without_gradients(MINE.scaled)(x) or x * 2,
+    "another thread": lambda x: ThreadPoolExecutor(1).submit(MINE.scaled, x).result(),
+}
+
+
+def seen_of(function, x):
+    """A result, what is seen of it, and the gradient that comes of it; or the error."""
+    x = x.requires_grad_()
+    try:
+        out = function(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return out, grad, out._version, out._is_view(), out._base is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("budget", [30, 10_000])
+@pytest.mark.parametrize("name", RECORDED)
+def test_autograd_looks_into_kernels_that_are_made_of_operators(manager, name, budget):
+    manager.budget = budget
+    x = torch.arange(1.0, 5.0)
+    expected = seen_of(RECORDED[name], x.clone())
+    got = seen_of(RECORDED[name], manager.adopt(x.clone()))
+    if isinstance(expected, str):
+        assert got == expected
+        return
+    assert got[2:] == expected[2:]
+    for one, other in zip(expected[:2], got[:2], strict=True):
+        assert not differences(one.detach(), other.detach())
+    manager.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_the_kernel_is_that_of_the_device_where_the_program_takes_it_to_be(manager):
+    LIBRARY.define("by_device(Tensor x) -> Tensor")
+    LIBRARY.impl("by_device", lambda x: x * 2, "CPU")
+    LIBRARY.impl("by_device", lambda x: x * 3, "CompositeExplicitAutograd")
+    LIBRARY.define("by_address(Tensor(a!) x) -> ()")
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl("by_address", lambda x: None, key)
+    x = manager.adopt(torch.ones(3)).requires_grad_()
+    MINE.by_device(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+    by_device = MINE.by_device.default
+    assert recorded_inside(by_device, "cpu") is torch._C.DispatchKey.CPU
+    assert recorded_inside(by_device, "cuda") is torch._C.DispatchKey.CompositeExplicitAutograd
+    by_address = MINE.by_address.default
+    assert recorded_inside(by_address, "cpu") is torch._C.DispatchKey.CPU
+    assert recorded_inside(by_address, "cuda") is None
+    plan, plain = plan_of(by_address), manager.adopt(torch.ones(3))
+    assert key_of_kernel(plan, (plain,), {}) is None
+    assert key_of_kernel(plan, (plain.requires_grad_(),), {}) is torch._C.DispatchKey.CPU
+
+
+def test_versions_and_views_of_kernels_in_python(manager):
+    def program(x):
+        MINE.add_to(x, x)
+        with torch.no_grad():
+            MINE.double(x)
+        raised(x)
+        part = MINE.tail(x)
+        part.mul_(3)
+        return x._version, part._version, part._base is x, part._is_view(), x.tolist()
+
+    assert program(manager.adopt(torch.arange(3.0))) == program(torch.arange(3.0))
+
+
+def test_what_a_library_of_torch_s_own_records():
+    """In a process of its own: what it registers stays."""
+    body = """
+import torchTensorRef, torch
+import torch.ao.quantization.fx._decomposed
+def grad(bring):
+    q, zero = bring(torch.arange(-6, 6, dtype=torch.int8).view(3, 4)), bring(torch.zeros(3).long())
+    scale = bring(torch.tensor([0.1, 0.2, 0.3])).requires_grad_()
+    op = torch.ops.quantized_decomposed.dequantize_per_channel
+    op(q, scale, zero, 0, -128, 127, torch.int8).sum().backward()
+    return scale.grad.tolist()
+ours = grad(torchTensorRef.tensorsManager.adopt)
+with torchTensorRef.disabled():
+    assert ours == grad(lambda x: x), ours
+"""
+    run = python("-c", body)
+    assert run.returncode == 0, run.stderr

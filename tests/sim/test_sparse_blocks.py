@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,24 @@ def both(manager: Any, product: Product, dtype: Any = torch.float32) -> tuple[An
     # Each only once: they share no memory with what plain torch has.
     ours = product(Operands({name: manager.adopt(x.clone()) for name, x in named.items()}))
     return expected, manager.release(ours)
+
+
+@pytest.mark.parametrize("is_managed", [True, False])
+@pytest.mark.parametrize("name", ["csr", "coo"])
+def test_a_single_number_is_added_as_in_plain_torch(manage, name, is_managed):
+    named, bias = operands(torch.float32), torch.tensor(1.5)
+    left, right = named[name], named["dense"]
+    manager = manage(nbytes=60_000)
+    mine = manager.adopt(left.clone()), manager.adopt(right.clone())
+    added = manager.adopt(bias.clone()) if is_managed else bias
+    for addmm in (torch.addmm, torch.sparse.addmm):
+        try:
+            expected = addmm(bias, left, right)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                addmm(added, *mine)
+        else:
+            assert_alike(expected, manager.release(addmm(added, *mine)))
 
 
 def assert_alike(expected: torch.Tensor, got: torch.Tensor, is_marked: bool = True) -> None:

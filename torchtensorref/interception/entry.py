@@ -26,6 +26,7 @@ from .guards import below_function_modes
 from .higher_order import run_higher_order
 from .onlookers.passing import deliver, note_written, pass_onlookers
 from .ready_path import SLOW, WAYS, known_peak
+from .recorded_inside import key_of_kernel, run_kernel
 from .slow_path import SlowPath
 from .tracebacks import shorten
 from .watched_path import run_watched
@@ -62,27 +63,34 @@ def dispatch(
                 return _below_dispatch_modes(op, types, args, kwargs)
             if plan.reading is not None:
                 plan = plan.of_call(args, kwargs or {})
+            if plan.is_recorded_inside:
+                key = key_of_kernel(plan, args, kwargs or {})
+                if key is not None:
+                    return run_kernel(op, key, args, kwargs or {})
+                with torch._C._AutoDispatchBelowADInplaceOrView():  # in C++ nothing is shut out yet
+                    return _run(plan, args, kwargs)
             in_parts = (
                 plan.comes_in_parts
                 and _is_inference_mode()
                 and not as_one
                 and _is_for_parts(plan, args, kwargs)
             )
-            if not (watch.on or in_parts):
-                result = _run_short(plan, args, kwargs)
-                if result is not SLOW:
-                    return result
             if in_parts:
                 with _Sees(_VIEWS, False), _Sees(_OURS, False):
                     # Not `decompose`: some operators have another in Python, preferred there.
                     return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
-            if watch.on:
-                return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
-            return _take_slow_path(plan, args, kwargs or {})
+            return _run(plan, args, kwargs)
     except BaseException as error:
         _left_halfway(op, args, kwargs or {}, error)
         shorten(error)
         raise
+
+
+def _run(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if watch.on:
+        return pass_onlookers(plan, args, kwargs or {}, take_usual_path)
+    result = _run_short(plan, args, kwargs)
+    return _take_slow_path(plan, args, kwargs or {}) if result is SLOW else result
 
 
 def _is_for_parts(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> bool:
@@ -105,7 +113,7 @@ def _left_halfway(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     tensorsManager.doubt()
     listeners.deliver_beside(error)
     plan = getattr(op, "_ttr_plan", None)
-    if plan is not None and may_have_written(error):
+    if plan is not None and not plan.is_recorded_inside and may_have_written(error):
         note_written(plan.of_call(args, kwargs), args, kwargs)
 
 

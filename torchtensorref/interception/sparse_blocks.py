@@ -61,6 +61,8 @@ def product_of(operands: Operands) -> cuts.Product | None:
         return None
     if 0 in (*left.size(), *right.size()):
         return None  # there is nothing to cut
+    if not all(operands.argument(name).dim() for name in product.along):
+        return None  # a single number lies along no row
     if product.is_sampled and left.layout is not torch.sparse_csr:
         return None
     return product

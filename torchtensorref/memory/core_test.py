@@ -90,6 +90,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "is_for_host": False,
         "minds_stand_ins": False,
         "comes_in_parts": False,
+        "is_recorded_inside": False,
         "conditions": (),
         "writes_then": False,
         "peak": 0,

@@ -18,8 +18,9 @@ import torch
 from torch._ops import OpOverload
 
 from ..base import forking
+from . import python_kernels
 from .blocked.taken import GROUPS
-from .python_kernels import Doubted, OverTwins, has_kernel_in_python, is_doubted
+from .python_kernels import has_kernel
 from .row import FlopRule, PeakRule, Reads, Row, Special
 from .substitutes import ByDevice, Substitute
 from .table import flops_of, row_of
@@ -113,6 +114,8 @@ class OpPlan:
 
     #: Autograd takes it apart, into which others may depend on who wants gradients.
     comes_in_parts: bool
+    #: Autograd may record what its kernel is made of (`interception/recorded_inside.py`).
+    is_recorded_inside: bool
     #: A `ReadyWay`, as a plain integer: an index that Python reads in no time.
     ready_way: int
     #: What runs it on plain tensors in the least time.
@@ -181,7 +184,7 @@ def plan_of(op: OpOverload) -> OpPlan:
         plan: OpPlan = op._ttr_plan  # type: ignore[attr-defined]
     except AttributeError:
         row = row_of(op)
-        doubted = not row.writes and is_doubted(op)
+        doubted = not row.writes and python_kernels.is_doubted(op)
         plan = op._ttr_plan = _doubting(row) if doubted else compiled(row)  # type: ignore[attr-defined]
     return plan
 
@@ -202,7 +205,7 @@ def _doubting(row: Row) -> OpPlan:
         plan = compiled(replace(row, writes=(*written, *unseen), aliases=True))
         if not unseen:
             return plan
-        doubted = Doubted(op, plan.op, frozenset(unseen), learn)
+        doubted = python_kernels.Doubted(op, plan.op, frozenset(unseen), learn)
         return replace(plan, op=doubted, ready_way=int(ReadyWay.NONE))
 
     def learn(seen: set[str], found: set[str]) -> None:
@@ -240,14 +243,14 @@ def compiled(row: Row) -> OpPlan:
     lists = tuple(i for i, kind in enumerate(types) if kind in _LIST_TYPES)
     write_names = (*(a.name for a in schema.arguments if _is_written(a)), *row.writes)
     writes = tuple(names.index(name) for name in write_names)
-    is_composite = _has_kernel(op, "CompositeImplicitAutograd") and not _has_kernel(op, "CPU")
+    is_composite = has_kernel(op, "CompositeImplicitAutograd") and not has_kernel(op, "CPU")
     is_declared = any(r.alias_info is not None and not _is_written(r) for r in schema.returns)
     has_device = "device" in names
     run: Any = op
     if row.elsewhere is not None or row.at_home is not None:
         run = ByDevice(op, row.elsewhere, row.at_home)
-    elif has_kernel_in_python(op):
-        run = OverTwins(op)
+    elif python_kernels.has_kernel_in_python(op):
+        run = python_kernels.OverTwins(op)
     number = next(_numbers)
     if row.seen_as is None:
         _names[number] = str(op)
@@ -290,7 +293,8 @@ def compiled(row: Row) -> OpPlan:
         makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,
-        comes_in_parts=is_composite and not _has_kernel(op, "ADInplaceOrView"),
+        comes_in_parts=is_composite and not has_kernel(op, "ADInplaceOrView"),
+        is_recorded_inside=python_kernels.is_recorded_inside(op),
         ready_way=ReadyWay.NONE,
         binding=row.binding or (op._op if type(run) is OpOverload else run),
         spreads_sizes=row.binding is torch._C.TensorBase.view,
@@ -352,17 +356,13 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _has_kernel(op: OpOverload, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-
-
 def _is_made_of_others(op: OpOverload) -> bool:
     """Whether it is for the operators that its kernel calls to count what they write.
 
     Torch makes a kernel that counts only for what an operator returns: one that writes the tensors
     of a list and returns nothing has none.
     """
-    return _has_kernel(op, "CompositeExplicitAutograd") and not _has_kernel(op, "ADInplaceOrView")
+    return has_kernel(op, "CompositeExplicitAutograd") and not has_kernel(op, "ADInplaceOrView")
 
 
 def _written_twin(schema: Any, result: Any) -> int | None:

@@ -25,6 +25,8 @@ from .substitutes import Substitute
 #: Without the patches that serve TensorRefs.
 storage_of = torch._C.TensorBase.untyped_storage
 _KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+#: By the type of a device: the dispatch key of its kernels.
+_BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
 
 
 def has_kernel_in_python(op: OpOverload) -> bool:
@@ -33,6 +35,37 @@ def has_kernel_in_python(op: OpOverload) -> bool:
         return False
     name = op.name().replace("::", "/")
     return any(f"{name}/{key}" in torch.library._impls for key in _KEYS)
+
+
+def is_recorded_inside(op: OpOverload) -> bool:
+    """Whether a device has a kernel that autograd looks into."""
+    return any(recorded_inside(op, device_type) is not None for device_type in _BACKENDS)
+
+
+def recorded_inside(op: OpOverload, device_type: str) -> Any:
+    """Return the key by which a device has a kernel that autograd looks into; None of any other.
+
+    Where there is no formula for an operator, autograd records what a kernel in Python is made of.
+    One that is for an accelerator alone is taken to be given addresses there.
+    """
+    key = _BACKENDS.get(device_type)
+    if key is None or not has_kernel_in_python(op) or has_kernel(op, "Autograd", f"Autograd{key}"):
+        return None
+    own = key if has_kernel(op, key) else "CompositeExplicitAutograd"
+    name = op.name().replace("::", "/")
+    if f"{name}/{own}" not in torch.library._impls or own not in _KEYS:
+        return None
+    return getattr(torch._C.DispatchKey, own)
+
+
+def is_for_accelerators(op: OpOverload) -> bool:
+    """Whether an accelerator has a kernel of its own for an operator."""
+    return has_kernel(op, *(key for key in _BACKENDS.values() if key != "CPU"))
+
+
+def has_kernel(op: OpOverload, *keys: str) -> bool:
+    """Whether an operator has a kernel for one of some dispatch keys."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
 def is_doubted(op: OpOverload) -> bool:

@@ -63,7 +63,7 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
   py::gil_scoped_acquire gil;
   WithFactories no_longer(false);
   // Above autograd nothing has to be noted, and what Python takes apart it does as torch does.
-  c10::impl::ExcludeDispatchKeyGuard noted_already(is_above ? DispatchKeySet() : c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  c10::impl::ExcludeDispatchKeyGuard noted_already(is_above || plan.is_recorded_inside ? DispatchKeySet() : c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   c10::impl::ExcludeDispatchKeyGuard looked_already(kAbove);
   size_t given = plan.positional_count;
   while (given && is_default(argument(given - 1), schema.arguments()[given - 1])) --given;

@@ -32,7 +32,7 @@ struct Plan {
 
   // As Python's plan says:
   bool may_be_ready = false;    // it may run here at all
-  bool comes_in_parts = false;  // autograd takes it apart
+  bool comes_in_parts = false, is_recorded_inside = false;  // autograd takes it apart; looks into its kernel in Python
   bool is_view = false, writes = false, writes_then = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
   bool shares = false;        // a copy of a large block costs nothing on the slow path
@@ -64,7 +64,7 @@ inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
     {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
     {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels}, {"writes_then", &Plan::writes_then},
-    {"comes_in_parts", &Plan::comes_in_parts}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
+    {"comes_in_parts", &Plan::comes_in_parts}, {"is_recorded_inside", &Plan::is_recorded_inside}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
 
 inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {

@@ -10,7 +10,7 @@ that leaves the same elements over.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ LINE = 256
 #: Elements that are tried, and how many at a time: fewer than a vector has. Three of an expanded
 #: operand are computed as by vectors, five are not.
 TRIED, AT_ONCE = 1155, (3, 5)
+#: What an expanded operand is tried with, by its place in a sample: numbers, zeros of both signs.
+EXPANDED = (1, 2, 4, 0, 5, 10, 15)
 #: Kernels give less than this to a thread of its own only where there are no more.
 GRAIN = 32768
 
@@ -145,10 +147,17 @@ def _is_expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> bool:
     return any(size > 1 and (n == 1 or not stride) for size, n, stride in triples)
 
 
-def _try(op: Any, arguments: dict[str, Any], expanded: Container[str]) -> bool:
+def _try(op: Any, arguments: dict[str, Any], expanded: Collection[str]) -> bool:
+    return all(
+        _is_even_with(op, arguments, expanded, at)
+        for at in (EXPANDED if expanded else EXPANDED[:1])
+    )
+
+
+def _is_even_with(op: Any, arguments: dict[str, Any], expanded: Container[str], place: int) -> bool:
     with torch._C.DisableTorchFunction(), torch.no_grad():
         samples = {
-            name: _sample(value.dtype, i, is_expanded=name in expanded)
+            name: _sample(value.dtype, i, place if name in expanded else None)
             if isinstance(value, torch.Tensor)
             else value
             for i, (name, value) in enumerate(arguments.items())
@@ -169,19 +178,37 @@ def _try(op: Any, arguments: dict[str, Any], expanded: Container[str]) -> bool:
 
 
 def bytes_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors are equal in every bit."""
+    """Whether two dense tensors are equal in every bit, but for what NaNs carry."""
+    if a.is_floating_point() or a.is_complex():
+        a, b = (x.masked_fill(x != x, math.nan) for x in (a, b))
     return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
-def _sample(dtype: torch.dtype, number: int, *, is_expanded: bool) -> torch.Tensor:
-    """Values of all sizes, the same every time, without a look at anybody's generator."""
+def _sample(dtype: torch.dtype, number: int, expanded: int | None) -> torch.Tensor:
+    """Values of all sizes, the same every time, without a look at anybody's generator.
+
+    Among them are zeros of both signs, beside all that other operands may have: of two that are
+    equal, a maximum is either.
+
+    Parameters
+    ----------
+    number : int
+        That of the operand.
+    expanded : int or None
+        The place of the only value there is to be, if so.
+    """
     position = torch._C._VariableFunctions.arange(TRIED, dtype=torch.float64)
     value = ((position + 1.0) * (12.9898 + number)).sin_().mul_(43758.5453)
     value = value.sub_(value.floor()).sub_(0.5).mul_(20.0)
+    other = value.flip(0)
+    for part, every in ((value, 5), (other, 3)):
+        is_positive = position[: len(part[::every])].div(2.0**number).floor_().remainder_(2.0)
+        part[::every] = is_positive.sub_(0.5).mul_(0.0)
     if dtype.is_complex:
-        return torch._C._VariableFunctions.complex(value, value.flip(0)).to(dtype)
-    value = value.gt(0) if dtype is torch.bool else value.to(dtype)
-    return value[:1].expand(TRIED) if is_expanded else value
+        value = torch._C._VariableFunctions.complex(value, other).to(dtype)
+    else:
+        value = value.gt(0) if dtype is torch.bool else value.to(dtype)
+    return value if expanded is None else value[expanded : expanded + 1].expand(TRIED)
 
 
 def _run(op: Any, samples: dict[str, Any], start: int, end: int) -> list[torch.Tensor]:

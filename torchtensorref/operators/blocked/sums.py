@@ -9,7 +9,7 @@ once at the end. `along.py` says which operator is put together by which.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -116,16 +116,6 @@ class Products(Sums):
             self.call(aten.addmm_.default, self.state, a, b)
 
 
-def _joins_of_norms(order: float) -> Any:
-    return {
-        0: aten.add.Tensor,
-        1: aten.add.Tensor,
-        2: aten.hypot.default,
-        inf: aten.maximum.default,
-        -inf: aten.minimum.default,
-    }[order]
-
-
 #: By the operator's name, what joins its results of two pieces.
 JOINS: dict[str, Any] = {
     "sum": aten.add.Tensor,
@@ -139,6 +129,7 @@ JOINS: dict[str, Any] = {
     "any": aten.logical_or.default,
     "all": aten.logical_and.default,
     "logsumexp": aten.logaddexp.default,
+    "linalg_vector_norm": aten.add.Tensor,  # of order 0
 }
 
 
@@ -164,8 +155,13 @@ class Joined(Sums):
         if name == "mean":
             op = aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList
         found = self.call(op, given.pop("self"), **given)
-        join = _joins_of_norms(given["ord"]) if name == "linalg_vector_norm" else JOINS[name]
-        self.state = found if self.state is None else self.call(join, self.state, found)
+        if self.state is None:
+            self.state = found
+        elif given.get("ord"):  # a norm is that of the norms of its parts
+            both = self.call(aten.stack.default, [self.state, found])
+            self.state = self.call(op, both, given["ord"], [0])
+        else:
+            self.state = self.call(JOINS[name], self.state, found)
 
     def finish(self) -> Any:
         """Divide where it is a mean; round."""

@@ -44,8 +44,9 @@ RULES: dict[Any, Rule] = {
     aten.std.correction: _sum,
     aten.logsumexp.default: _sum,
     aten.linalg_vector_norm.default: _sum,
-    aten.amax.default: _choice,
-    aten.amin.default: _choice,
+    # of zeros they choose one by vectors, and another one by one
+    aten.amax.default: _sum,
+    aten.amin.default: _sum,
     aten.argmax.default: _choice,
     aten.argmin.default: _choice,
     aten.any.dim: _choice,

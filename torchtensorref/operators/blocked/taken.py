@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .cut import has_one_layout
+
 aten = torch.ops.aten
 
 #: Groups move alone that have less than this share of their table.
@@ -73,7 +75,8 @@ def _index(call: dict[str, Any], most: float) -> dict[str, Any] | None:
 
     Their shape stands in the result where the indices stand if these are neighbours, else first.
     """
-    x, indices = call["self"], _without_masks(call["indices"])
+    x = call["self"]
+    indices = _without_masks(call["indices"], x.size())
     if indices is None or len(indices) > x.dim():
         return None
     asked = [dim for dim, index in enumerate(indices) if index is not None]
@@ -86,7 +89,7 @@ def _index(call: dict[str, Any], most: float) -> dict[str, Any] | None:
     first = asked[0]
     are_neighbours = asked[-1] - first == len(asked) - 1
     pack = aten.index.Tensor(x, indices)
-    if not pack.is_contiguous():
+    if not (pack.is_contiguous() and has_one_layout(pack)):
         return None  # its layout is that of the table
     start = first if are_neighbours else 0
     sizes = list(pack.size())
@@ -100,16 +103,21 @@ def _index(call: dict[str, Any], most: float) -> dict[str, Any] | None:
     return {"self": pack.contiguous(), "indices": local}
 
 
-def _without_masks(indices: list[Any]) -> list[Any] | None:
-    """Exchange masks for the indices of what they are true for; None where that cannot be."""
+def _without_masks(indices: list[Any], sizes: torch.Size) -> list[Any] | None:
+    """Exchange masks for the indices of what they are true for; None where that cannot be.
+
+    Nor where they are of other sizes than the dimensions that they stand for.
+    """
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype in (torch.long, torch.int):
             found.append(index)
-        elif index.dtype is torch.bool and index.dim() and not index.is_meta:
-            found += index.nonzero().unbind(1)
-        else:
+            continue
+        if index.dtype is not torch.bool or not index.dim() or index.is_meta:
             return None
+        if index.size() != sizes[len(found) : len(found) + index.dim()]:
+            return None
+        found += index.nonzero().unbind(1)
     return found
 
 

@@ -1,0 +1,77 @@
+"""Operators whose kernels in Python are made of operators that autograd records, counts and views.
+
+A library that gives torch no formula for an operator leaves it to autograd to look into its kernel.
+So where a gradient is noted, or the operator writes or returns what it is given, that kernel runs
+on the TensorRefs themselves. Else it runs on plain tensors, as others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..base.interrupts import lets_program_run
+from ..memory import core
+from ..memory.manager import tensorsManager
+from ..memory.plain_views import KEY_NAME
+from ..memory.ref import TensorRef, is_plain
+from ..operators.plan import OpPlan
+from ..operators.python_kernels import is_for_accelerators, recorded_inside
+from ..operators.substitutes import itself
+from .guards import records_gradient
+
+_Sees = torch._C._SetExcludeDispatchKeyGuard
+_parse = torch._C._dispatch_key_parse
+_forward_ad = torch.autograd.forward_ad
+#: What torch shuts out where it calls a subclass's Python; but in inference mode autograd is out.
+_SHUT_OUT = tuple(
+    _parse(name) for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradXPU",
+                              "AutogradMPS", "AutogradOther")
+)  # fmt: skip
+_ALWAYS = _parse("ADInplaceOrView"), _parse(KEY_NAME)
+_AUTOCAST = {"cpu": _parse("AutocastCPU"), "cuda": _parse("AutocastCUDA")}
+
+
+def key_of_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the key of the kernel that is to run on a call's TensorRefs; None if none is.
+
+    It is that of the device where the program takes them to be.
+    """
+    refs = [ref for ref in tree_leaves((args, kwargs)) if isinstance(ref, TensorRef)]
+    op = itself(plan.op)
+    is_noted = records_gradient(refs) or _forward_ad._current_level >= 0
+    declares = any(argument.alias_info is not None for argument in op._schema.arguments)
+    if not (is_noted or (declares and not is_for_accelerators(op))):
+        return None
+    types = {ref.device.type for ref in refs} - {"cpu"}
+    return recorded_inside(op, types.pop() if types else "cpu") if len(types) < 2 else None
+
+
+@lets_program_run
+def run_kernel(op: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the kernel on TensorRefs; what it makes beside us is adopted."""
+
+    def wrapped(value: Any) -> Any:
+        is_adopted = is_plain(value) and not value.requires_grad
+        return tensorsManager.adopt(value) if is_adopted else value
+
+    with _as_the_program_sees():
+        return tree_map(wrapped, op._op_dk(key, *args, **kwargs))
+
+
+@contextmanager
+def _as_the_program_sees() -> Iterator[None]:
+    """Let autograd and ourselves see what is called, as where the program has called it."""
+    keys = list(_ALWAYS)
+    if core.library is None:
+        if not torch.is_inference_mode_enabled():
+            keys += _SHUT_OUT
+        keys += [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(_Sees(key, False))
+        yield
