@@ -14,6 +14,9 @@ from ..memory.ref import TensorRef
 
 __all__ = ["Before"]
 
+#: What torch keeps of a tensor's hooks, with what the object is.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
 
 class Before:
     """What real tensors were before a program ran on promises; all of it can be put back twice."""
@@ -65,7 +68,14 @@ class Before:
         if base is not None:  # first: views follow it
             self.note_history(base)
         if (base is None or _is_leaf(tensor)) and id(tensor) not in self._histories:
-            self._histories[id(tensor)] = _History(tensor)
+            self._histories[id(tensor)] = history = _History(tensor)
+            if history.gradient is not None:
+                self.note_history(history.gradient)
+            if base is None and isinstance(tensor, TensorRef):
+                # Torch can exchange what the object is, and tells nobody (`swap_tensors`).
+                self.note_moved(tensor)
+                if not tensor.is_inference():
+                    self._versions.append((tensor, tensor._version))
 
     def note_moved(self, ref: Any) -> None:
         """Note the memory and the sizes of a TensorRef that is about to stand for others."""
@@ -78,6 +88,8 @@ class Before:
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
+        for history in self._histories.values():
+            history.put_back_object()
         for ref, block_of, twin in self._moved.values():
             block = block_of()
             replace_metadata(ref, twin if block is None else alias_of(twin, block))
@@ -99,13 +111,27 @@ class _History:
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
+        self._number = tensor._cdata
+        self._class = type(tensor)
+        self._noted = _noted_on(tensor)
+        self._hooks = {name: getattr(tensor, name) for name in _HOOKS}
         self._requires_grad = tensor.requires_grad
         self._grad_fn = tensor.grad_fn
-        self._gradient = tensor.grad if tensor.is_leaf else None
+        self.gradient = tensor.grad if tensor.is_leaf else None
         self._carrier = None
         if self._grad_fn is not None and isinstance(tensor, TensorRef):  # others stay what they are
             with torch.enable_grad():
                 self._carrier = _Carried.apply(tensor)
+
+    def put_back_object(self) -> None:
+        """Let the object be of its class, with what was noted on it, if it was exchanged."""
+        tensor = self._tensor
+        if tensor._cdata == self._number:
+            return
+        tensor.__class__ = self._class
+        for name in _noted_on(tensor):
+            del tensor.__dict__[name]
+        tensor.__dict__.update(self._noted)
 
     def put_back(self) -> None:
         """Let its gradients go where they went, unless it is a view, which does as its base."""
@@ -118,16 +144,23 @@ class _History:
                     _Returned.apply(tensor, self._carrier)
 
     def put_back_leaf(self) -> None:
-        """Let a leaf require gradients, and have one, as it did."""
+        """Let a leaf require gradients, and have one, as it did; and call the same hooks."""
         tensor = self._tensor
+        if tensor._cdata != self._number:
+            for name, hooks in self._hooks.items():
+                setattr(tensor, name, hooks)
         if _is_leaf(tensor):
             if tensor.requires_grad != self._requires_grad:
                 tensor.requires_grad_(self._requires_grad)
-            gradient = self._gradient
+            gradient = self.gradient
             # Torch refuses one of other sizes, which a tensor has that was given other data.
             is_fit = gradient is None or gradient.size() == tensor.size()
             if is_fit and tensor.grad is not gradient:
                 tensor.grad = gradient
+
+
+def _noted_on(tensor: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_ttr_")}
 
 
 def _is_leaf(tensor: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
+from ..memory.adoption import is_adoptable, without_own_references
 from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
@@ -42,6 +43,8 @@ def record_of(
     recorder, answers = Recorder(lists_for), Values(values)
     held = _held_by(call, args, kwargs)
     modules = [value for value in held if isinstance(value, nn.Module)]
+    for module in modules:
+        _adopt_plain(module)
     for value in (*held, *(x for module in modules for x in _tensors_of(module).values())):
         if isinstance(value, torch.Tensor):
             recorder.before.note_history(value)
@@ -115,6 +118,17 @@ def _held_by(call: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _adopt_plain(module: nn.Module) -> None:
+    """Adopt in place what a module has had since before us: torch would write that for real."""
+    for part in module.modules():
+        tensors = (*part._parameters.values(), *part._buffers.values())
+        plain = [t for t in tensors if t is not None and is_adoptable(t) and not t.is_shared()]
+        if plain:
+            with without_own_references(part):
+                for tensor in plain:
+                    tensorsManager.ownership.try_adopt_in_place(tensor)
 
 
 def _with_metadata(value: Any) -> Any:
