@@ -545,6 +545,58 @@ def test_lists_that_are_written_count_their_versions_at_once():
     assert x._version == 1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: torch.full((2,), v),
+        lambda v: torch.linspace(v, 5, 3),
+        lambda v: torch.arange(0, v),
+        lambda v: torch.zeros([v.long(), 2]),
+        lambda v: torch.normal(v.expand(2), 1.0),
+        lambda v: torch.normal(v.expand(2), v.expand(2)) + torch.rand(2),
+        lambda v: torch.ones_like(v) + torch.full_like(v, 2),
+    ],
+)
+def test_factories_are_given_plain_tensors_as_they_are(make):
+    """What was written into them until the promise was fulfilled counted, or was an error."""
+
+    def program():
+        value = torch.Tensor([3.0])[0]
+        made = make(value)
+        value.add_(1)
+        return [made]
+
+    plain, ours = asked_on_both(program)
+    assert differences(plain, [ours[0].fulfil()]) == []
+
+
+def test_what_is_made_like_a_tensor_without_bytes_is_one():
+    meta = torch.empty(2, device="meta")
+    with torchTensorRef.promising():
+        assert torch.zeros_like(meta).device.type == torch.rand_like(meta).device.type == "meta"
+
+
+@torch.library.custom_op("promised::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@sine.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("values", [None, "compute"])
+def test_a_shape_function_of_the_program_calls_factories(values):
+    x = torch.ones(3)
+    with torchTensorRef.promising(values=values):
+        y = sine(x)
+    assert y.fulfil().tolist() == x.sin().tolist()
+    assert [op.name for op in torchTensorRef.forecast(sine, x).record.ops] == [
+        "promised.sine.default"
+    ]
+
+
 def test_a_factory_makes_what_was_asked_for():
     size, before = [2, 3], torch.get_default_dtype()
     with torchTensorRef.promising():

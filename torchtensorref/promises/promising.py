@@ -8,6 +8,7 @@ forecast.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base import forking
 from ..base.activation import making, moving, watch
@@ -290,8 +291,10 @@ class Promises:
         asked = torch.device(kwargs.get("device") or "cpu")
         if asked.type == "meta" or kwargs.get("out") is not None or kwargs.get("names"):
             return NotImplemented
-        if any(isinstance(value, TensorRef) for value in (*args, *kwargs.values())):
-            return NotImplemented  # `empty_like` of one: an operator as any other
+        if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            return NotImplemented  # of a TensorRef: an operator as any other; of a plain one: data
+        # As they are now: a list of sizes may change until then, and numbers among them.
+        args, kwargs = tree_map_only(torch.Tensor, operator.index, (args, kwargs))
         options = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
         plain = wrapped(*args, **{**options, "device": "meta"})
         if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
@@ -299,11 +302,8 @@ class Promises:
         cell = Cell(plain.untyped_storage().nbytes())
         cell.base = plain.detach()
         ref = self.ref_over(cell.base, self.promised(cell), asked)
-        # As they are now: a list may change until then, and the default dtype.
-        args, usual = tree_map(lambda value: value, (args, kwargs))
+        usual = {**kwargs, "dtype": plain.dtype}
         usual.pop("requires_grad", None)
-        if not any(isinstance(value, torch.Tensor) for value in (*args, *usual.values())):
-            usual["dtype"] = plain.dtype
         run = functools.partial(for_real, wrapped, args, usual)
         draws = self.draws_of(kwargs.values()) if draws_random(wrapped.__name__) else None
         self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], draws=draws)
