@@ -576,6 +576,26 @@ def test_what_is_made_like_a_tensor_without_bytes_is_one():
         assert torch.zeros_like(meta).device.type == torch.rand_like(meta).device.type == "meta"
 
 
+def test_promises_are_computed_inside_a_transform():
+    """What was computed there became the transform's own tensors, which have no block."""
+
+    def program():
+        numbers, drawn = torch.arange(3.0) * 2, torch.rand(2)
+
+        def fulfilling(t):
+            return (t * getattr(numbers, "fulfil", lambda: numbers)()).sum()
+
+        yield torch.func.grad(fulfilling)(torch.ones(3))
+        yield numbers
+        yield torch.vmap(lambda t: t + torch.randn(2), randomness="different")(torch.zeros(3, 2))
+        yield drawn
+
+    plain, ours = asked_on_both(lambda: list(program()))
+    for one in ours:
+        one.fulfil()
+    assert differences(plain, ours) == []
+
+
 @torch.library.custom_op("promised::sine", mutates_args=())
 def sine(x: torch.Tensor) -> torch.Tensor:
     return x.sin()

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _no_transforms
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base import forking
-from ..base.activation import making, moving, watch
+from ..base.activation import making, watch
 from ..base.scopes import Scopes, surely
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
@@ -39,7 +40,7 @@ from .promised_call import NOWHERE, PromisedCall, take_number
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
 
-__all__ = ["Promises", "promise_like", "promises", "promising", "recording"]
+__all__ = ["Promises", "Scope", "promise_like", "promises", "promising", "scoped"]
 
 #: Handled by a look at metadata alone: as for any TensorRef.
 _BY_METADATA = {
@@ -275,6 +276,7 @@ class Promises:
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C.DisableTorchFunction(),
+            _no_transforms(),
             _disable_current_modes(),
         ):
             return call(*args, **kwargs)
@@ -372,26 +374,15 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
     >>> y.fulfil().item()
     6.0
     """
-    with _promising(Scope(Values(values))):
+    with scoped(Scope(Values(values))):
         yield
 
 
 @contextmanager
-def _promising(scope: Scope) -> Iterator[None]:
+def scoped(scope: Scope) -> Iterator[None]:
+    """Make promises inside as a scope says."""
     tensorsManager.promises = promises
     tensorsManager.residency.books.asked = promises.asked
     with surely(promises.look_on), _scope.entered(scope), making.entered(promises.make):
         promises.look_on()
-        yield
-
-
-@contextmanager
-def recording(recorder: Recorder, values: Values) -> Iterator[None]:
-    """Make promises inside, write down what is asked for, and keep no real values for later."""
-    scope, before = Scope(values, recorder, False, PromisedDraws()), recorder.before
-    with (
-        surely(lambda: promises.take_back(before)),
-        _promising(scope),
-        moving.entered(before.note_moved),
-    ):
         yield

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base.activation import moving
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
@@ -18,7 +19,8 @@ from ..memory.adoption import is_adoptable, without_own_references
 from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
-from .promising import promise_like, recording
+from .draws import PromisedDraws
+from .promising import Scope, promise_like, promises, scoped
 from .record import Record
 from .recorder import Recorder
 from .values import Values
@@ -49,7 +51,7 @@ def record_of(
         if isinstance(value, torch.Tensor):
             recorder.before.note_history(value)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
-    with _made_up_noted(answers), _as_before(modules), recording(recorder, answers):
+    with _made_up_noted(answers), _as_before(modules), _recording(recorder, answers):
         for module in modules:
             for name, tensor in _tensors_of(module).items():
                 if isinstance(tensor, TensorRef):
@@ -62,6 +64,18 @@ def record_of(
                 call(*args, **kwargs)
     recorder.note_deaths()
     return recorder.record
+
+
+@contextmanager
+def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
+    """Make promises inside, write down what is asked for, and keep no real values for later."""
+    scope, before = Scope(values, recorder, False, PromisedDraws()), recorder.before
+    with (
+        surely(lambda: promises.take_back(before)),
+        scoped(scope),
+        moving.entered(before.note_moved),
+    ):
+        yield
 
 
 @contextmanager
