@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
@@ -16,7 +17,7 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import PromisedError
 from torchTensorRef.inject import hooks
-from torchTensorRef.promises import graph
+from torchTensorRef.promises import graph, kernel_settings
 
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
@@ -534,6 +535,54 @@ def test_autocast_where_it_is_fulfilled_does_not_count():
         y.fulfil()
     assert y.dtype == torch.float32
     assert_same((x @ x).cpu(), y)
+
+
+@contextlib.contextmanager
+def a_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def convolved():
+    torch.manual_seed(0)
+    return torch.nn.functional.conv2d(torch.randn(2, 3, 16, 16), torch.randn(4, 3, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("setting", "program"),
+    [
+        (a_default_dtype, lambda: torch.arange(4) / 3),
+        (a_default_dtype, lambda: torch.div(torch.arange(4), 3, out=torch.empty(4))),
+        (deterministic, lambda: torch.empty(3)),
+        (lambda: torch.backends.mkldnn.flags(enabled=False), convolved),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_torchs_settings_where_it_was_asked_for_count(setting, program):
+    """Those where the promise was fulfilled counted: other numbers, and an InvariantError."""
+
+    def asked():
+        with setting():
+            return [program()]
+
+    plain, ours = asked_on_both(asked)
+    before = kernel_settings.settings_now()
+    assert differences(plain, [ours[0].fulfil()]) == []
+    with setting():
+        assert kernel_settings.settings_now() != before
+    assert kernel_settings.settings_now() == before
 
 
 def test_lists_that_are_written_count_their_versions_at_once():

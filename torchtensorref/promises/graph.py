@@ -22,6 +22,7 @@ from ..interception.entry import may_have_written
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
 from .draws import Draws, drawing
+from .kernel_settings import as_asked, settings_now
 
 __all__ = [
     "Cell",
@@ -182,6 +183,7 @@ class Node:
         "name",
         "number",
         "run",
+        "settings",
         "uses",
         "where",
         "writes",
@@ -206,7 +208,7 @@ class Node:
         self.run: Callable[..., Any] | None = run
         self.args, self.kwargs = args, kwargs
         #: As it was when it was asked for: kernels look at it (an LSTM's keeps scratch memory).
-        self.grad_mode = torch.is_grad_enabled()
+        self.grad_mode, self.settings = torch.is_grad_enabled(), settings_now()
         self.uses, self.writes = list(uses), {cell: _layout_of(cell) for cell in writes}
         self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
         self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
@@ -266,7 +268,7 @@ class Node:
         args, kwargs = tree_map(real_of, (self.args, self.kwargs))
         self.has_begun = bool(self.writes)
         try:
-            with torch.set_grad_enabled(self.grad_mode):
+            with torch.set_grad_enabled(self.grad_mode), as_asked(self.settings):
                 if self.draws is None:
                     real = run(*args, **kwargs)
                 else:
