@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -623,3 +624,18 @@ def test_what_was_computed_meanwhile_is_taken_back():
     assert x.tolist() == [0, 0, 0]
     torchTensorRef.forecast(program, device=SPEC, values="zeros")
     assert x.tolist() == [0, 0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_a_worker_of_the_program_sends_what_it_was_promised():
+    """The thread that sends it was in no scope: its error was nobody's, and all waited for ever."""
+    sent = []
+
+    def program() -> None:
+        data = torch.utils.data.TensorDataset(torch.rand(4, 3), torch.arange(4))
+        for x, y in torch.utils.data.DataLoader(data, 2, num_workers=1, timeout=30):
+            sent.append((x.shape, y.tolist()))
+
+    torchTensorRef.forecast(program, device=SPEC)
+    assert sent == [((2, 3), [0, 1]), ((2, 3), [2, 3])]

@@ -83,8 +83,13 @@ class Promises:
         forking.in_child.add(self)
 
     def begin_in_child(self, *, was_held: bool) -> None:
-        """Leave the scopes of other threads in a forked child."""
+        """Leave the scopes of other threads in a forked child; all of it is inside that of ours.
+
+        Threads of the child's own send what was promised in it (a queue's), and ask for values.
+        """
+        global _without
         _scope.leave_others()
+        _without = Scope(self.values)
         self.look_on()
 
     def look_on(self) -> None:
