@@ -124,3 +124,27 @@ def test_what_was_exchanged_for_another_is_what_it_was(is_module, monkeypatch):
     model(torch.ones(1, 2)).sum().backward()
     assert (weight.grad.tolist(), called) == ([[2, 2], [2, 2]], ["hook"])
     tensorsManager.check()
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_what_an_array_holds_of_a_weight_it_holds_afterwards(is_exchanged):
+    model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    array = model.weight.detach().numpy()
+    model.weight._ttr_block.is_persistent = True
+
+    def program():
+        other = nn.Parameter(torch.zeros(2, 2))
+        if is_exchanged:
+            torch.utils.swap_tensors(model.weight, other)
+        else:
+            model.weight.data = other.data
+        model(x)
+
+    forecast(program)
+    for value in (1.0, 2.0):
+        array[:] = value
+        assert model(x).tolist() == [[2 * value] * 2]
+    model.weight.data.fill_(3)
+    assert array.tolist() == [[3, 3], [3, 3]]
+    assert model.weight._ttr_block.is_persistent
+    tensorsManager.check()

@@ -11,6 +11,7 @@ from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, replace_metadata
 from ..memory.ref import TensorRef
+from .graph import Cell
 
 __all__ = ["Before"]
 
@@ -24,29 +25,43 @@ class Before:
     def __init__(self) -> None:
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
+        #: Blocks with the bytes that real ones have now.
+        self._now: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
+        #: Cells with such bytes.
+        self._cells: weakref.WeakSet[Cell] = weakref.WeakSet()
         #: Tensors over them, with the versions that these had before they were first written.
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
-        #: Tensors that stand for other memory now, the block of that which they had, and a
-        #: TensorRef that stands for it.
-        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any]] = {}
+        #: Tensors that may stand for other memory now, the block of that which they had, a
+        #: TensorRef that stands for it, and who holds that outside.
+        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any]] = {}
+
+    def cell_of(self, block: Block) -> Cell:
+        """Make a cell with the bytes that a block has now, which does not keep that one alive."""
+        cell = Cell(block.nbytes, self._bytes_of(block))
+        self._cells.add(cell)
+        return cell
+
+    def _bytes_of(self, block: Block) -> Block:
+        found = self._now.get(block)
+        if found is None or found.replicas is not block.replicas:
+            found = self._now[block] = _shared(block)
+        return found
 
     def original_of(self, block: Block) -> Block:
-        """Return a block with the bytes that one has now, and had before anything was written."""
+        """Return a block with the bytes that one had before anything was written."""
         original = self.originals.get(block)
-        if original is None:
-            original = Block(block.nbytes)
-            block.share_with(original)
-        return original
+        return self._bytes_of(block) if original is None else original
 
-    def note_bytes(self, block: Block) -> None:
-        """Note what a block has that is about to be a promise."""
+    def note_bytes(self, block: Block) -> Block:
+        """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
         if block not in self.originals:
-            self.originals[block] = original = self.original_of(block)
+            self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
             block.exposure = None
+        return _shared(block)
 
     def is_held_outside(self, block: Block) -> bool:
         """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
@@ -83,15 +98,18 @@ class Before:
         is_real = block.promise is None or block in self.originals
         if is_real and id(ref) not in self._moved:
             # Its block may die meanwhile, as it would in the program.
+            exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
-            self._moved[id(ref)] = ref, weakref.ref(block), twin
+            self._moved[id(ref)] = ref, weakref.ref(block), twin, exposure
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
         for history in self._histories.values():
             history.put_back_object()
-        for ref, block_of, twin in self._moved.values():
+        for ref, block_of, twin, exposure in self._moved.values():
             block = block_of()
+            if block is None:
+                twin._ttr_block.exposure = exposure
             replace_metadata(ref, twin if block is None else alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
@@ -100,10 +118,28 @@ class Before:
         for history in self._histories.values():  # now: a view of another version asks its base
             history.put_back_leaf()
 
-    def forget(self) -> None:
-        """Keep nothing of it any longer."""
-        for kept in (self.originals, self._versions, self._histories, self._moved):
+    def forget(self) -> list[Block]:
+        """Keep nothing of it any longer: what is left of the program are promises without values.
+
+        Returns
+        -------
+        list of Block
+            Real ones whose bytes nobody shares any more, which would cost them their ready paths.
+        """
+        for cell in list(self._cells):
+            if cell.writer is None or not cell.writer.is_done:
+                cell.real = cell.writer = None
+        blocks = [*self.originals, *self._now]
+        for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
+        return blocks
+
+
+def _shared(block: Block) -> Block:
+    made = Block(block.nbytes)
+    made.is_persistent = block.is_persistent
+    block.share_with(made)
+    return made
 
 
 class _History:

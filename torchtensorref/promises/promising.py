@@ -58,8 +58,6 @@ class Scope(NamedTuple):
 
     values: Values
     recorder: Recorder | None = None
-    #: Whether real operands are kept as they are now, for `fulfil`.
-    snapshots: bool = True
     #: Where random numbers wait that nobody draws; None: among those that are to be drawn.
     draws: PromisedDraws | None = None
 
@@ -79,7 +77,8 @@ class Promises:
         self._lock = forking.Lock()
         #: Held while the graph is added to, or a part of it runs: threads may share promises.
         self._graph = forking.RLock()
-        self._draws = PromisedDraws(self._draw)
+        #: The random numbers that are to be drawn.
+        self.draws = PromisedDraws(self._draw)
         forking.in_child.add(self)
 
     def begin_in_child(self, *, was_held: bool) -> None:
@@ -114,7 +113,7 @@ class Promises:
         if self.take_part(args, kwargs):
             return True
         if plan.is_random:
-            self._draws.settle(generator_of((*args, *kwargs.values())))
+            self.draws.settle(generator_of((*args, *kwargs.values())))
         return False
 
     def take_part(self, *arguments: Any) -> bool:
@@ -167,8 +166,9 @@ class Promises:
         """Return the cell of a block: of a promise its own, of another what it holds now."""
         if block.promise is not None:
             return block.promise  # type: ignore[no-any-return]
-        if not (_scope.get() or _without).snapshots:
-            return Cell(block.nbytes, block)
+        recorder = self.recorder
+        if recorder is not None:  # no copies, and nothing of the program's is kept alive
+            return recorder.before.cell_of(block)
         cell = self._cell_of.get(block)
         if cell is None or cell.real is None or cell.real.replicas is not block.replicas:
             real = tensorsManager.residency.sharing.copy_on_write(block)
@@ -177,13 +177,9 @@ class Promises:
 
     def make_promise(self, block: Block, cell: Cell) -> None:
         """Let a block that has bytes be a promise from now on; what it had is the cell's."""
-        scope = _scope.get()
-        recorder = None if scope is None else scope.recorder
+        recorder = self.recorder
         if recorder is not None:
-            recorder.before.note_bytes(block)
-        if cell.real is block:
-            cell.real = Block(block.nbytes)
-            block.share_with(cell.real)
+            cell.real = recorder.before.note_bytes(block)
         with tensorsManager.residency.books.lock:
             # In this order: it has its bytes, or is promised to have those of the cell.
             block.ready = None
@@ -198,14 +194,17 @@ class Promises:
 
     def take_back(self, before: Before) -> None:
         """Give what a forecast has written what it had before; it can be done twice."""
+        lock = tensorsManager.residency.books.lock
         for block, original in before.originals.items():
-            with tensorsManager.residency.books.lock:
+            with lock:
                 block.nbytes = original.nbytes
                 original.share_with(block)
                 block.exposure = original.exposure
                 self._note_real(block)
         before.put_back()
-        before.forget()
+        for block in before.forget():
+            with lock:
+                _ = block.is_shared  # forgets those that have died
 
     # -- fulfilling -----------------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class Promises:
             self.outside(fulfil_all, nodes)
         except BaseException:
             tensorsManager.doubt()
-            self._draws.leave_lost(is_lost)
+            self.draws.leave_lost(is_lost)
             raise
 
     def can_all(self, cells: Iterable[Cell]) -> bool:
@@ -333,7 +332,7 @@ class Promises:
 
     def draws_of(self, arguments: Iterable[Any]) -> Draws:
         """Return where an operator, or a factory, with such arguments is to draw from."""
-        draws = (_scope.get() or _without).draws or self._draws
+        draws = (_scope.get() or _without).draws or self.draws
         return draws.of(generator_of(arguments))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.activation import moving
+from ..base.activation import moving, when_drawn, when_seeded
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
@@ -19,7 +19,7 @@ from ..memory.adoption import is_adoptable, without_own_references
 from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
-from .draws import PromisedDraws
+from .draws import PromisedDraws, Standing, drawing
 from .promising import Scope, promise_like, promises, scoped
 from .record import Record
 from .recorder import Recorder
@@ -69,12 +69,31 @@ def record_of(
 @contextmanager
 def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
     """Make promises inside, write down what is asked for, and keep no real values for later."""
-    scope, before = Scope(values, recorder, False, PromisedDraws()), recorder.before
+    before, standing = recorder.before, Standing(promises.draws)
     with (
         surely(lambda: promises.take_back(before)),
-        scoped(scope),
+        surely(standing.put_back),
+        _told_of_generators(lambda told: standing.note(told) if promises.recorder else None),
+        drawing(),  # what waits from before is not drawn, nor left behind
+        scoped(Scope(values, recorder, PromisedDraws(first=standing.note))),
         moving.entered(before.note_moved),
     ):
+        yield
+
+
+@contextmanager
+def _told_of_generators(tell: Callable[[torch.Generator], None]) -> Iterator[None]:
+    """Be told of a generator before somebody draws from it, looks at its state, or sets it."""
+    lists = when_drawn, when_seeded
+
+    def end() -> None:
+        for one in lists:
+            if tell in one:
+                one.remove(tell)
+
+    with surely(end):
+        for one in lists:
+            one.append(tell)
         yield
 
 
