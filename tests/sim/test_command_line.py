@@ -199,7 +199,7 @@ def test_a_syntax_error_is_shown_as_python_shows_it(script):
 
 @pytest.mark.skipif(os.name == "nt", reason="this system has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_it_as_they_end_the_program(script, number):
+def test_signals_end_it_as_they_end_the_program(script, tmp_path, number):
     path = script("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     statuses = []
     for before in ((), RUN):
@@ -207,6 +207,7 @@ def test_signals_end_it_as_they_end_the_program(script, number):
             [sys.executable, *before, path],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
             # A test run in the background of a shell has it ignored, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
@@ -216,6 +217,7 @@ def test_signals_end_it_as_they_end_the_program(script, number):
             process.communicate(timeout=60)
             statuses.append(process.returncode)
     assert statuses == [-number, -number]
+    assert not list(tmp_path.glob("torchtensorref-run-*"))
 
 
 WORKERS = """

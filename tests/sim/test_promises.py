@@ -218,6 +218,37 @@ def test_an_assertion_runs_with_what_it_looks_at(manage):
     assert wrong.fulfil().tolist() == [0, 0, 0]  # nobody wants what is asserted
 
 
+@pytest.mark.parametrize("is_real", [True, False])
+def test_an_assertion_about_what_is_there_runs_at_once(manage, is_real):
+    """It waited for what had been computed already, and so was never run."""
+    manage("lru")
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        flag = x.sum() > 5
+    flag.fulfil()
+    if is_real:
+        with torchTensorRef.disabled():
+            flag = torch.tensor(False)
+    with torchTensorRef.promising():
+        torch._assert_async(torch.tensor(True))
+        with pytest.raises(RuntimeError, match="must be true"):
+            torch._assert_async(flag, "it must be true")
+
+
+def test_many_writes_of_one_tensor_take_no_more_each(manage):
+    manage("lru")
+    x, count = torch.zeros(2), 300
+    with torchTensorRef.promising():
+        for _ in range(count):
+            x.add_(1)
+    looked = []
+    before = graph.Cell.users_before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph.Cell, "users_before", lambda *args: looked.append(1) or before(*args))
+        assert x.fulfil().tolist() == [count] * 2
+    assert len(looked) < 5
+
+
 def test_what_nobody_wants_is_not_computed(manage, monkeypatch):
     manager = manage("lru")
     with torchTensorRef.promising():

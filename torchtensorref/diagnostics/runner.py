@@ -207,6 +207,7 @@ def _compiled(full: str) -> tuple[CodeType, ModuleType]:
         code = loader.get_code("__main__")
     except (ImportError, EOFError, ValueError) as error:
         raise ConfigError(f"{full!r} has no code of this Python: {error}", name=full) from None
+    assert code is not None
     return code, _main_module(full, loader, None)
 
 

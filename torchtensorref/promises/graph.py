@@ -57,14 +57,10 @@ class Cell:
 
     def users_before(self, number: int) -> list[Node]:
         """Return the nodes that use the bytes before node `number`, and have not run."""
-        waiting = []
-        for reference in list(self.users):
-            node = reference()
-            if node is None or node.is_done:
-                self.users.remove(reference)
-            elif node.number < number:
-                waiting.append(node)
-        return waiting
+        nodes = [(reference, reference()) for reference in self.users]
+        living = [(one, node) for one, node in nodes if node is not None and not node.is_done]
+        self.users[:] = [reference for reference, _ in living]
+        return [node for _, node in living if node.number < number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +296,8 @@ def nodes_before(last: Node | None) -> list[Node]:
         That one among them; empty where it has run.
     """
     found: dict[int, Node] = {}
+    #: By cell, up to which node its users are among them: writes of one are many.
+    seen: dict[Cell, int] = {}
     waiting = [] if last is None else [last]
     while waiting:
         node = waiting.pop()
@@ -309,7 +307,9 @@ def nodes_before(last: Node | None) -> list[Node]:
         waiting.extend(node.deps)
         waiting.extend(dep for check in node.checks for dep in check.deps)
         for written in node.writes:
-            waiting.extend(written.users_before(node.number))
+            if seen.get(written, 0) < node.number:
+                seen[written] = node.number
+                waiting.extend(written.users_before(node.number))
     return [found[number] for number in sorted(found)]
 
 
