@@ -299,6 +299,35 @@ def test_a_recurrent_model_is_what_its_optimizer_trains(build, manager, kind, is
         assert found == trained(*with_optimizer())
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+def test_a_forecast_writes_nothing_of_it(build, manager, kind):
+    """What a program wrote before its first call of the model was written, for real."""
+
+    def with_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = kind(3, 3)
+        model.register_buffer("scale", torch.ones(3))
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    model, optimizer = build(with_optimizer)
+    held = list(model.parameters())
+    before = [p.tolist() for p in held]
+
+    def program() -> None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), model.scale):
+                tensor.mul_(0.5)
+        output = model(torch.ones(2, 3))
+        (output[0] if kind is nn.LSTM else output).sum().backward()
+        optimizer.step()
+
+    torchTensorRef.forecast(program)
+    assert [p.tolist() for p in held] == before
+    assert all(mine is p for mine, p in zip(held, model.parameters(), strict=True))
+    assert model.scale.tolist() == [1, 1, 1]
+    assert kinds(model) == {TensorRef}
+    manager.check()
+
+
 def test_what_is_shared_with_another_process_stays_plain(build):
     build(lambda: None)
     with torchTensorRef.disabled():

@@ -2,7 +2,9 @@
 
 import json
 import os
+import py_compile
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +53,49 @@ def test_a_module_does_too(tmp_path):
         plain, ours = python(*given, cwd=tmp_path), python(*RUN, *given, cwd=tmp_path)
         assert plain.stdout.startswith("package __main__ package.")
         assert (ours.stdout, ours.returncode) == (plain.stdout, 0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_a_link_to_a_script_finds_what_lies_beside_the_script(script, tmp_path):
+    for folder in ("real", "bin"):
+        (tmp_path / folder).mkdir()
+    script(WHO_AM_I + "\n    import beside", "real/program.py")
+    script("print('beside')", "real/beside.py")
+    link = tmp_path / "bin" / "program"
+    link.symlink_to(tmp_path / "real" / "program.py")
+    plain, ours = python(str(link), cwd=tmp_path), python(*RUN, str(link), cwd=tmp_path)
+    assert plain.stdout.endswith("beside\n")
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0)
+
+
+def test_what_python_has_compiled_runs(script, tmp_path):
+    compiled = py_compile.compile(script(WHO_AM_I), str(tmp_path / "program.pyc"))
+    renamed = shutil.copy(compiled, tmp_path / "program")
+    for given in ((compiled, "a", "-b"), (str(renamed),)):
+        plain, ours = python(*given, cwd=tmp_path), python(*RUN, *given, cwd=tmp_path)
+        assert plain.stdout.startswith("__main__ True True")
+        assert (ours.stdout, ours.returncode) == (plain.stdout, 0)
+    (tmp_path / "program.pyc").write_bytes(b"nothing")
+    ours = python(*RUN, compiled)
+    assert (ours.returncode, ours.stderr.count("\n")) == (2, 1)
+    assert "has no code of this Python" in ours.stderr
+
+
+def test_a_program_comes_from_stdin(tmp_path):
+    text = "import sys\nprint(__name__, sys.argv, repr(sys.path[0]), __file__, __loader__)"
+    plain, ours = (
+        subprocess.run(
+            [sys.executable, *before, "-", "a", "--budget", "3"],
+            input=text,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+        for before in ((), RUN)
+    )
+    assert plain.stdout.startswith("__main__ ['-', 'a', '--budget', '3'] '' <stdin> ")
+    assert (ours.stdout, ours.returncode) == (plain.stdout, 0)
 
 
 def test_a_folder_with_a_main_runs(script, tmp_path):
@@ -154,7 +199,7 @@ def test_a_syntax_error_is_shown_as_python_shows_it(script):
 
 @pytest.mark.skipif(os.name == "nt", reason="this system has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_it_as_they_end_the_program(script, number):
+def test_signals_end_it_as_they_end_the_program(script, tmp_path, number):
     path = script("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     statuses = []
     for before in ((), RUN):
@@ -162,6 +207,7 @@ def test_signals_end_it_as_they_end_the_program(script, number):
             [sys.executable, *before, path],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
             # A test run in the background of a shell has it ignored, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
@@ -171,6 +217,7 @@ def test_signals_end_it_as_they_end_the_program(script, number):
             process.communicate(timeout=60)
             statuses.append(process.returncode)
     assert statuses == [-number, -number]
+    assert not list(tmp_path.glob("torchtensorref-run-*"))
 
 
 WORKERS = """

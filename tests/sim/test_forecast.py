@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -623,3 +624,40 @@ def test_what_was_computed_meanwhile_is_taken_back():
     assert x.tolist() == [0, 0, 0]
     torchTensorRef.forecast(program, device=SPEC, values="zeros")
     assert x.tolist() == [0, 0, 0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
+def test_a_worker_of_the_program_sends_what_it_was_promised():
+    """The thread that sends it was in no scope: its error was nobody's, and all waited for ever."""
+    sent = []
+
+    def program() -> None:
+        data = torch.utils.data.TensorDataset(torch.rand(4, 3), torch.arange(4))
+        for x, y in torch.utils.data.DataLoader(data, 2, num_workers=1, timeout=30):
+            sent.append((x.shape, y.tolist()))
+
+    torchTensorRef.forecast(program, device=SPEC)
+    assert sent == [((2, 3), [0, 1]), ((2, 3), [2, 3])]
+
+
+@pytest.mark.parametrize("values", ["compute or zeros", "zeros"])
+def test_data_that_the_program_reads_is_let_go_of(values):
+    """The peak that was foretold had the batches of all steps."""
+
+    def steps(count: int, batch: Any) -> Any:
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(batch()).sum().backward()
+            optimizer.step()
+            yield
+
+    def foretold(count: int, batch: Any) -> tuple[int, int]:
+        seen = torchTensorRef.forecast(steps, count, batch, device=SPEC, values=values)
+        return seen.peak_nbytes, seen.enough_nbytes
+
+    rows = [[1.0] * 16] * 32
+    expected = foretold(3, lambda: torch.ones(32, 16))
+    assert [foretold(count, lambda: torch.tensor(rows)) for count in (3, 8)] == [expected] * 2

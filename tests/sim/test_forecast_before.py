@@ -95,3 +95,56 @@ def test_a_model_that_is_given_other_weights_has_its_own_afterwards():
     weight, bias = (b - 0.1 * torch.ones_like(b) for b in before)
     assert torch.equal(model.weight, weight)
     assert torch.equal(model.bias, bias)
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_what_was_exchanged_for_another_is_what_it_was(is_module, monkeypatch):
+    """Torch exchanges what an object is, and tells nobody: a weight was a promise afterwards."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, called = nn.Linear(2, 2), []
+    weight = model.weight
+    model(torch.ones(1, 2)).sum().backward()
+    weight.mark = "ours"
+    weight.register_hook(lambda gradient: called.append("hook"))
+    before, gradient = facts(weight), weight.grad
+
+    def program():
+        if is_module:
+            model.half()(torch.ones(1, 2).half())
+        else:
+            torch.utils.swap_tensors(model.weight, torch.zeros(3, 3))
+            model.weight.add_(1)
+
+    for _ in range(2):
+        forecast(program)
+        assert facts(weight) == before
+        assert (type(weight), weight.mark) == (type(model.bias), "ours")
+        assert isinstance(weight, nn.Parameter)
+        assert weight.grad is gradient
+    model(torch.ones(1, 2)).sum().backward()
+    assert (weight.grad.tolist(), called) == ([[2, 2], [2, 2]], ["hook"])
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_what_an_array_holds_of_a_weight_it_holds_afterwards(is_exchanged):
+    model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    array = model.weight.detach().numpy()
+    model.weight._ttr_block.is_persistent = True
+
+    def program():
+        other = nn.Parameter(torch.zeros(2, 2))
+        if is_exchanged:
+            torch.utils.swap_tensors(model.weight, other)
+        else:
+            model.weight.data = other.data
+        model(x)
+
+    forecast(program)
+    for value in (1.0, 2.0):
+        array[:] = value
+        assert model(x).tolist() == [[2 * value] * 2]
+    model.weight.data.fill_(3)
+    assert array.tolist() == [[3, 3], [3, 3]]
+    assert model.weight._ttr_block.is_persistent
+    tensorsManager.check()

@@ -177,3 +177,68 @@ def test_what_is_promised_after_all_was_drawn_goes_on_from_there():
     plain, ours = asked_on_both(program)
     for expected, found in zip(plain, ours, strict=True):
         assert torch.equal(expected, found.fulfil())
+
+
+MINE = torch.Generator()
+
+
+def shuffled() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 3))
+    for (x,) in torch.utils.data.DataLoader(data, shuffle=True):
+        x + 1
+
+
+FORETOLD = {
+    "asked for": lambda: torch.rand(3).sum().item() + torch.rand(2),
+    "shuffled": shuffled,
+    "set": lambda: (torch.manual_seed(1), torch.rand(3) + 1),
+    "set, its own": lambda: (MINE.manual_seed(1), torch.ones(3) + 1),
+    "drawn, its own": lambda: torch.rand(3, generator=MINE).sum().item(),
+    "forked": lambda: torch.random.fork_rng(devices=[]).__enter__(),
+    "plain": lambda: torch.normal(torch.Tensor([1.0, 2.0]), 1.0) + 1,
+}
+
+
+@pytest.mark.parametrize("name", FORETOLD)
+def test_a_forecast_leaves_generators_where_they_were(name):
+    """What was drawn after it were other numbers than without it."""
+
+    def program(ask):
+        torch.manual_seed(5)
+        MINE.manual_seed(5)
+        with promising():
+            waiting = torch.rand(3), torch.rand(3, generator=MINE)
+        ask()
+        return [*waiting, torch.rand(2), torch.rand(2, generator=MINE)]
+
+    with disabled():
+        plain = program(lambda: None)
+    ours = program(lambda: torchTensorRef.forecast(FORETOLD[name]))
+    for one in reversed(ours[:2]):
+        one.fulfil()
+    assert differences(plain, ours) == []
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_waited_and_a_forecast_has_drawn_is_drawn(is_alone):
+    def program(ask):
+        torch.manual_seed(5)
+        with promising():
+            waiting = [torch.rand(3), torch.rand(3)]
+        ask(waiting[0])
+        return [torch.rand(2), *waiting, torch.rand(2)]
+
+    def ask(first):
+        def foretold():
+            if not is_alone:
+                torch.rand(3).sum().item()
+            assert first.sum().item() == first.sum().item()
+
+        torchTensorRef.forecast(foretold)
+
+    with disabled():
+        plain = program(lambda first: None)
+    ours = program(ask)
+    for one in ours[1:3]:
+        one.fulfil()
+    assert differences(plain, ours) == []

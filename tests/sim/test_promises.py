@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
@@ -16,7 +17,7 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import PromisedError
 from torchTensorRef.inject import hooks
-from torchTensorRef.promises import graph
+from torchTensorRef.promises import graph, kernel_settings
 
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
@@ -215,6 +216,37 @@ def test_an_assertion_runs_with_what_it_looks_at(manage):
         torch._assert_async(wrong.any())
     assert right.fulfil().tolist() == [2, 2, 2]
     assert wrong.fulfil().tolist() == [0, 0, 0]  # nobody wants what is asserted
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_an_assertion_about_what_is_there_runs_at_once(manage, is_real):
+    """It waited for what had been computed already, and so was never run."""
+    manage("lru")
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        flag = x.sum() > 5
+    flag.fulfil()
+    if is_real:
+        with torchTensorRef.disabled():
+            flag = torch.tensor(False)
+    with torchTensorRef.promising():
+        torch._assert_async(torch.tensor(True))
+        with pytest.raises(RuntimeError, match="must be true"):
+            torch._assert_async(flag, "it must be true")
+
+
+def test_many_writes_of_one_tensor_take_no_more_each(manage):
+    manage("lru")
+    x, count = torch.zeros(2), 300
+    with torchTensorRef.promising():
+        for _ in range(count):
+            x.add_(1)
+    looked = []
+    before = graph.Cell.users_before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph.Cell, "users_before", lambda *args: looked.append(1) or before(*args))
+        assert x.fulfil().tolist() == [count] * 2
+    assert len(looked) < 5
 
 
 def test_what_nobody_wants_is_not_computed(manage, monkeypatch):
@@ -536,6 +568,54 @@ def test_autocast_where_it_is_fulfilled_does_not_count():
     assert_same((x @ x).cpu(), y)
 
 
+@contextlib.contextmanager
+def a_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def convolved():
+    torch.manual_seed(0)
+    return torch.nn.functional.conv2d(torch.randn(2, 3, 16, 16), torch.randn(4, 3, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("setting", "program"),
+    [
+        (a_default_dtype, lambda: torch.arange(4) / 3),
+        (a_default_dtype, lambda: torch.div(torch.arange(4), 3, out=torch.empty(4))),
+        (deterministic, lambda: torch.empty(3)),
+        (lambda: torch.backends.mkldnn.flags(enabled=False), convolved),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_torchs_settings_where_it_was_asked_for_count(setting, program):
+    """Those where the promise was fulfilled counted: other numbers, and an InvariantError."""
+
+    def asked():
+        with setting():
+            return [program()]
+
+    plain, ours = asked_on_both(asked)
+    before = kernel_settings.settings_now()
+    assert differences(plain, [ours[0].fulfil()]) == []
+    with setting():
+        assert kernel_settings.settings_now() != before
+    assert kernel_settings.settings_now() == before
+
+
 def test_lists_that_are_written_count_their_versions_at_once():
     x = torch.ones(3)
     with torchTensorRef.promising():
@@ -543,6 +623,78 @@ def test_lists_that_are_written_count_their_versions_at_once():
     assert x._version == 1
     assert x.fulfil().tolist() == [2, 2, 2]
     assert x._version == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: torch.full((2,), v),
+        lambda v: torch.linspace(v, 5, 3),
+        lambda v: torch.arange(0, v),
+        lambda v: torch.zeros([v.long(), 2]),
+        lambda v: torch.normal(v.expand(2), 1.0),
+        lambda v: torch.normal(v.expand(2), v.expand(2)) + torch.rand(2),
+        lambda v: torch.ones_like(v) + torch.full_like(v, 2),
+    ],
+)
+def test_factories_are_given_plain_tensors_as_they_are(make):
+    """What was written into them until the promise was fulfilled counted, or was an error."""
+
+    def program():
+        value = torch.Tensor([3.0])[0]
+        made = make(value)
+        value.add_(1)
+        return [made]
+
+    plain, ours = asked_on_both(program)
+    assert differences(plain, [ours[0].fulfil()]) == []
+
+
+def test_what_is_made_like_a_tensor_without_bytes_is_one():
+    meta = torch.empty(2, device="meta")
+    with torchTensorRef.promising():
+        assert torch.zeros_like(meta).device.type == torch.rand_like(meta).device.type == "meta"
+
+
+def test_promises_are_computed_inside_a_transform():
+    """What was computed there became the transform's own tensors, which have no block."""
+
+    def program():
+        numbers, drawn = torch.arange(3.0) * 2, torch.rand(2)
+
+        def fulfilling(t):
+            return (t * getattr(numbers, "fulfil", lambda: numbers)()).sum()
+
+        yield torch.func.grad(fulfilling)(torch.ones(3))
+        yield numbers
+        yield torch.vmap(lambda t: t + torch.randn(2), randomness="different")(torch.zeros(3, 2))
+        yield drawn
+
+    plain, ours = asked_on_both(lambda: list(program()))
+    for one in ours:
+        one.fulfil()
+    assert differences(plain, ours) == []
+
+
+@torch.library.custom_op("promised::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@sine.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("values", [None, "compute"])
+def test_a_shape_function_of_the_program_calls_factories(values):
+    x = torch.ones(3)
+    with torchTensorRef.promising(values=values):
+        y = sine(x)
+    assert y.fulfil().tolist() == x.sin().tolist()
+    assert [op.name for op in torchTensorRef.forecast(sine, x).record.ops] == [
+        "promised.sine.default"
+    ]
 
 
 def test_a_factory_makes_what_was_asked_for():

@@ -69,6 +69,12 @@ def prepare(variables: Mapping[str, str], *, budget_is_each: bool) -> None:
 _is_member = False
 
 
+def leave() -> None:
+    """Remove the folder of the run that began in this process, which a signal ends."""
+    if _is_member and settings.run is not None:
+        _remove(settings.run, os.getpid())
+
+
 def _remove(folder: str, pid: int) -> None:
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)  # a child that lives on writes nothing there

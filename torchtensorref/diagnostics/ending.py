@@ -86,6 +86,7 @@ class Ending:
     def _on_signal(self, signum: int, frame: Any) -> None:
         if os.getpid() == self._pid:
             self.write()
+            children.leave()
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 

@@ -13,7 +13,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import (
+    BuiltinImporter,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -88,7 +95,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
         argument = arguments[place]
         if argument == "--":
             return arguments[:place], arguments[place + 1 :]
-        if argument == "-m" or not argument.startswith("-"):
+        if argument in ("-m", "-") or not argument.startswith("-"):
             break
         place += 1 if "=" in argument or argument in FLAGS else 2
     return arguments[:place], arguments[place:]
@@ -97,7 +104,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="torchtensorref run",
-        usage="torchtensorref run [options] (script.py | -m module) [its arguments]",
+        usage="torchtensorref run [options] (script.py | -m module | -) [its arguments]",
         description="Run a torch program that has never heard of us.",
     )
     add = parser.add_argument
@@ -165,6 +172,11 @@ def check_device(name: str) -> None:
 
 def as_script(program: list[str]) -> tuple[CodeType, ModuleType]:
     """Do what ``python script.py`` does before the first line runs."""
+    if program[0] == "-":
+        _replace_first_path("")
+        sys.argv[:] = program
+        code = _compile(sys.stdin.buffer.read(), "<stdin>")
+        return code, _main_module("<stdin>", BuiltinImporter, None)
     path = Path(program[0])
     if path.is_dir() or is_zipfile(path):
         _replace_first_path(str(path))
@@ -181,10 +193,22 @@ def as_script(program: list[str]) -> tuple[CodeType, ModuleType]:
         raise ConfigError(
             f"can't open file {full!r}: [Errno {error.errno}] {error.strerror}", name=str(path)
         ) from None
-    _replace_first_path(os.path.dirname(full))
+    _replace_first_path(os.path.dirname(os.path.realpath(full)))
     sys.argv[:] = program
+    if full.endswith(".pyc") or source.startswith(MAGIC_NUMBER):
+        return _compiled(full)
     module = _main_module(full, SourceFileLoader("__main__", full), None)
     return _compile(source, full), module
+
+
+def _compiled(full: str) -> tuple[CodeType, ModuleType]:
+    loader = SourcelessFileLoader("__main__", full)
+    try:
+        code = loader.get_code("__main__")
+    except (ImportError, EOFError, ValueError) as error:
+        raise ConfigError(f"{full!r} has no code of this Python: {error}", name=full) from None
+    assert code is not None
+    return code, _main_module(full, loader, None)
 
 
 def as_module(program: list[str]) -> tuple[CodeType, ModuleType]:

@@ -11,8 +11,12 @@ from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, replace_metadata
 from ..memory.ref import TensorRef
+from .graph import Cell
 
 __all__ = ["Before"]
+
+#: What torch keeps of a tensor's hooks, with what the object is.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Before:
@@ -21,29 +25,43 @@ class Before:
     def __init__(self) -> None:
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
+        #: Blocks with the bytes that real ones have now.
+        self._now: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
+        #: Cells with such bytes.
+        self._cells: weakref.WeakSet[Cell] = weakref.WeakSet()
         #: Tensors over them, with the versions that these had before they were first written.
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
-        #: Tensors that stand for other memory now, the block of that which they had, and a
-        #: TensorRef that stands for it.
-        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any]] = {}
+        #: Tensors that may stand for other memory now, the block of that which they had, a
+        #: TensorRef that stands for it, and who holds that outside.
+        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any]] = {}
+
+    def cell_of(self, block: Block) -> Cell:
+        """Make a cell with the bytes that a block has now, which does not keep that one alive."""
+        cell = Cell(block.nbytes, self._bytes_of(block))
+        self._cells.add(cell)
+        return cell
+
+    def _bytes_of(self, block: Block) -> Block:
+        found = self._now.get(block)
+        if found is None or found.replicas is not block.replicas:
+            found = self._now[block] = _shared(block)
+        return found
 
     def original_of(self, block: Block) -> Block:
-        """Return a block with the bytes that one has now, and had before anything was written."""
+        """Return a block with the bytes that one had before anything was written."""
         original = self.originals.get(block)
-        if original is None:
-            original = Block(block.nbytes)
-            block.share_with(original)
-        return original
+        return self._bytes_of(block) if original is None else original
 
-    def note_bytes(self, block: Block) -> None:
-        """Note what a block has that is about to be a promise."""
+    def note_bytes(self, block: Block) -> Block:
+        """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
         if block not in self.originals:
-            self.originals[block] = original = self.original_of(block)
+            self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
             block.exposure = None
+        return _shared(block)
 
     def is_held_outside(self, block: Block) -> bool:
         """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
@@ -65,7 +83,14 @@ class Before:
         if base is not None:  # first: views follow it
             self.note_history(base)
         if (base is None or _is_leaf(tensor)) and id(tensor) not in self._histories:
-            self._histories[id(tensor)] = _History(tensor)
+            self._histories[id(tensor)] = history = _History(tensor)
+            if history.gradient is not None:
+                self.note_history(history.gradient)
+            if base is None and isinstance(tensor, TensorRef):
+                # Torch can exchange what the object is, and tells nobody (`swap_tensors`).
+                self.note_moved(tensor)
+                if not tensor.is_inference():
+                    self._versions.append((tensor, tensor._version))
 
     def note_moved(self, ref: Any) -> None:
         """Note the memory and the sizes of a TensorRef that is about to stand for others."""
@@ -73,13 +98,18 @@ class Before:
         is_real = block.promise is None or block in self.originals
         if is_real and id(ref) not in self._moved:
             # Its block may die meanwhile, as it would in the program.
+            exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
-            self._moved[id(ref)] = ref, weakref.ref(block), twin
+            self._moved[id(ref)] = ref, weakref.ref(block), twin, exposure
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
-        for ref, block_of, twin in self._moved.values():
+        for history in self._histories.values():
+            history.put_back_object()
+        for ref, block_of, twin, exposure in self._moved.values():
             block = block_of()
+            if block is None:
+                twin._ttr_block.exposure = exposure
             replace_metadata(ref, twin if block is None else alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
@@ -88,10 +118,28 @@ class Before:
         for history in self._histories.values():  # now: a view of another version asks its base
             history.put_back_leaf()
 
-    def forget(self) -> None:
-        """Keep nothing of it any longer."""
-        for kept in (self.originals, self._versions, self._histories, self._moved):
+    def forget(self) -> list[Block]:
+        """Keep nothing of it any longer: what is left of the program are promises without values.
+
+        Returns
+        -------
+        list of Block
+            Real ones whose bytes nobody shares any more, which would cost them their ready paths.
+        """
+        for cell in list(self._cells):
+            if cell.writer is None or not cell.writer.is_done:
+                cell.real = cell.writer = None
+        blocks = [*self.originals, *self._now]
+        for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
+        return blocks
+
+
+def _shared(block: Block) -> Block:
+    made = Block(block.nbytes)
+    made.is_persistent = block.is_persistent
+    block.share_with(made)
+    return made
 
 
 class _History:
@@ -99,13 +147,27 @@ class _History:
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
+        self._number = tensor._cdata
+        self._class = type(tensor)
+        self._noted = _noted_on(tensor)
+        self._hooks = {name: getattr(tensor, name) for name in _HOOKS}
         self._requires_grad = tensor.requires_grad
         self._grad_fn = tensor.grad_fn
-        self._gradient = tensor.grad if tensor.is_leaf else None
+        self.gradient = tensor.grad if tensor.is_leaf else None
         self._carrier = None
         if self._grad_fn is not None and isinstance(tensor, TensorRef):  # others stay what they are
             with torch.enable_grad():
                 self._carrier = _Carried.apply(tensor)
+
+    def put_back_object(self) -> None:
+        """Let the object be of its class, with what was noted on it, if it was exchanged."""
+        tensor = self._tensor
+        if tensor._cdata == self._number:
+            return
+        tensor.__class__ = self._class
+        for name in _noted_on(tensor):
+            del tensor.__dict__[name]
+        tensor.__dict__.update(self._noted)
 
     def put_back(self) -> None:
         """Let its gradients go where they went, unless it is a view, which does as its base."""
@@ -118,16 +180,23 @@ class _History:
                     _Returned.apply(tensor, self._carrier)
 
     def put_back_leaf(self) -> None:
-        """Let a leaf require gradients, and have one, as it did."""
+        """Let a leaf require gradients, and have one, as it did; and call the same hooks."""
         tensor = self._tensor
+        if tensor._cdata != self._number:
+            for name, hooks in self._hooks.items():
+                setattr(tensor, name, hooks)
         if _is_leaf(tensor):
             if tensor.requires_grad != self._requires_grad:
                 tensor.requires_grad_(self._requires_grad)
-            gradient = self._gradient
+            gradient = self.gradient
             # Torch refuses one of other sizes, which a tensor has that was given other data.
             is_fit = gradient is None or gradient.size() == tensor.size()
             if is_fit and tensor.grad is not gradient:
                 tensor.grad = gradient
+
+
+def _noted_on(tensor: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_ttr_")}
 
 
 def _is_leaf(tensor: Any) -> bool:

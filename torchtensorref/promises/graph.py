@@ -22,6 +22,7 @@ from ..interception.entry import may_have_written
 from ..memory.block import Block
 from ..memory.plain_views import bare_ref
 from .draws import Draws, drawing
+from .kernel_settings import as_asked, settings_now
 
 __all__ = [
     "Cell",
@@ -56,14 +57,10 @@ class Cell:
 
     def users_before(self, number: int) -> list[Node]:
         """Return the nodes that use the bytes before node `number`, and have not run."""
-        waiting = []
-        for reference in list(self.users):
-            node = reference()
-            if node is None or node.is_done:
-                self.users.remove(reference)
-            elif node.number < number:
-                waiting.append(node)
-        return waiting
+        nodes = [(reference, reference()) for reference in self.users]
+        living = [(one, node) for one, node in nodes if node is not None and not node.is_done]
+        self.users[:] = [reference for reference, _ in living]
+        return [node for _, node in living if node.number < number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +179,7 @@ class Node:
         "name",
         "number",
         "run",
+        "settings",
         "uses",
         "where",
         "writes",
@@ -206,7 +204,7 @@ class Node:
         self.run: Callable[..., Any] | None = run
         self.args, self.kwargs = args, kwargs
         #: As it was when it was asked for: kernels look at it (an LSTM's keeps scratch memory).
-        self.grad_mode = torch.is_grad_enabled()
+        self.grad_mode, self.settings = torch.is_grad_enabled(), settings_now()
         self.uses, self.writes = list(uses), {cell: _layout_of(cell) for cell in writes}
         self.births = [(place, weakref.ref(cell), _layout_of(cell)) for place, cell in births]
         self.deps = [cell.writer for cell in self.uses if cell.writer is not None]
@@ -266,7 +264,7 @@ class Node:
         args, kwargs = tree_map(real_of, (self.args, self.kwargs))
         self.has_begun = bool(self.writes)
         try:
-            with torch.set_grad_enabled(self.grad_mode):
+            with torch.set_grad_enabled(self.grad_mode), as_asked(self.settings):
                 if self.draws is None:
                     real = run(*args, **kwargs)
                 else:
@@ -298,6 +296,8 @@ def nodes_before(last: Node | None) -> list[Node]:
         That one among them; empty where it has run.
     """
     found: dict[int, Node] = {}
+    #: By cell, up to which node its users are among them: writes of one are many.
+    seen: dict[Cell, int] = {}
     waiting = [] if last is None else [last]
     while waiting:
         node = waiting.pop()
@@ -307,7 +307,9 @@ def nodes_before(last: Node | None) -> list[Node]:
         waiting.extend(node.deps)
         waiting.extend(dep for check in node.checks for dep in check.deps)
         for written in node.writes:
-            waiting.extend(written.users_before(node.number))
+            if seen.get(written, 0) < node.number:
+                seen[written] = node.number
+                waiting.extend(written.users_before(node.number))
     return [found[number] for number in sorted(found)]
 
 

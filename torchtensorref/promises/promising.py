@@ -8,17 +8,19 @@ forecast.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _no_transforms
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base import forking
-from ..base.activation import making, moving, watch
+from ..base.activation import making, watch
 from ..base.scopes import Scopes, surely
 from ..interception.handlers import HANDLERS
 from ..interception.operands import analyse
@@ -38,7 +40,7 @@ from .promised_call import NOWHERE, PromisedCall, take_number
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
 
-__all__ = ["Promises", "promise_like", "promises", "promising", "recording"]
+__all__ = ["Promises", "Scope", "promise_like", "promises", "promising", "scoped"]
 
 #: Handled by a look at metadata alone: as for any TensorRef.
 _BY_METADATA = {
@@ -56,8 +58,6 @@ class Scope(NamedTuple):
 
     values: Values
     recorder: Recorder | None = None
-    #: Whether real operands are kept as they are now, for `fulfil`.
-    snapshots: bool = True
     #: Where random numbers wait that nobody draws; None: among those that are to be drawn.
     draws: PromisedDraws | None = None
 
@@ -77,12 +77,18 @@ class Promises:
         self._lock = forking.Lock()
         #: Held while the graph is added to, or a part of it runs: threads may share promises.
         self._graph = forking.RLock()
-        self._draws = PromisedDraws(self._draw)
+        #: The random numbers that are to be drawn.
+        self.draws = PromisedDraws(self._draw)
         forking.in_child.add(self)
 
     def begin_in_child(self, *, was_held: bool) -> None:
-        """Leave the scopes of other threads in a forked child."""
+        """Leave the scopes of other threads in a forked child; all of it is inside that of ours.
+
+        Threads of the child's own send what was promised in it (a queue's), and ask for values.
+        """
+        global _without
         _scope.leave_others()
+        _without = Scope(self.values)
         self.look_on()
 
     def look_on(self) -> None:
@@ -107,7 +113,7 @@ class Promises:
         if self.take_part(args, kwargs):
             return True
         if plan.is_random:
-            self._draws.settle(generator_of((*args, *kwargs.values())))
+            self.draws.settle(generator_of((*args, *kwargs.values())))
         return False
 
     def take_part(self, *arguments: Any) -> bool:
@@ -160,8 +166,9 @@ class Promises:
         """Return the cell of a block: of a promise its own, of another what it holds now."""
         if block.promise is not None:
             return block.promise  # type: ignore[no-any-return]
-        if not (_scope.get() or _without).snapshots:
-            return Cell(block.nbytes, block)
+        recorder = self.recorder
+        if recorder is not None:  # no copies, and nothing of the program's is kept alive
+            return recorder.before.cell_of(block)
         cell = self._cell_of.get(block)
         if cell is None or cell.real is None or cell.real.replicas is not block.replicas:
             real = tensorsManager.residency.sharing.copy_on_write(block)
@@ -170,13 +177,9 @@ class Promises:
 
     def make_promise(self, block: Block, cell: Cell) -> None:
         """Let a block that has bytes be a promise from now on; what it had is the cell's."""
-        scope = _scope.get()
-        recorder = None if scope is None else scope.recorder
+        recorder = self.recorder
         if recorder is not None:
-            recorder.before.note_bytes(block)
-        if cell.real is block:
-            cell.real = Block(block.nbytes)
-            block.share_with(cell.real)
+            cell.real = recorder.before.note_bytes(block)
         with tensorsManager.residency.books.lock:
             # In this order: it has its bytes, or is promised to have those of the cell.
             block.ready = None
@@ -191,14 +194,17 @@ class Promises:
 
     def take_back(self, before: Before) -> None:
         """Give what a forecast has written what it had before; it can be done twice."""
+        lock = tensorsManager.residency.books.lock
         for block, original in before.originals.items():
-            with tensorsManager.residency.books.lock:
+            with lock:
                 block.nbytes = original.nbytes
                 original.share_with(block)
                 block.exposure = original.exposure
                 self._note_real(block)
         before.put_back()
-        before.forget()
+        for block in before.forget():
+            with lock:
+                _ = block.is_shared  # forgets those that have died
 
     # -- fulfilling -----------------------------------------------------------------------------
 
@@ -230,7 +236,7 @@ class Promises:
             self.outside(fulfil_all, nodes)
         except BaseException:
             tensorsManager.doubt()
-            self._draws.leave_lost(is_lost)
+            self.draws.leave_lost(is_lost)
             raise
 
     def can_all(self, cells: Iterable[Cell]) -> bool:
@@ -274,6 +280,7 @@ class Promises:
             torch.no_grad(),
             torch._C._DisableAutocast(),
             torch._C.DisableTorchFunction(),
+            _no_transforms(),
             _disable_current_modes(),
         ):
             return call(*args, **kwargs)
@@ -290,8 +297,10 @@ class Promises:
         asked = torch.device(kwargs.get("device") or "cpu")
         if asked.type == "meta" or kwargs.get("out") is not None or kwargs.get("names"):
             return NotImplemented
-        if any(isinstance(value, TensorRef) for value in (*args, *kwargs.values())):
-            return NotImplemented  # `empty_like` of one: an operator as any other
+        if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            return NotImplemented  # of a TensorRef: an operator as any other; of a plain one: data
+        # As they are now: a list of sizes may change until then, and numbers among them.
+        args, kwargs = tree_map_only(torch.Tensor, operator.index, (args, kwargs))
         options = {k: v for k, v in kwargs.items() if k not in ("generator", "pin_memory")}
         plain = wrapped(*args, **{**options, "device": "meta"})
         if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
@@ -299,11 +308,8 @@ class Promises:
         cell = Cell(plain.untyped_storage().nbytes())
         cell.base = plain.detach()
         ref = self.ref_over(cell.base, self.promised(cell), asked)
-        # As they are now: a list may change until then, and the default dtype.
-        args, usual = tree_map(lambda value: value, (args, kwargs))
+        usual = {**kwargs, "dtype": plain.dtype}
         usual.pop("requires_grad", None)
-        if not any(isinstance(value, torch.Tensor) for value in (*args, *usual.values())):
-            usual["dtype"] = plain.dtype
         run = functools.partial(for_real, wrapped, args, usual)
         draws = self.draws_of(kwargs.values()) if draws_random(wrapped.__name__) else None
         self.note(wrapped.__name__, run, (), {}, births=[(0, cell)], draws=draws)
@@ -326,7 +332,7 @@ class Promises:
 
     def draws_of(self, arguments: Iterable[Any]) -> Draws:
         """Return where an operator, or a factory, with such arguments is to draw from."""
-        draws = (_scope.get() or _without).draws or self._draws
+        draws = (_scope.get() or _without).draws or self.draws
         return draws.of(generator_of(arguments))
 
 
@@ -372,26 +378,15 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
     >>> y.fulfil().item()
     6.0
     """
-    with _promising(Scope(Values(values))):
+    with scoped(Scope(Values(values))):
         yield
 
 
 @contextmanager
-def _promising(scope: Scope) -> Iterator[None]:
+def scoped(scope: Scope) -> Iterator[None]:
+    """Make promises inside as a scope says."""
     tensorsManager.promises = promises
     tensorsManager.residency.books.asked = promises.asked
     with surely(promises.look_on), _scope.entered(scope), making.entered(promises.make):
         promises.look_on()
-        yield
-
-
-@contextmanager
-def recording(recorder: Recorder, values: Values) -> Iterator[None]:
-    """Make promises inside, write down what is asked for, and keep no real values for later."""
-    scope, before = Scope(values, recorder, False, PromisedDraws()), recorder.before
-    with (
-        surely(lambda: promises.take_back(before)),
-        _promising(scope),
-        moving.entered(before.note_moved),
-    ):
         yield

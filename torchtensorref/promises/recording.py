@@ -11,13 +11,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base.activation import moving, when_drawn, when_seeded
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
+from ..memory.adoption import is_adoptable, without_own_references
 from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
-from .promising import promise_like, recording
+from .draws import PromisedDraws, Standing, drawing
+from .promising import Scope, promise_like, promises, scoped
 from .record import Record
 from .recorder import Recorder
 from .values import Values
@@ -42,11 +45,13 @@ def record_of(
     recorder, answers = Recorder(lists_for), Values(values)
     held = _held_by(call, args, kwargs)
     modules = [value for value in held if isinstance(value, nn.Module)]
+    for module in modules:
+        _adopt_plain(module)
     for value in (*held, *(x for module in modules for x in _tensors_of(module).values())):
         if isinstance(value, torch.Tensor):
             recorder.before.note_history(value)
     args, kwargs = tree_map(_with_metadata, (args, kwargs))
-    with _made_up_noted(answers), _as_before(modules), recording(recorder, answers):
+    with _made_up_noted(answers), _as_before(modules), _recording(recorder, answers):
         for module in modules:
             for name, tensor in _tensors_of(module).items():
                 if isinstance(tensor, TensorRef):
@@ -59,6 +64,37 @@ def record_of(
                 call(*args, **kwargs)
     recorder.note_deaths()
     return recorder.record
+
+
+@contextmanager
+def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
+    """Make promises inside, write down what is asked for, and keep no real values for later."""
+    before, standing = recorder.before, Standing(promises.draws)
+    with (
+        surely(lambda: promises.take_back(before)),
+        surely(standing.put_back),
+        _told_of_generators(lambda told: standing.note(told) if promises.recorder else None),
+        drawing(),  # what waits from before is not drawn, nor left behind
+        scoped(Scope(values, recorder, PromisedDraws(first=standing.note))),
+        moving.entered(before.note_moved),
+    ):
+        yield
+
+
+@contextmanager
+def _told_of_generators(tell: Callable[[torch.Generator], None]) -> Iterator[None]:
+    """Be told of a generator before somebody draws from it, looks at its state, or sets it."""
+    lists = when_drawn, when_seeded
+
+    def end() -> None:
+        for one in lists:
+            if tell in one:
+                one.remove(tell)
+
+    with surely(end):
+        for one in lists:
+            one.append(tell)
+        yield
 
 
 @contextmanager
@@ -115,6 +151,17 @@ def _held_by(call: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _adopt_plain(module: nn.Module) -> None:
+    """Adopt in place what a module has had since before us: torch would write that for real."""
+    for part in module.modules():
+        tensors = (*part._parameters.values(), *part._buffers.values())
+        plain = [t for t in tensors if t is not None and is_adoptable(t) and not t.is_shared()]
+        if plain:
+            with without_own_references(part):
+                for tensor in plain:
+                    tensorsManager.ownership.try_adopt_in_place(tensor)
 
 
 def _with_metadata(value: Any) -> Any:
