@@ -3,6 +3,7 @@
 import collections
 import gc
 import json
+from mmap import MAP_SHARED
 
 import pytest
 import torch
@@ -193,6 +194,25 @@ def test_torch_load_keeps_attributes(injected, tmp_path):
     read = torch.load(tmp_path / "noted.pt", weights_only=False)
     assert [isinstance(t, TensorRef) for t in read.values()] == [True, True]
     assert (read["x"].noted, read["p"].noted) == ("x", ["p"])
+
+
+@pytest.mark.parametrize("as_parameter", [False, True])
+def test_what_is_mapped_to_be_written_is_written_to_the_file(injected, tmp_path, as_parameter):
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.zeros(30, 30), "bias": torch.zeros(30)}, path)
+    with torch.serialization.set_default_mmap_options(MAP_SHARED):
+        state = torch.load(path, mmap=True)
+    if as_parameter:
+        module = nn.Linear(30, 30)
+        module.load_state_dict(state, assign=True)
+        state = dict(module.named_parameters())
+    with torch.no_grad():
+        state["weight"].fill_(3)
+        state["weight"].mul_(2)
+    assert kind_of(state["weight"]) is TensorRef
+    found = torch.load(path)
+    assert found["weight"].unique().tolist() == [6]
+    assert found["bias"].unique().tolist() == [0]
 
 
 def test_torch_load_of_a_module(injected, tmp_path):

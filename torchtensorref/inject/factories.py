@@ -299,6 +299,9 @@ class Adoption:
         self._known: dict[int, tuple[Any, Any]] = {}
         self._wholes: list[Any] = []
         self._manager = _core().manager
+        # Who maps a file so has others see what is written.
+        serialization = torch.serialization
+        self._is_sole = serialization.get_default_mmap_options() != serialization.MAP_SHARED
 
     def forget(self) -> None:
         """Hold nothing of what was read any longer."""
@@ -347,7 +350,7 @@ class Adoption:
                 # Read from a file. Were the first of several views adopted alone, the others could
                 # not share a block with it.
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=True))
+                self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=self._is_sole))
 
     def _in_place(self, container: Any) -> Any:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
