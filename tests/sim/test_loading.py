@@ -196,6 +196,42 @@ def test_torch_load_keeps_attributes(injected, tmp_path):
     assert (read["x"].noted, read["p"].noted) == ("x", ["p"])
 
 
+class Named(collections.namedtuple("Named", "a b")):  # noqa: SLOT001
+    """A tuple with names, made of one thing, that notes something."""
+
+    def __new__(cls, both):
+        self = super().__new__(cls, both, both + 1)
+        self.noted = 5
+        return self
+
+    def __getnewargs__(self):
+        return (self.a,)
+
+
+class Pair(tuple):  # noqa: SLOT001
+    """One whose class takes other than its parts."""
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+    def __getnewargs__(self):
+        return tuple(self)
+
+
+def test_torch_load_of_tuples(injected, tmp_path):
+    """Those are made anew of which one can know how; any other stays as it was read."""
+    x = torch.arange(4.0).view(2, 2)
+    named, packed = Named(x), nn.utils.rnn.pack_sequence([x])
+    named.noted = 7
+    for value in [(x, 1), x.max(0), packed, named, Pair(x, x + 1)]:
+        torch.save(value, tmp_path / "file.pt")
+        loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+        assert type(loaded) is type(value)
+        assert kind_of(loaded[0]) is (torch.Tensor if type(value) is Pair else TensorRef)
+        assert str([*loaded]) == str([*value])
+        assert getattr(loaded, "noted", None) == (7 if type(value) is Named else None)
+
+
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_what_is_mapped_to_be_written_is_written_to_the_file(injected, tmp_path, as_parameter):
     path = tmp_path / "file.pt"

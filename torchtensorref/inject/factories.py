@@ -314,11 +314,14 @@ class Adoption:
             return self._once(value, self._tensor)
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
             return self._once(value, self._in_place)
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and (make := _maker_of(type(value))) is not None:
             parts = [self.of(part) for part in value]
             if all(part is before for part, before in zip(parts, value, strict=True)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            made = make(parts)
+            if noted := getattr(value, "__dict__", None):
+                made.__dict__.update(noted)
+            return made
         if isinstance(value, torch.nn.Module):
             return self._manager.adopt(value)
         return value
@@ -359,6 +362,12 @@ class Adoption:
             if after is not before:
                 container[key] = after
         return container
+
+
+def _maker_of(kind: Any) -> Any:
+    """Return what makes a tuple of a kind from its parts; None where its class alone can tell."""
+    is_of_c = kind is tuple or hasattr(kind, "n_sequence_fields")  # `torch.return_types`
+    return kind if is_of_c else getattr(kind, "_make", None)
 
 
 #: What adopts what is being read from a file; None: nothing is.
