@@ -196,7 +196,7 @@ def test_torch_load_keeps_attributes(injected, tmp_path):
     assert (read["x"].noted, read["p"].noted) == ("x", ["p"])
 
 
-class Named(collections.namedtuple("Named", "a b")):  # noqa: SLOT001
+class Named(collections.namedtuple("Named", "a b")):
     """A tuple with names, made of one thing, that notes something."""
 
     def __new__(cls, both):
@@ -208,7 +208,7 @@ class Named(collections.namedtuple("Named", "a b")):  # noqa: SLOT001
         return (self.a,)
 
 
-class Pair(tuple):  # noqa: SLOT001
+class Pair(tuple):
     """One whose class takes other than its parts."""
 
     def __new__(cls, a, b):
