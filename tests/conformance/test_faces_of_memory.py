@@ -105,6 +105,19 @@ def test_array_protocols(right):
     right(program)
 
 
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="it means another thing")
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_no_array_is_a_copy_where_none_is_wanted(right):
+    """Plain torch refuses there whatever is asked for."""
+
+    def program(bring: Bring) -> Any:
+        x = bring(torch.ones(2)) + 1
+        kind, text = failure(lambda: np.asarray(x, dtype="f8", copy=False))
+        return [kind, text.partition(".")[0], x]
+
+    right(program)
+
+
 # -- memory -------------------------------------------------------------------------------------
 
 

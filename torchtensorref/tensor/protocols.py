@@ -107,11 +107,21 @@ class Protocols:
         return self.exposed_plain("numpy").numpy()
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Give numpy the values: its own copy if it asks for one, else the shared memory."""
+        """Give numpy the values: its own copy if it asks for one, else the shared memory.
+
+        Raises
+        ------
+        ValueError
+            It wants no copy (`copy=False`), and another dtype needs one.
+        """
         if self.requires_grad and torch.is_grad_enabled():
             return self.numpy()  # raises
         plain = self._peek().clone() if copy else self.exposed_plain("__array__")
-        return plain.numpy() if dtype is None else plain.numpy().astype(dtype, copy=False)
+        array = plain.numpy()
+        made = array if dtype is None else array.astype(dtype, copy=False)
+        if copy is False and made is not array:
+            raise ValueError("Unable to avoid copy while creating an array as requested.")
+        return made
 
     def apply_(self: Any, function: Any) -> Any:
         """Exchange each element, at home, for what a function makes of it."""
