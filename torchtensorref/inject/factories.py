@@ -315,8 +315,8 @@ class Adoption:
         self._wholes: list[Any] = []
         self._manager = _core().manager
         # Who maps a file so has others see what is written.
-        serialization = torch.serialization
-        self._is_sole = serialization.get_default_mmap_options() != serialization.MAP_SHARED
+        shared: Any = torch.serialization.MAP_SHARED  # type: ignore[attr-defined]
+        self._is_sole = torch.serialization.get_default_mmap_options() != shared
 
     def forget(self) -> None:
         """Hold nothing of what was read any longer."""

@@ -319,7 +319,7 @@ class Protocols:
 
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Ask for the host: changes the label and moves no bytes; see `to`."""
-        made = _cpu(self, *args, **kwargs)
+        made: Any = _cpu(self, *args, **kwargs)
         return self._own_copy() if made is self and asked_of(self) else made
 
 
