@@ -6,6 +6,7 @@ import copy
 import ctypes
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,19 @@ def test_array_protocols(right):
             np.stack([x, x]).tolist(),
             [np.shape(x), np.ndim(x)],
         ]
+
+    right(program)
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="it means another thing")
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_no_array_is_a_copy_where_none_is_wanted(right):
+    """Plain torch refuses there whatever is asked for."""
+
+    def program(bring: Bring) -> Any:
+        x = bring(torch.ones(2)) + 1
+        kind, text = failure(lambda: np.asarray(x, dtype="f8", copy=False))
+        return [kind, text.partition(".")[0], x]
 
     right(program)
 
@@ -245,6 +259,59 @@ def test_share_memory(right):
         return [before, same, x.is_shared(), x, [p.is_shared() for p in model.parameters()]]
 
     right(program, on_host_because="shared memory stays at home")
+
+
+def _as_parameter(bring: Bring, x: Any) -> Any:
+    module = nn.Module()
+    module.weight = nn.Parameter(x)
+    return bring(module).weight.detach()
+
+
+def _of_a_part(bring: Bring, x: Any) -> Any:
+    part = bring(x[2:])
+    return part.as_strided((4,), (1,), 0)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda bring, x: bring(x),
+        _as_parameter,
+        _of_a_part,
+        lambda bring, x: bring(torch.zeros(4)).set_(x),
+    ],
+    ids=["tensor", "parameter", "part", "set_"],
+)
+def test_memory_that_another_process_maps(right, tmp_path, take):
+    """What we were given alone: nobody here holds the storage, and somebody there writes it."""
+
+    def program(bring: Bring) -> Any:
+        path = tmp_path / "bytes"
+        theirs = np.memmap(path, dtype="f4", mode="w+", shape=4)
+        x = take(bring, torch.from_file(str(path), shared=True, size=4))
+        x.fill_(1)
+        x.add_(2)
+        seen = [theirs.tolist()]
+        theirs[:] = 7
+        storage = x.untyped_storage()
+        return [*seen, x + 1, x.is_shared(), storage.is_shared(), storage.filename == str(path)]
+
+    right(program, on_host_because="the memory at home is another's, too")
+
+
+def test_shared_memory_that_is_handed_on(right):
+    """It is the same memory at the next process, too."""
+
+    def program(bring: Bring) -> Any:
+        theirs = torch.ones(4).share_memory_()
+        ours = bring(theirs)
+        ours.add_(1)
+        there = pickle.loads(ForkingPickler.dumps(ours))
+        there[1] = 7
+        ours[2] = 8
+        return [theirs, there, ours + 1]
+
+    right(program, plain_because="what another process gets is plain, and what we got stays so")
 
 
 # -- writing and reading ------------------------------------------------------------------------

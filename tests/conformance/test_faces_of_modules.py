@@ -89,6 +89,20 @@ def test_swapping_tensors(right):
     right(program, on_host_because="it exchanges tensors and computes nothing")
 
 
+def test_data_of_another_kind_is_refused(right):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.ones(2))
+        others = [
+            torch.ones(2, device="meta"),
+            bring(torch.ones(2)).to_sparse(),
+            torch.ones(2).to_mkldnn(),
+            3,
+        ]
+        return [x + 1, [failure(lambda: setattr(x, "data", other)) for other in others]]  # noqa: B023
+
+    right(program)
+
+
 def test_a_plain_tensor_takes_the_place_of_a_ref(manager):
     """In Python torch refused it: the memory of one that is made for it has another class."""
     kept, ref = torch.zeros(3), manager.adopt(torch.ones(3))

@@ -4,8 +4,10 @@ On a torch without CUDA "cuda" asks for the accelerator, and so does "sim" anywh
 gets a tensor of ours, labelled cpu, with the values that plain torch has on the host.
 """
 
+import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -232,6 +234,98 @@ def test_the_program_has_its_own_copy_there_and_a_second_asking_gives_the_same()
     assert x.tolist() == [0, 1, 2, 3]
     x.fill_(7)
     assert there.tolist() == [0, 0, 0, 0]
+
+
+HOME = {
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "to, later": lambda x: x.to("cpu", non_blocking=True),
+    "to a device": lambda x: x.to(device="cpu:0"),
+    "as_tensor": lambda x: torch.as_tensor(x, device="cpu"),
+    "numpy": lambda x: torch.from_numpy(x.numpy(force=True)),
+}
+OF_THERE = {
+    "made": lambda x: x,
+    "a view": lambda x: x[1:3],
+    "data": lambda x: x.data,
+    "detached": lambda x: x.detach(),
+    "a copy": lambda x: copy.deepcopy(x),
+    "a parameter": lambda x: nn.Parameter(x).detach(),
+    "another": lambda x: torch.ones(4).to(x),
+    "a plain one": lambda x: plain(1.0, 1.0).to(x),
+}
+
+
+@pytest.mark.parametrize("home", HOME)
+@pytest.mark.parametrize("of", OF_THERE)
+def test_what_is_brought_home_from_there_is_a_copy(home, of):
+    """A snapshot, as of a card: whoever of the two is written, the other one stays."""
+    there = OF_THERE[of](torch.ones(4, device="cuda"))
+    here = HOME[home](there)
+    there.fill_(7)
+    assert here.unique().tolist() == [1]
+    here.fill_(3)
+    assert there.unique().tolist() == [7]
+    assert there.to("cuda") is there
+    assert HOME[home](here).data_ptr() == here.data_ptr()  # at home already
+
+
+def test_the_label_of_a_tensor_there_does_not_bring_home():
+    """It says cpu, and programs hand it on."""
+    there = torch.ones(4, device="cuda")
+    assert there.to(there.device) is there
+    assert there.to(torch.ones(1).to("cuda")) is there
+    assert there.to(other=there) is there
+
+
+def test_snapshots_of_a_module_there_stay_what_they_were():
+    model = module().to("cuda")
+    weight = model[0].weight
+    best = {name: value.cpu() for name, value in model.state_dict().items()}
+    before = {name: value.tolist() for name, value in best.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        model(torch.rand(4, 2, device="cuda")).square().sum().backward()
+        optimizer.step()
+    assert {name: value.tolist() for name, value in best.items()} == before
+    assert model[0].weight.tolist() != before["0.weight"]
+    model[0].weight.data.to("cuda").fill_(3)
+    assert model[0].weight.unique().tolist() == [3]
+    assert model.cpu()[0].weight is weight
+    assert weight.cpu() is weight
+
+
+def test_gradients_come_back_through_a_copy_that_was_brought_home():
+    weight = nn.Parameter(torch.ones(3, device="cuda"))
+    (weight.cpu() * 2).sum().backward()
+    assert weight.grad.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("take", [torch.as_tensor, torch.asarray])
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1), 0, "sim"])
+def test_what_is_taken_there_is_a_copy(take, device):
+    array, x, other = np.zeros(2, dtype=np.float32), torch.zeros(2), plain(0.0, 0.0)
+    taken = [take(source, device=device) for source in (array, x, other)]
+    assert {kind_of(tensor) for tensor in taken} == {TensorRef}
+    array += 1
+    x += 1
+    other += 1
+    assert [tensor.tolist() for tensor in taken] == [[0, 0]] * 3
+    assert take(taken[0], device=device) is taken[0]
+    taken[1].fill_(5)
+    assert x.tolist() == [1, 1]
+    injectTo.exclude(__name__)
+    again = take(array, device=device)
+    assert kind_of(again) is torch.Tensor
+    array += 1
+    assert again.tolist() == [1, 1]
+
+
+def test_where_the_default_device_is_there_an_array_is_still_shared():
+    array = np.zeros(2, dtype=np.float32)
+    shared, taken = under_default("cuda", lambda: (torch.from_numpy(array), torch.asarray(array)))
+    array += 1
+    assert (shared.tolist(), taken.tolist()) == ([1, 1], [0, 0])
 
 
 def test_a_gradient_comes_back_from_there():

@@ -3,6 +3,7 @@
 import collections
 import gc
 import json
+from mmap import MAP_SHARED
 
 import pytest
 import torch
@@ -193,6 +194,61 @@ def test_torch_load_keeps_attributes(injected, tmp_path):
     read = torch.load(tmp_path / "noted.pt", weights_only=False)
     assert [isinstance(t, TensorRef) for t in read.values()] == [True, True]
     assert (read["x"].noted, read["p"].noted) == ("x", ["p"])
+
+
+class Named(collections.namedtuple("Named", "a b")):
+    """A tuple with names, made of one thing, that notes something."""
+
+    def __new__(cls, both):
+        self = super().__new__(cls, both, both + 1)
+        self.noted = 5
+        return self
+
+    def __getnewargs__(self):
+        return (self.a,)
+
+
+class Pair(tuple):
+    """One whose class takes other than its parts."""
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+    def __getnewargs__(self):
+        return tuple(self)
+
+
+def test_torch_load_of_tuples(injected, tmp_path):
+    """Those are made anew of which one can know how; any other stays as it was read."""
+    x = torch.arange(4.0).view(2, 2)
+    named, packed = Named(x), nn.utils.rnn.pack_sequence([x])
+    named.noted = 7
+    for value in [(x, 1), x.max(0), packed, named, Pair(x, x + 1)]:
+        torch.save(value, tmp_path / "file.pt")
+        loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+        assert type(loaded) is type(value)
+        assert kind_of(loaded[0]) is (torch.Tensor if type(value) is Pair else TensorRef)
+        assert str([*loaded]) == str([*value])
+        assert getattr(loaded, "noted", None) == (7 if type(value) is Named else None)
+
+
+@pytest.mark.parametrize("as_parameter", [False, True])
+def test_what_is_mapped_to_be_written_is_written_to_the_file(injected, tmp_path, as_parameter):
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.zeros(30, 30), "bias": torch.zeros(30)}, path)
+    with torch.serialization.set_default_mmap_options(MAP_SHARED):
+        state = torch.load(path, mmap=True)
+    if as_parameter:
+        module = nn.Linear(30, 30)
+        module.load_state_dict(state, assign=True)
+        state = dict(module.named_parameters())
+    with torch.no_grad():
+        state["weight"].fill_(3)
+        state["weight"].mul_(2)
+    assert kind_of(state["weight"]) is TensorRef
+    found = torch.load(path)
+    assert found["weight"].unique().tolist() == [6]
+    assert found["bias"].unique().tolist() == [0]
 
 
 def test_torch_load_of_a_module(injected, tmp_path):

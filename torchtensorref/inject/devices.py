@@ -15,7 +15,14 @@ import torch
 from ..devices.accelerator.streams import note_streams
 from ..interception.tracebacks import hides
 from ..operators.layouts import SPARSE
-from ..tensor.device_names import canonical, is_foreign, of_legacy_type, stand_in, take_out
+from ..tensor.device_names import (
+    canonical,
+    is_foreign,
+    note_asked,
+    of_legacy_type,
+    stand_in,
+    take_out,
+)
 from .factories import _core, is_plain_world, takes_part, with_known_device
 from .hooks import PACKAGE, is_disabled, is_ref, state
 
@@ -101,7 +108,7 @@ def _labelled(to: Any, device: str, rest: dict[str, Any], tensor: Any, caller: A
         return copy
     ref = _core().manager.ownership.adopt_tensor(copy, sole=True)
     if ref is not copy:
-        ref._ttr_asked = device
+        note_asked(ref, device)
     return ref
 
 
@@ -127,7 +134,7 @@ def likeness_wrapper(
         return made
     ref = _core().manager.ownership.adopt_tensor(made, sole=True)
     if is_ref(ref):
-        ref._ttr_asked = canonical(kwargs["device"])
+        note_asked(ref, canonical(kwargs["device"]))
     return ref
 
 

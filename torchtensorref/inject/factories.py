@@ -26,7 +26,7 @@ from ..base.scopes import Scopes
 from ..base.units import format_nbytes
 from ..devices.out_of_memory import is_out_of_memory
 from ..interception.tracebacks import hides
-from ..tensor.device_names import canonical, is_foreign
+from ..tensor.device_names import canonical, is_foreign, note_asked
 from .hooks import disabled, is_disabled, is_ref, load, state
 from .inject_to import check_known, injectTo
 
@@ -94,7 +94,7 @@ def own_memory_factory(
             if promise is not NotImplemented:
                 return promise
             _say_if_it_draws(wrapped, kwargs)
-            return _make(wrapped, args, kwargs, _fresh)
+            return _make(wrapped, args, kwargs)
         kwargs = with_known_device(kwargs)
     _say_if_it_draws(wrapped, kwargs)
     return wrapped(*args, **kwargs)
@@ -114,7 +114,7 @@ def _promise(make: Any, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _for_real(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a factory that was to make a promise, for its bytes."""
-    return _make(wrapped, args, kwargs, _fresh)
+    return _make(wrapped, args, kwargs)
 
 
 def own_values_factory(
@@ -122,7 +122,7 @@ def own_values_factory(
 ) -> Any:
     """Call `torch.tensor`, and wrap the result."""
     if takes_part(_getframe(1).f_globals.get("__name__")):
-        return _make(wrapped, args, kwargs, _fresh)
+        return _make(wrapped, args, kwargs)
     if state.active and not _is_disabled():
         kwargs = with_known_device(kwargs)
     return wrapped(*args, **kwargs)
@@ -132,11 +132,21 @@ def shared_memory_factory(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a factory whose result may share memory with its argument, and wrap the result."""
+    asked = kwargs.get("device")
+    if asked is None and wrapped.__name__ in _TOLD_BY_DEFAULT:
+        asked = _asked_device(kwargs)
+    known = with_known_device(kwargs) if asked is not None else kwargs
     if takes_part(_getframe(1).f_globals.get("__name__")):
-        return _make(wrapped, args, kwargs, _adopted)
-    if state.active and not _is_disabled():
-        kwargs = with_known_device(kwargs)
-    return wrapped(*args, **kwargs)
+        made = _call_and_wrap(wrapped, args, known, _adopted)
+        return made.to(asked) if asked is not None and is_ref(made) else made
+    if not state.active or _is_disabled():
+        return wrapped(*args, **kwargs)
+    made = wrapped(*args, **known)
+    return made.clone() if is_foreign(asked) else made
+
+
+#: Factories of that kind that go to the default device.
+_TOLD_BY_DEFAULT = frozenset({"as_tensor", "asarray"})
 
 
 def with_known_device(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,8 +168,19 @@ def _asked_device(kwargs: dict[str, Any]) -> Any:
     return _default_device() if asked is None and _function_modes() else asked
 
 
-def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any) -> Any:
+def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a factory whose result owns its memory, and wrap that, with a note where it is to be."""
     known = with_known_device(kwargs)
+    made = _call_and_wrap(wrapped, args, known, _fresh)
+    if known is not kwargs and is_ref(made) and kwargs.get("out") is None:
+        # `.to` of the same device gives the tensor itself, as it does where torch can name it.
+        asked = _asked_device(kwargs)
+        if is_foreign(asked):
+            note_asked(made, canonical(asked))
+    return made
+
+
+def _call_and_wrap(wrapped: Any, args: tuple[Any, ...], known: dict[str, Any], wrap: Any) -> Any:
     plain = _with_room(wrapped, args, known)
     if type(plain) is not Tensor or is_ref(plain) or not is_plain_world():
         return plain
@@ -167,15 +188,9 @@ def _make(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Any
         # safetensors makes tensors of a mapped file so, in whatever thread: they are adopted where
         # they are put, or by `load_wrapper`.
         return plain
-    if kwargs and (kwargs.get("out") is not None or kwargs.get("names") is not None):
+    if known and (known.get("out") is not None or known.get("names") is not None):
         return plain
-    ref = wrap(plain)
-    if known is not kwargs and is_ref(ref):
-        # `.to` of the same device gives the tensor itself, as it does where torch can name it.
-        asked = _asked_device(kwargs)
-        if is_foreign(asked):
-            ref._ttr_asked = canonical(asked)
-    return ref
+    return wrap(plain)
 
 
 def _with_room(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,6 +326,9 @@ class Adoption:
         self._known: dict[int, tuple[Any, Any]] = {}
         self._wholes: list[Any] = []
         self._manager = _core().manager
+        # Who maps a file so has others see what is written.
+        shared: Any = torch.serialization.MAP_SHARED  # type: ignore[attr-defined]
+        self._is_sole = torch.serialization.get_default_mmap_options() != shared
 
     def forget(self) -> None:
         """Hold nothing of what was read any longer."""
@@ -323,11 +341,14 @@ class Adoption:
             return self._once(value, self._tensor)
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
             return self._once(value, self._in_place)
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and (make := _maker_of(type(value))) is not None:
             parts = [self.of(part) for part in value]
             if all(part is before for part, before in zip(parts, value, strict=True)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            made = make(parts)
+            if noted := getattr(value, "__dict__", None):
+                made.__dict__.update(noted)
+            return made
         if isinstance(value, torch.nn.Module):
             return self._manager.adopt(value)
         return value
@@ -359,7 +380,7 @@ class Adoption:
                 # Read from a file. Were the first of several views adopted alone, the others could
                 # not share a block with it.
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=True))
+                self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=self._is_sole))
 
     def _in_place(self, container: Any) -> Any:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
@@ -368,6 +389,12 @@ class Adoption:
             if after is not before:
                 container[key] = after
         return container
+
+
+def _maker_of(kind: Any) -> Any:
+    """Return what makes a tuple of a kind from its parts; None where its class alone can tell."""
+    is_of_c = kind is tuple or hasattr(kind, "n_sequence_fields")  # `torch.return_types`
+    return kind if is_of_c else getattr(kind, "_make", None)
 
 
 #: What adopts what is being read from a file; None: nothing is.

@@ -143,7 +143,8 @@ class Adoptions:
             Plain and adoptable.
         sole : bool
             The caller gives the tensor up, and knows that memory which came from outside torch (a
-            mapped file, an array) is read by nobody who does not hold its storage.
+            mapped file, an array) is read by nobody who does not hold its storage. Of memory that
+            other processes share nobody can know that: it makes no difference there.
 
         Returns
         -------
@@ -152,15 +153,18 @@ class Adoptions:
             range, or of an element, belongs to a block already: the tensor must stay plain.
         """
         number, nbytes, is_resizable = core.storage_under(tensor)
+        is_shared = storage_of(tensor).is_shared()
         # A mapped file may be one storage under many tensors: each is a block of its own.
-        start, stop = (0, nbytes) if is_resizable else extent_of(tensor)
+        start, stop = (0, nbytes) if is_resizable or is_shared else extent_of(tensor)
         found = self._table.find(number, start, stop)
         if found is not None:
             # An element that begins between those of the block has no offset in it.
             return None if found[1] % tensor.element_size() else found
         if self._table.overlaps(number, start, stop):
             return None
-        if is_resizable or (sole and (start, stop) == (0, nbytes)):
+        if is_shared:
+            block = self._borrowing_block(tensor, start, stop, sole=False)
+        elif is_resizable or (sole and (start, stop) == (0, nbytes)):
             block = self._block_of_all(tensor, nbytes, sole=sole)
         else:
             block = self._borrowing_block(tensor, start, stop, sole=sole)
@@ -184,7 +188,8 @@ class Adoptions:
         base = bytes_of(tensor)
         if block.nbytes:
             storage = storage_of(tensor)
-            base = twin_of(storage, start, stop)
+            if not storage.is_shared():  # else a twin would not be what other processes are sent
+                base = twin_of(storage, start, stop)
             block.exposure = (
                 Exposure(host, storage, "plain tensors share it", own_count=TWIN_USERS)
                 if sole

@@ -150,7 +150,7 @@ class Births(Protocol):
 
 _NOTHING_LEFT: frozenset[int] = frozenset()
 #: By a name, since mypy does not see that the base has the others.
-_SLOTS = ("block_id", "left", "promise", "sharers")
+_SLOTS = ("asked", "block_id", "left", "promise", "sharers")
 
 
 class Block(core.BlockBase):  # type: ignore[misc]
@@ -165,6 +165,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
     __slots__ = _SLOTS
 
     block_id: int
+    #: The device, one that torch cannot name, where the program takes it to be; None: none.
+    asked: str | None
     #: What is to become its bytes (`promises/`); None: it has them.
     promise: Any
     #: Weak references to the blocks that share `replicas`, oldest first; None: nobody does.
@@ -214,7 +216,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
         self.births = births
         #: A plain tensor over the bytes that are to be those at home, until then.
         self.adopted = adopted
-        self.promise = self.sharers = None
+        self.promise = self.sharers = self.asked = None
         self.left = _NOTHING_LEFT
         if births is None:
             self.replicas = {}
@@ -321,7 +323,7 @@ def _half() -> Block:
     """Make what Python keeps of a block that C++ has made: its result is in the books there."""
     block: Block = Block.__new__(Block)
     block.block_id = next(_block_numbers)
-    block.promise = block.sharers = block.exposure = None
+    block.promise = block.sharers = block.exposure = block.asked = None
     block.left = _NOTHING_LEFT
     return block
 

@@ -336,6 +336,7 @@ class Ownership:
             block = _promised_copy(ref)
         elif block is None:
             block = self._residency.sharing.copy_on_write(ref._ttr_block)
+        block.asked = ref._ttr_block.asked
         twin = alias_of(ref, block)
         return twin if label is None or label == ref.device else twin.to(label)
 

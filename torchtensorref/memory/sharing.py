@@ -150,7 +150,10 @@ class Sharing:
         self._books.parts.forget(block)
         exposure, base = block.exposure, block.replicas[device].base
         if exposure is None or not exposure.is_over(storage_of(base), device):
-            twin = torch.from_dlpack(bytes_of(base))  # type: ignore[attr-defined]
+            twin = bytes_of(base)
+            if not (device.is_host and storage_of(base).is_shared()):
+                # Who is given shared memory may hand it on, as what it is.
+                twin = torch.from_dlpack(twin)  # type: ignore[attr-defined]
             forever = forever or (exposure is not None and exposure.alive)
             exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
             block.exposure = exposure

@@ -16,8 +16,10 @@ from ..devices.registry import REAL_KINDS
 #: What a program may name a device by.
 _NAMES = (str, int, torch.device)
 
-#: The arguments of `Tensor.to` that may be given by position, where the first is a device.
+#: The arguments of `Tensor.to` that may be given by position, where the first is a device, and
+#: where it is another tensor.
 _OF_TO = ("device", "dtype", "non_blocking", "copy")
+_OF_TO_OTHER = ("other", "non_blocking", "copy")
 
 
 def can_carry(kind: str) -> bool:
@@ -69,15 +71,40 @@ def _a_kind() -> str:
     return next(kind for kind in REAL_KINDS.values() if not can_carry(kind))
 
 
+def asked_of(tensor: Any) -> str | None:
+    """Return the foreign device where the program takes a TensorRef to be: all of its memory is."""
+    block = getattr(tensor, "_ttr_block", None)
+    return None if block is None else block.asked
+
+
+def note_asked(tensor: Any, device: str | None) -> None:
+    """Note where the program takes a TensorRef to be that nothing else shares memory with."""
+    block = getattr(tensor, "_ttr_block", None)
+    if block is not None:
+        block.asked = device
+
+
+def says_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `Tensor.to` name the host in words.
+
+    A device may be that of another tensor (`x.to(y.device)`), whose label says nothing.
+    """
+    device = args[0] if args else kwargs.get("device")
+    return isinstance(device, str) and device.partition(":")[0] == "cpu"
+
+
 def take_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Take a foreign device out of the arguments of `Tensor.to`.
+    """Take a foreign device, or a tensor that is taken to be there, out of those of `Tensor.to`.
 
     Returns
     -------
     (str, dict)
         Its full name and the other arguments by their names; ("", {}) where there is none.
     """
-    device = args[0] if args else kwargs.get("device")
+    device = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if isinstance(device, torch.Tensor) and (asked := asked_of(device)):
+        rest = dict(zip(_OF_TO_OTHER, args, strict=False)) | kwargs
+        return asked, {"dtype": rest.pop("other").dtype, **rest}
     if not is_foreign(device):
         return "", {}
     rest = dict(zip(_OF_TO, args, strict=False)) | kwargs

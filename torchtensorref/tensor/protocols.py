@@ -23,7 +23,7 @@ from ..interception.tracebacks import hides
 from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter, attributes_given, is_of_own_class
-from .device_names import take_out
+from .device_names import asked_of, note_asked, says_host, take_out
 from .printing import text_of
 
 __tracebackhide__ = hides
@@ -95,7 +95,7 @@ class Protocols:
     def numpy(self: Any, *, force: bool = False) -> Any:
         """Return an array that shares the memory, as torch does and under its conditions."""
         if force:
-            return self.detach().resolve_conj().resolve_neg()._numpy_shared()
+            return self.detach().cpu().resolve_conj().resolve_neg()._numpy_shared()
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. "
@@ -107,11 +107,21 @@ class Protocols:
         return self.exposed_plain("numpy").numpy()
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Give numpy the values: its own copy if it asks for one, else the shared memory."""
+        """Give numpy the values: its own copy if it asks for one, else the shared memory.
+
+        Raises
+        ------
+        ValueError
+            It wants no copy (`copy=False`), and another dtype needs one.
+        """
         if self.requires_grad and torch.is_grad_enabled():
             return self.numpy()  # raises
         plain = self._peek().clone() if copy else self.exposed_plain("__array__")
-        return plain.numpy() if dtype is None else plain.numpy().astype(dtype, copy=False)
+        array = plain.numpy()
+        made = array if dtype is None else array.astype(dtype, copy=False)
+        if copy is False and made is not array:
+            raise ValueError("Unable to avoid copy while creating an array as requested.")
+        return made
 
     def apply_(self: Any, function: Any) -> Any:
         """Exchange each element, at home, for what a function makes of it."""
@@ -258,13 +268,18 @@ class Protocols:
     # -- labels ---------------------------------------------------------------------------------
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Convert dtype, layout or label as torch does; a label moves no bytes."""
+        """Convert dtype, layout or label as torch does; a label moves no bytes.
+
+        Between the host and a device that torch cannot name it gives bytes of its own.
+        """
         if len(args) == 1 and not kwargs and may_bypass(autocast=False) and args[0] is self.dtype:
             return self  # as torch, which takes longer to find that out
         device, rest = take_out(args, kwargs)
         if device:
             return self._on_foreign(device, **rest)
-        return _to(self, *args, **kwargs)
+        made = _to(self, *args, **kwargs)
+        is_left = made is self and says_host(args, kwargs) and asked_of(self)
+        return self._own_copy() if is_left else made
 
     def _on_foreign(
         self: Any,
@@ -277,20 +292,22 @@ class Protocols:
         """Return what `.to` gives: bytes of the program's own, once one of the two is written."""
         twin: Any = _to(self, "cpu", dtype or self.dtype, memory_format=memory_format)
         if twin is self:
-            if not copy and self.__dict__.get("_ttr_asked") == device:
+            if not copy and asked_of(self) == device:
                 return self
-            twin = self._own_copy()
-        twin._ttr_asked = device
+            return self._own_copy(device)
+        note_asked(twin, device)
         return twin
 
-    def _own_copy(self: Any) -> Any:
+    def _own_copy(self: Any, device: str | None = None) -> Any:
         is_seen = not may_bypass(autocast=False) or (self.requires_grad and torch.is_grad_enabled())
         is_whole = self.is_contiguous() and self.nbytes == self._ttr_block.nbytes
-        return (
+        twin = (
             self.clone()
             if is_seen or not is_whole
             else tensorsManager.ownership.copy_of(self, None)
         )
+        note_asked(twin, device)
+        return twin
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False, **options: Any) -> Any:
         """Ask for the accelerator: changes the label where this torch can carry it."""
@@ -301,8 +318,9 @@ class Protocols:
         return self.to(_of_kind("xpu", device), non_blocking=non_blocking, **options)
 
     def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ask for the host: changes the label and moves no bytes."""
-        return _cpu(self, *args, **kwargs)
+        """Ask for the host: changes the label and moves no bytes; see `to`."""
+        made: Any = _cpu(self, *args, **kwargs)
+        return self._own_copy() if made is self and asked_of(self) else made
 
 
 def _asker() -> str:

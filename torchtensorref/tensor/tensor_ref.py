@@ -150,6 +150,8 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
     def data(self, other: Any) -> None:
         if not isinstance(other, Tensor):
             raise TypeError(f"Variable data has to be a tensor, but got {type(other).__name__}")
+        if other.layout is not torch.strided:  # as another class it may be refused otherwise
+            raise RuntimeError(_OTHER_KIND)
         ref = (
             other
             if isinstance(other, TensorRef)
