@@ -29,11 +29,11 @@ from .devices import (
 )
 from .factories import (
     left_plain,
-    load_wrapper,
     own_memory_factory,
     own_values_factory,
     shared_memory_factory,
 )
+from .files import load_wrapper
 from .generators import OF_GENERATORS
 from .graphs import OF_GRAPHS
 from .inject_to import injectTo

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..memory.names import names
-from .factories import _core, is_plain_world, loading
+from .factories import _core, is_plain_world
+from .files import loading
 from .hooks import is_disabled, is_ref, state
 from .inject_to import injectTo
 from .registration import module_behind
