@@ -313,3 +313,32 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
             return [call(*given) for _ in range(ROUNDS)]
 
     ours(program)
+
+
+def _by_its_shape(x: torch.Tensor, number: int) -> torch.Tensor:
+    return (x @ x.T).exp().sum()
+
+
+def _by_a_number(x: torch.Tensor, number: int) -> torch.Tensor:
+    return ((torch.zeros(number, 1000) + x.view(1, -1)) * 2).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (_by_its_shape, [(1, 1000, 0), (1000, 1, 0)]),
+        (_by_a_number, [(1, 1000, 1), (1, 1000, 400)]),
+    ],
+)
+def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, calls):
+    """The budget is not that of another call."""
+
+    def program() -> Any:
+        call, found = torch.compile(function, backend="eager", dynamic=False), []
+        with torch.no_grad():
+            for rows, columns, number in calls:
+                found += [call(torch.rand(rows, columns), number) for _ in range(3)]
+        return found
+
+    manager = ours(program, 1 << 18)
+    assert manager.stats()["native_call_count"] == 2  # what does not fit is intercepted
