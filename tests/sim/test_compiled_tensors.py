@@ -315,6 +315,29 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
     ours(program)
 
 
+class _Pair(tuple):
+    """A tuple whose constructor takes something else than its parts."""
+
+    def __new__(cls, a: Any, b: Any) -> Any:
+        made = tuple.__new__(cls, (a, b))
+        made.name = "pair"
+        return made
+
+
+def test_a_tuple_with_a_constructor_of_its_own(ours):
+    def program() -> Any:
+        call, found = compiled(lambda pair: _Pair(pair[0], pair[1] + 1), "eager"), []
+        for _ in range(ROUNDS):
+            made = call(_Pair(torch.rand(3), torch.rand(3)))
+            assert type(made) is _Pair
+            assert made.name == "pair"
+            found += [*made]
+            found += call(torch.rand(2, 3).max(0))
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
 def _by_its_shape(x: torch.Tensor, number: int) -> torch.Tensor:
     return (x @ x.T).exp().sum()
 
