@@ -315,6 +315,138 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
     ours(program)
 
 
+class _Keeping(dict):
+    last: Any = None
+
+
+class _Slotted:
+    __slots__ = ("last",)
+
+
+def _keep_by_a_class(x: Any, kept: Any) -> None:
+    _Keeping.last = x
+
+
+def _keep_by_a_function(x: Any, kept: Any) -> None:
+    _keep_by_a_class.last = x  # type: ignore[attr-defined]
+
+
+def _keep_by_a_slot(x: Any, kept: Any) -> None:
+    kept["slot"].last = x
+
+
+def _keep_by_a_set(x: Any, kept: Any) -> None:
+    kept["set"].add(x)
+
+
+def _keep_by_a_key(x: Any, kept: Any) -> None:
+    kept[x] = 1
+
+
+def _keep_by_a_list_of_a_module(x: Any, kept: Any) -> None:
+    kept["module"].held.append(x)
+
+
+def _keep_by_an_attribute_of_a_dict(x: Any, kept: Any) -> None:
+    kept.last = x
+
+
+KEPT_BY: dict[Any, Any] = {
+    _keep_by_a_class: lambda kept: _Keeping.last,
+    _keep_by_a_function: lambda kept: _keep_by_a_class.last,  # type: ignore[attr-defined]
+    _keep_by_a_slot: lambda kept: kept["slot"].last,
+    _keep_by_a_set: lambda kept: next(iter(kept["set"])),
+    _keep_by_a_key: lambda kept: next(key for key in kept if isinstance(key, torch.Tensor)),
+    _keep_by_a_list_of_a_module: lambda kept: kept["module"].held[-1],
+    _keep_by_an_attribute_of_a_dict: lambda kept: kept.last,
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("keep", KEPT_BY, ids=lambda keep: keep.__name__)
+def test_an_argument_that_is_kept_each_time(ours, keep, has_gradient):
+    """It was a plain tensor over the device's bytes, which ended the process once these left."""
+
+    def function(x: torch.Tensor, kept: Any) -> torch.Tensor:
+        keep(x, kept)
+        return x + 1
+
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(3):
+            kept = _Keeping(slot=_Slotted(), set=set(), module=nn.Identity())
+            kept["module"].held = []
+            x = torch.full((500,), float(number), requires_grad=has_gradient)
+            result = call(x, kept)
+            others = [torch.ones(4000) + 1 for _ in range(20)]
+            last = KEPT_BY[keep](kept)
+            found += [result.detach(), last is x, last.detach() + 0, len(others)]
+        return found
+
+    ours(program, 1 << 16)
+
+
+def test_an_argument_that_a_module_keeps_which_is_the_result(ours):
+    def function(x: Any) -> Any:
+        module: Any = nn.Identity()
+        module.last = x
+        return module
+
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(3):
+            x = torch.full((500,), float(number))
+            last = call(x).last
+            found += [last is x, last + 0]
+        return found
+
+    ours(program, 1 << 16)
+
+
+class _Remembering(nn.Module):
+    """What keeps arguments where they are seen each time runs natively."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.last: Any = None
+        self.several: Any = None
+
+    def forward(self, x: torch.Tensor, kept: dict[str, Any]) -> Any:
+        self.last, self.several = x, [x]
+        kept["x"], kept["several"] = x, (x, [x])
+        return {"x": x, "view": x[0], "y": x * self.weight}, x
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_arguments_that_are_kept_where_they_are_seen(ours, has_gradient):
+    def program() -> Any:
+        module = _Remembering()
+        call, found = compiled(module, "eager"), []
+        with torch.set_grad_enabled(has_gradient):
+            for _ in range(ROUNDS):
+                x, kept = torch.rand(2, 3), {}
+                results, again = call(x, kept)
+                places = (again, results["x"], module.last, *module.several, kept["x"])
+                assert all(place is x for place in (*places, *kept["several"][1]))
+                module.last = module.several = None
+                found += [results["view"], results["y"].detach()]
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
+def test_an_argument_that_is_the_result(ours):
+    def program() -> Any:
+        call, found = compiled(lambda x: x.add_(1), "eager"), []
+        for _ in range(ROUNDS):
+            x = torch.rand(3)
+            found += [call(x) is x, x]
+        return found
+
+    assert ours(program).stats()["native_call_count"] == ROUNDS - 1
+
+
 class _Pair(tuple):
     """A tuple whose constructor takes something else than its parts."""
 
@@ -336,6 +468,27 @@ def test_a_tuple_with_a_constructor_of_its_own(ours):
         return found
 
     assert ours(program).stats()["native_call_count"]
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def _of_own_class(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (x * y).as_subclass(_Own)
+
+
+@pytest.mark.parametrize("function", [torch.mul, _of_own_class])
+def test_tensors_of_a_class_of_the_programs(ours, function):
+    def program() -> Any:
+        call, found = compiled(lambda x, y: function(x, y), "eager"), []
+        for number in range(2 * ROUNDS):
+            x = torch.rand(3)
+            result = call(x.as_subclass(_Own) if number % 3 else x, torch.rand(3))
+            found += [result.as_subclass(torch.Tensor), type(result).__name__.endswith("_Own")]
+        return found
+
+    ours(program)
 
 
 def _by_its_shape(x: torch.Tensor, number: int) -> torch.Tensor:
