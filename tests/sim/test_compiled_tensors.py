@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import operator
 import types
 from collections import deque
 from typing import Any
@@ -313,6 +314,118 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
             return [call(*given) for _ in range(ROUNDS)]
 
     ours(program)
+
+
+def _exchanged(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data * 2
+    return x + 1
+
+
+def _exchanged_for_another_shape(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data[:, 1]
+    return x + 1
+
+
+def _exchanged_for_another_type(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data.double()
+    return x + 1
+
+
+def _exchanged_if_it_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        return _exchanged(x, True)
+    return x + 1
+
+
+def _written_if_it_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        x.data.clamp_(max=1)
+    return x + 1
+
+
+def _written_if_a_number_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if is_large:
+        x.data.clamp_(max=1)
+    return x + 1
+
+
+#: Found by their names only: nothing says `.data` where it is looked for.
+_by_name = operator.attrgetter("da" + "ta")
+
+
+def _written_by_somebody_unknown(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        _by_name(x).clamp_(max=1)
+    return x + 1
+
+
+def _exchanged_by_somebody_unknown(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        setattr(x, "da" + "ta", _by_name(x)[:, 1] * 2)
+    return x + 1
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _exchanged,
+        _exchanged_for_another_shape,
+        _exchanged_for_another_type,
+        _exchanged_if_it_is_large,
+        _written_if_it_is_large,
+        _written_if_a_number_is_large,
+        _written_by_somebody_unknown,
+        _exchanged_by_somebody_unknown,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_what_is_given_is_written_or_exchanged_by_data(ours, function, has_gradient):
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(5):
+            x = torch.full((2, 3), float(number), requires_grad=has_gradient)
+            alias = x.detach()
+            call(x, number > 2)
+            found += [x.detach(), x.detach() + 0, x.tolist(), alias + 0]
+        return found
+
+    ours(program)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("sum", torch.zeros(3))
+
+    def _count(self, x: torch.Tensor) -> None:
+        self.sum.data.add_(x)
+        self.weight.data.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0] > 1:
+            self._count(x)
+        return x * self.weight + self.sum
+
+
+class _Exchanging(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        setattr(self.sum, "da" + "ta", _by_name(self.sum) + x)
+        setattr(self.weight, "da" + "ta", _by_name(self.weight) * 0.5)
+
+
+@pytest.mark.parametrize("kind", [_Counting, _Exchanging])
+def test_what_a_module_has_is_written_or_exchanged_by_data(ours, kind):
+    def program() -> Any:
+        module = kind()
+        call = compiled(module, "eager")
+        with torch.no_grad():
+            found = [call(torch.full((3,), float(number))) for number in range(5)]
+        others = [torch.ones(4000) for _ in range(20)]
+        return [*found, module.sum, module.weight.detach(), len(others)]
+
+    ours(program, 1 << 16)
 
 
 class _Keeping(dict):
