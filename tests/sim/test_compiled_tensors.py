@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import operator
 import types
 from collections import deque
 from typing import Any
@@ -313,3 +314,320 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
             return [call(*given) for _ in range(ROUNDS)]
 
     ours(program)
+
+
+def _exchanged(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data * 2
+    return x + 1
+
+
+def _exchanged_for_another_shape(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data[:, 1]
+    return x + 1
+
+
+def _exchanged_for_another_type(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    x.data = x.data.double()
+    return x + 1
+
+
+def _exchanged_if_it_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        return _exchanged(x, True)
+    return x + 1
+
+
+def _written_if_it_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        x.data.clamp_(max=1)
+    return x + 1
+
+
+def _written_if_a_number_is_large(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if is_large:
+        x.data.clamp_(max=1)
+    return x + 1
+
+
+#: Found by their names only: nothing says `.data` where it is looked for.
+_by_name = operator.attrgetter("da" + "ta")
+
+
+def _written_by_somebody_unknown(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        _by_name(x).clamp_(max=1)
+    return x + 1
+
+
+def _exchanged_by_somebody_unknown(x: torch.Tensor, is_large: bool) -> torch.Tensor:
+    if x.sum() > 15:
+        setattr(x, "da" + "ta", _by_name(x)[:, 1] * 2)
+    return x + 1
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _exchanged,
+        _exchanged_for_another_shape,
+        _exchanged_for_another_type,
+        _exchanged_if_it_is_large,
+        _written_if_it_is_large,
+        _written_if_a_number_is_large,
+        _written_by_somebody_unknown,
+        _exchanged_by_somebody_unknown,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_what_is_given_is_written_or_exchanged_by_data(ours, function, has_gradient):
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(5):
+            x = torch.full((2, 3), float(number), requires_grad=has_gradient)
+            alias = x.detach()
+            call(x, number > 2)
+            found += [x.detach(), x.detach() + 0, x.tolist(), alias + 0]
+        return found
+
+    ours(program)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("sum", torch.zeros(3))
+
+    def _count(self, x: torch.Tensor) -> None:
+        self.sum.data.add_(x)
+        self.weight.data.mul_(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0] > 1:
+            self._count(x)
+        return x * self.weight + self.sum
+
+
+class _Exchanging(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        setattr(self.sum, "da" + "ta", _by_name(self.sum) + x)
+        setattr(self.weight, "da" + "ta", _by_name(self.weight) * 0.5)
+
+
+@pytest.mark.parametrize("kind", [_Counting, _Exchanging])
+def test_what_a_module_has_is_written_or_exchanged_by_data(ours, kind):
+    def program() -> Any:
+        module = kind()
+        call = compiled(module, "eager")
+        with torch.no_grad():
+            found = [call(torch.full((3,), float(number))) for number in range(5)]
+        others = [torch.ones(4000) for _ in range(20)]
+        return [*found, module.sum, module.weight.detach(), len(others)]
+
+    ours(program, 1 << 16)
+
+
+class _Keeping(dict):
+    last: Any = None
+
+
+class _Slotted:
+    __slots__ = ("last",)
+
+
+def _keep_by_a_class(x: Any, kept: Any) -> None:
+    _Keeping.last = x
+
+
+def _keep_by_a_function(x: Any, kept: Any) -> None:
+    _keep_by_a_class.last = x  # type: ignore[attr-defined]
+
+
+def _keep_by_a_slot(x: Any, kept: Any) -> None:
+    kept["slot"].last = x
+
+
+def _keep_by_a_set(x: Any, kept: Any) -> None:
+    kept["set"].add(x)
+
+
+def _keep_by_a_key(x: Any, kept: Any) -> None:
+    kept[x] = 1
+
+
+def _keep_by_a_list_of_a_module(x: Any, kept: Any) -> None:
+    kept["module"].held.append(x)
+
+
+def _keep_by_an_attribute_of_a_dict(x: Any, kept: Any) -> None:
+    kept.last = x
+
+
+KEPT_BY: dict[Any, Any] = {
+    _keep_by_a_class: lambda kept: _Keeping.last,
+    _keep_by_a_function: lambda kept: _keep_by_a_class.last,  # type: ignore[attr-defined]
+    _keep_by_a_slot: lambda kept: kept["slot"].last,
+    _keep_by_a_set: lambda kept: next(iter(kept["set"])),
+    _keep_by_a_key: lambda kept: next(key for key in kept if isinstance(key, torch.Tensor)),
+    _keep_by_a_list_of_a_module: lambda kept: kept["module"].held[-1],
+    _keep_by_an_attribute_of_a_dict: lambda kept: kept.last,
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("keep", KEPT_BY, ids=lambda keep: keep.__name__)
+def test_an_argument_that_is_kept_each_time(ours, keep, has_gradient):
+    """It was a plain tensor over the device's bytes, which ended the process once these left."""
+
+    def function(x: torch.Tensor, kept: Any) -> torch.Tensor:
+        keep(x, kept)
+        return x + 1
+
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(3):
+            kept = _Keeping(slot=_Slotted(), set=set(), module=nn.Identity())
+            kept["module"].held = []
+            x = torch.full((500,), float(number), requires_grad=has_gradient)
+            result = call(x, kept)
+            others = [torch.ones(4000) + 1 for _ in range(20)]
+            last = KEPT_BY[keep](kept)
+            found += [result.detach(), last is x, last.detach() + 0, len(others)]
+        return found
+
+    ours(program, 1 << 16)
+
+
+def test_an_argument_that_a_module_keeps_which_is_the_result(ours):
+    def function(x: Any) -> Any:
+        module: Any = nn.Identity()
+        module.last = x
+        return module
+
+    def program() -> Any:
+        call, found = compiled(function, "eager"), []
+        for number in range(3):
+            x = torch.full((500,), float(number))
+            last = call(x).last
+            found += [last is x, last + 0]
+        return found
+
+    ours(program, 1 << 16)
+
+
+class _Remembering(nn.Module):
+    """What keeps arguments where they are seen each time runs natively."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.last: Any = None
+        self.several: Any = None
+
+    def forward(self, x: torch.Tensor, kept: dict[str, Any]) -> Any:
+        self.last, self.several = x, [x]
+        kept["x"], kept["several"] = x, (x, [x])
+        return {"x": x, "view": x[0], "y": x * self.weight}, x
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_arguments_that_are_kept_where_they_are_seen(ours, has_gradient):
+    def program() -> Any:
+        module = _Remembering()
+        call, found = compiled(module, "eager"), []
+        with torch.set_grad_enabled(has_gradient):
+            for _ in range(ROUNDS):
+                x, kept = torch.rand(2, 3), {}
+                results, again = call(x, kept)
+                places = (again, results["x"], module.last, *module.several, kept["x"])
+                assert all(place is x for place in (*places, *kept["several"][1]))
+                module.last = module.several = None
+                found += [results["view"], results["y"].detach()]
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
+def test_an_argument_that_is_the_result(ours):
+    def program() -> Any:
+        call, found = compiled(lambda x: x.add_(1), "eager"), []
+        for _ in range(ROUNDS):
+            x = torch.rand(3)
+            found += [call(x) is x, x]
+        return found
+
+    assert ours(program).stats()["native_call_count"] == ROUNDS - 1
+
+
+class _Pair(tuple):
+    """A tuple whose constructor takes something else than its parts."""
+
+    def __new__(cls, a: Any, b: Any) -> Any:
+        made = tuple.__new__(cls, (a, b))
+        made.name = "pair"
+        return made
+
+
+def test_a_tuple_with_a_constructor_of_its_own(ours):
+    def program() -> Any:
+        call, found = compiled(lambda pair: _Pair(pair[0], pair[1] + 1), "eager"), []
+        for _ in range(ROUNDS):
+            made = call(_Pair(torch.rand(3), torch.rand(3)))
+            assert type(made) is _Pair
+            assert made.name == "pair"
+            found += [*made]
+            found += call(torch.rand(2, 3).max(0))
+        return found
+
+    assert ours(program).stats()["native_call_count"]
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def _of_own_class(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return (x * y).as_subclass(_Own)
+
+
+@pytest.mark.parametrize("function", [torch.mul, _of_own_class])
+def test_tensors_of_a_class_of_the_programs(ours, function):
+    def program() -> Any:
+        call, found = compiled(lambda x, y: function(x, y), "eager"), []
+        for number in range(2 * ROUNDS):
+            x = torch.rand(3)
+            result = call(x.as_subclass(_Own) if number % 3 else x, torch.rand(3))
+            found += [result.as_subclass(torch.Tensor), type(result).__name__.endswith("_Own")]
+        return found
+
+    ours(program)
+
+
+def _by_its_shape(x: torch.Tensor, number: int) -> torch.Tensor:
+    return (x @ x.T).exp().sum()
+
+
+def _by_a_number(x: torch.Tensor, number: int) -> torch.Tensor:
+    return ((torch.zeros(number, 1000) + x.view(1, -1)) * 2).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (_by_its_shape, [(1, 1000, 0), (1000, 1, 0)]),
+        (_by_a_number, [(1, 1000, 1), (1, 1000, 400)]),
+    ],
+)
+def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, calls):
+    """The budget is not that of another call."""
+
+    def program() -> Any:
+        call, found = torch.compile(function, backend="eager", dynamic=False), []
+        with torch.no_grad():
+            for rows, columns, number in calls:
+                found += [call(torch.rand(rows, columns), number) for _ in range(3)]
+        return found
+
+    manager = ours(program, 1 << 18)
+    assert manager.stats()["native_call_count"] == 2  # what does not fit is intercepted

@@ -18,7 +18,7 @@ from ..devices.storages import bytes_of
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager
-from ..memory.plain_views import make_ref, plain_on, view_over
+from ..memory.plain_views import follow, make_ref, plain_on, view_of, view_over
 from ..memory.ref import TensorRef, as_parameter, attributes_given, is_plain
 from .hold import Hold
 from .recorder import version_of
@@ -29,6 +29,7 @@ from .tensor_tree import Exchange
 _CPU = torch.device("cpu")
 
 _count_of_writes = attrgetter("_version")
+_address_of = torch._C.TensorBase.data_ptr
 
 
 class Entry(Hold):
@@ -53,11 +54,12 @@ class Entry(Hold):
         self.call = call or module._call_impl
         self.exchange = exchange
         #: The places of parameters and buffers, their TensorRefs, what hangs there instead, and the
-        #: versions of that before the call.
+        #: versions and addresses of that before the call.
         self.places: list[Place] = []
         self.refs: list[Any] = []
         self.plains: list[torch.Tensor] = []
         self.versions: list[int] = []
+        self.addresses: list[int] = []
         #: Whether it has changed something that running it again would change again.
         self.has_changed = False
         self.made: dict[int, Block] = {}
@@ -173,9 +175,10 @@ class Entry(Hold):
                 for block in self.own:
                     table.note_base(block.base_on(self.device), block)
         self.exchange.hung = dict(zip(map(id, plains), refs, strict=True))
-        versions = [*map(_count_of_writes, plains)]
+        versions, addresses = [*map(_count_of_writes, plains)], [*map(_address_of, plains)]
         # From here on there is something to put back.
-        self.places, self.refs, self.plains, self.versions = slots.places, refs, plains, versions
+        self.places, self.refs, self.plains = slots.places, refs, plains
+        self.versions, self.addresses = versions, addresses
         for (registry, name), plain in zip(slots.places, plains, strict=True):
             registry[name] = plain
 
@@ -188,7 +191,9 @@ class Entry(Hold):
             elif now is not None and not isinstance(now, TensorRef):
                 self._doubt(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
-        if [*map(_count_of_writes, self.plains)] != self.versions:
+        if [*map(_count_of_writes, self.plains)] != self.versions or [
+            *map(_address_of, self.plains)
+        ] != self.addresses:
             self._note_written_parameters()
 
     def _note_written_parameters(self) -> None:
@@ -197,6 +202,9 @@ class Entry(Hold):
             if plain._version != version:
                 self._doubt(f"it writes {name}")
                 self._note_write(ref, ref._ttr_block)
+        pairs = {id(ref): (ref, plain) for ref, plain in zip(self.refs, self.plains, strict=True)}
+        for ref, plain in [pair for pair in pairs.values() if self._is_elsewhere(*pair)]:
+            self._follow(ref, self.ref_for(plain.data))
         self.region.slots = None
 
     def abandon(self) -> None:
@@ -223,6 +231,19 @@ class Entry(Hold):
         self.residency.copier.written(block, self.device)
         if not ref.is_inference():
             torch.autograd.graph.increment_version(ref)
+
+    def _is_elsewhere(self, ref: Any, plain: torch.Tensor) -> bool:
+        """Whether a stand-in was given other memory, or another type: `x.data = y`."""
+        base = ref._ttr_block.base_on(self.device)
+        is_same = plain.untyped_storage()._cdata == base.untyped_storage()._cdata
+        return not is_same or plain.dtype is not ref.dtype
+
+    def _follow(self, ref: Any, other: Any) -> None:
+        """Let a TensorRef stand for what its stand-in was given."""
+        self._doubt("it gives a tensor other memory")
+        self.has_changed = True
+        if isinstance(other, TensorRef):
+            follow(ref, other)
 
     def _gather_what_stays(self) -> None:
         """Wrap what an unforeseen branch has left in the attributes of modules."""
@@ -255,11 +276,17 @@ class Entry(Hold):
                     self.residency.copier.written(ref._ttr_block, self.device)
             elif plain._version != version:
                 self._note_write(ref, ref._ttr_block)
+            is_elsewhere = self._is_elsewhere(ref, plain)
+            if is_elsewhere:
+                before = view_of(ref, ref._ttr_block.base_on(self.device))
+                self._follow(ref, self._left_behind(plain.data))
             self._note_what_it_became(plain, ref)
-        if self.structure.writes_inputs:
-            for block in self.given:
-                if not block.owned:
-                    self.residency.copier.written(block, self.device)
+            if is_elsewhere:
+                plain.data = before  # others may have the view that is kept
+        # By `.data` it is written with nobody counting.
+        for block in self.given:
+            if not block.owned:
+                self.residency.copier.written(block, self.device)
 
     def _note_what_it_became(self, plain: torch.Tensor, ref: Any) -> None:
         """Let what is given have the layout and the attributes that an unforeseen branch gave."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import gt
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -13,7 +17,7 @@ from torch.autograd import graph
 
 from ..base.interrupts import holds_operands, lets_program_run
 from ..memory.manager import TensorsManager
-from ..memory.ref import TensorRef, attributes_given
+from ..memory.ref import TensorRef, attributes_given, is_of_own_class
 from .recorder import Recorder, SavedVersion
 from .region import Structure, attributes_of
 from .slots import same_state, tensors_of
@@ -61,14 +65,25 @@ def learn(
     before_ns = residency.books.main.clocks().compute_ns
     before_ops = residency.books.counts.slow_op_count
     before = [_seen_of(ref) for ref in (*refs, *inputs)]
+    attributes = _attributes(module)
+    made: list[Any] = []  # the only one here who holds the result
+    reached = args, kwargs, made
+    elsewhere = partial(_elsewhere, recorder, inputs, module, attributes, reached)
+    held_before = elsewhere()
     try:
         with _noting(recorder) if gradients else nullcontext():
-            out = call(*args, **kwargs)
+            made.append(call(*args, **kwargs))
     finally:
         with residency.books.lock:
             residency.recorder = None
             residency.books.sees_all = False
             residency.books.reopen()
+    if any(map(gt, elsewhere(), held_before)):
+        gc.collect()  # what only cycles hold is nobody's
+        if any(map(gt, elsewhere(), held_before)):
+            recorder.mistrust("it keeps a tensor where neither its arguments nor its result lead")
+    if any(map(is_of_own_class, (*refs, *inputs))):
+        recorder.mistrust("a tensor is of a class of the program's")
     for ref, seen in zip((*refs, *inputs), before, strict=True):
         for what, was, now in zip(_SEEN, seen, _seen_of(ref), strict=True):
             if not same_state(was, now):
@@ -84,19 +99,46 @@ def learn(
     structure.writes_inputs = structure.writes_inputs or recorder.writes_any(set(given))
     structure.is_random = structure.is_random or recorder.is_random
     structure.doubt = structure.doubt or _doubt_about(
-        manager, recorder, module, own, (args, kwargs), out
+        manager, recorder, module, own, (args, kwargs), made[0]
     )
-    return out
+    return made[0]
 
 
 #: What `_seen_of` looks at.
-_SEEN = ("need for a gradient", "layout", "attributes")
+_SEEN = ("memory", "dtype", "need for a gradient", "layout", "attributes")
 
 
 def _seen_of(ref: Any) -> tuple[Any, ...]:
     """Return what of a TensorRef is its own, and would be its stand-in's during a native run."""
     layout = ref.size(), ref.stride(), ref.storage_offset()
-    return ref.requires_grad, layout, attributes_given(ref)
+    return ref._ttr_block, ref.dtype, ref.requires_grad, layout, attributes_given(ref)
+
+
+def _elsewhere(
+    recorder: Recorder, refs: list[Any], module: nn.Module, before: Any, reached: Any
+) -> list[int]:
+    """Count who holds each argument in Python where a native run would not put it back.
+
+    It does in what is given, in the result, and in attributes that are others than `before`. All
+    that C++ holds (views, a graph) is one holder to Python.
+    """
+    now = _attributes(module)
+    fresh = [value for place, value in now.items() if before.get(place) is not value]
+    places = Exchange().places_in(reached, fresh)
+    del now, fresh
+    return [
+        getrefcount(ref) - (ref._use_count() > 1) - places[id(ref)] - recorder.saved_count(ref)
+        for ref in refs
+    ]
+
+
+def _attributes(module: nn.Module) -> dict[Any, Any]:
+    """Return all attributes of modules, by the module's id and the name."""
+    return {
+        (id(part), name): part.__dict__[name]
+        for part in module.modules()
+        for name in attributes_of(part)
+    }
 
 
 @contextmanager
@@ -138,9 +180,7 @@ def _as_saved(saved: SavedVersion) -> torch.Tensor:
 def kept_in(module: nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
     """Return the TensorRefs and the plain tensors in the attributes of modules."""
     exchange = Exchange()
-    refs = exchange.find(
-        [[part.__dict__[name] for name in attributes_of(part)] for part in module.modules()]
-    )
+    refs = exchange.find([*_attributes(module).values()])
     return refs, exchange.plain_tensors()
 
 
@@ -157,6 +197,8 @@ def _doubt_about(
     inputs = exchange.find(given)
     own_plain = {id(plain) for plain in exchange.plain_tensors()}
     results = exchange.find(out)
+    if any(map(is_of_own_class, results)):
+        return "its result is of a class of the program's"
     reachable = {ref._ttr_block for ref in (*inputs, *results)}
     if any(id(plain) not in own_plain for plain in exchange.plain_tensors()):
         return "its result holds a plain tensor"

@@ -35,7 +35,7 @@ class SavedVersion:
     With hooks torch itself no longer minds that it is written afterwards.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -61,6 +61,7 @@ class Recorder:
         #: Whether gradients may be noted, and what was saved for them.
         self._gradients = gradients
         self._saved: set[Block] = set()
+        self._saved_versions: list[weakref.ref[SavedVersion]] = []
         self._expected = {*own, *given}
         #: Where a use is noted: a block by its place among the module's own and those given.
         self._places = {block: place for place, block in enumerate((*own, *given))}
@@ -131,7 +132,14 @@ class Recorder:
         block = getattr(tensor, "_ttr_block", None)
         if block is not None:
             self._saved.add(block)
-        return SavedVersion(tensor)
+        saved = SavedVersion(tensor)
+        self._saved_versions.append(weakref.ref(saved))
+        return saved
+
+    def saved_count(self, tensor: torch.Tensor) -> int:
+        """Return how often a tensor is saved for a backward pass."""
+        alive = (saved for weak in self._saved_versions if (saved := weak()) is not None)
+        return sum(saved.tensor is tensor for saved in alive)
 
     def mistrust(self, why: str) -> None:
         """Note what speaks against running the module natively."""

@@ -192,8 +192,8 @@ def forgetter(region: Region) -> Any:
 def key_of(inputs: list[Any]) -> Any:
     """Calls with equal keys are taken to be of one structure."""
     size = sum(ref._ttr_block.nbytes for ref in inputs)
-    kinds = tuple((ref.dtype, ref.dim()) for ref in inputs[:8])
-    return len(inputs), kinds, size.bit_length()
+    kinds = tuple((type(ref), ref.dtype, *map(_magnitude, ref.size())) for ref in inputs)
+    return kinds, size.bit_length()
 
 
 def choices_of(arguments: Any) -> Any:
@@ -202,8 +202,14 @@ def choices_of(arguments: Any) -> Any:
     return tuple(
         leaf
         if isinstance(leaf, (bool, str))
+        else (type(leaf), leaf < 0, _magnitude(leaf))
+        if isinstance(leaf, int)
         else choices_of(dict(leaf))  # torch's trees end at these
         if kind_of(leaf) is FROZEN
         else type(leaf)
         for leaf in leaves
     )
+
+
+#: Of a number: what a call takes in passing may grow by it, be it that of columns or of rounds.
+_magnitude = int.bit_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import enum
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +125,22 @@ class Exchange:
         self._walk(value, note, set(), 0, before=None)
         return list(found.values())
 
+    def places_in(self, *values: Any) -> Counter[int]:
+        """Count the places in values, by the ids of the tensors there, where one is exchanged."""
+        counts: Counter[int] = Counter()
+        seen: set[int] = set()
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            counts[id(tensor)] += 1
+            if counts[id(tensor)] == 1:
+                for part in attributes_given(tensor).values():
+                    self._walk(part, note, seen, 1, before=None)
+            return tensor
+
+        for value in values:
+            self._walk(value, note, seen, 0, before=None)
+        return counts
+
     def is_open(self, value: Any) -> bool:
         """Whether a result is all there: no generator or function that goes on with tensors."""
         kind = kind_of(value)
@@ -199,7 +215,7 @@ class Exchange:
             parts = [self._walk(part, swap, seen, depth + 1, before) for part in value]
             if all(new is old for new, old in zip(parts, value, strict=True)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            return _tuple_like(value, parts)
         if kind is FROZEN:
             named = {
                 key: self._walk(part, swap, seen, depth + 1, before) for key, part in value.items()
@@ -210,8 +226,8 @@ class Exchange:
             self._walk_items(value, enumerate(tuple(value)), swap, seen, depth, before)
         elif kind is DICT:
             self._walk_items(value, tuple(value.items()), swap, seen, depth, before)
-        else:
-            own = value.__dict__
+        own = getattr(value, "__dict__", None)
+        if own is not None and own is not value:
             self._walk_items(own, tuple(own.items()), swap, seen, depth, before)
         return value
 
@@ -227,3 +243,14 @@ class Exchange:
             new = self._walk(part, swap, seen, depth + 1, before)
             if new is not part:
                 container[key] = new
+
+
+def _tuple_like(value: Any, parts: list[Any]) -> Any:
+    """Make a tuple of a class, of which no constructor is called: it may take other arguments."""
+    kind = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # of C's own, as `torch.max` gives: its takes the parts
+        return kind(parts)
+    made = tuple.__new__(kind, parts)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
