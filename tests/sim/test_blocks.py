@@ -171,7 +171,9 @@ def test_zeros_keep_their_signs(manage, name):
     assert not differences(*both(manager, ZEROS[name], tensors))
 
 
-@pytest.mark.parametrize("function", [torch.add, torch.mul, torch.div, F.relu], ids=str)
+@pytest.mark.parametrize(
+    "function", [torch.add, torch.mul, torch.div, F.relu], ids=lambda function: function.__name__
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arithmetic_is_cut_for_all_that_zeros_tell(manage, function, dtype):
     """Also beside something that is expanded, and where a zero by a zero is no number."""
