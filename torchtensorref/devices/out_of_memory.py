@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-__all__ = ["is_out_of_memory", "raise_as_cuda"]
+__all__ = ["is_out_of_memory", "is_said_otherwise", "said_as_cuda"]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device had no memory; mps has no class of its own for that."""
+    """Whether a device had no memory."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def raise_as_cuda(error: RuntimeError) -> NoReturn:
-    """Raise an error again, as torch's class for a lack of memory if it is one."""
+def is_said_otherwise(error: RuntimeError) -> bool:
+    """Whether it is so, and said in another class than torch's own for that, as mps does."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError) or not is_out_of_memory(error):
-        raise error
-    raise torch.OutOfMemoryError(str(error)) from error
+    return is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def said_as_cuda(error: RuntimeError) -> RuntimeError:
+    """Return another error that says it in torch's class."""
+    import torch
+
+    return torch.OutOfMemoryError(str(error))

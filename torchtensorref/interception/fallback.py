@@ -13,7 +13,7 @@ import torch
 from ..base.errors import TransferError
 from ..base.listeners import Happening, listeners
 from ..devices.base import Device
-from ..devices.out_of_memory import raise_as_cuda
+from ..devices.out_of_memory import is_said_otherwise, said_as_cuda
 from ..memory.block import Block
 from ..memory.budget import SHORTAGES, OutOfBudgetError
 from ..memory.external_pressure import note_shortage
@@ -148,7 +148,9 @@ class Fallback:
         try:
             return self._run_on(device)
         except RuntimeError as error:
-            raise_as_cuda(error)
+            if not is_said_otherwise(error):
+                raise
+            raise said_as_cuda(error) from error
 
     def _in_blocks(self, device: Device) -> Any:
         """Run it in blocks; `_NO_ROOM` where it cannot be, or where not even one finds room."""

@@ -15,7 +15,7 @@ from ..host.limits import share_of_ram
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
-from ..out_of_memory import raise_as_cuda
+from ..out_of_memory import is_said_otherwise, said_as_cuda
 from ..residents import Residents
 from ..storages import (
     bytes_of,
@@ -148,7 +148,9 @@ class AcceleratorDevice(AcceleratorPeers):
         try:
             base = empty_bytes(nbytes, self.torch_device)
         except RuntimeError as error:
-            raise_as_cuda(error)
+            if not is_said_otherwise(error):
+                raise
+            raise said_as_cuda(error) from error
         with self._lock:
             self._residents.settle()
             self._alloc_count += 1
@@ -168,7 +170,9 @@ class AcceleratorDevice(AcceleratorPeers):
                 else:
                     self._resize(base, nbytes)
             except RuntimeError as error:
-                raise_as_cuda(error)
+                if not is_said_otherwise(error):
+                    raise
+                raise said_as_cuda(error) from error
             if is_copies_own and nbytes:
                 self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
             resident = self._residents.emptied.get(id(base))
