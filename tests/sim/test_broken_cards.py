@@ -5,35 +5,21 @@ import torch
 
 from torchTensorRef.base.activation import is_disabled
 
-from ..support.device_double import LateDevice, LateLane, LateModule
+from ..support.device_double import LateDevice, LateModule
 
 
 class BreakingModule(LateModule):
     is_broken = False
 
-    def fail_if_broken(self):
+    def may_refuse(self):
         if self.is_broken:
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    def synchronize(self, device=None):
-        self.fail_if_broken()
-        super().synchronize(device)
-
-
-class BreakingLane(LateLane):
-    def issue(self, source, destination):
-        self._vendor._module.fail_if_broken()
-        return super().issue(source, destination)
-
-
-class BreakingDevice(LateDevice):
-    lane = BreakingLane
 
 
 @pytest.fixture
 def manager(manage):
     manager = manage("lru")
-    device = BreakingDevice(BreakingModule())
+    device = LateDevice(BreakingModule())
     manager.device = device
     yield manager
     device.double.is_broken = False

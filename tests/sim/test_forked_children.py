@@ -14,7 +14,7 @@ from torchTensorRef.base.activation import is_disabled, watch
 from torchTensorRef.base.errors import LostError
 from torchTensorRef.memory import forks
 
-from ..support.device_double import LateDevice, LateLane, LateModule
+from ..support.device_double import LateDevice, LateModule
 
 CHILDREN = 8
 PATIENCE_S = 30.0
@@ -110,42 +110,30 @@ class OfTheParent(LateModule):
         super().__init__()
         self.owner = os.getpid()
 
-    def refuse_in_child(self):
+    def may_refuse(self):
         if os.getpid() != self.owner:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
 
     def Event(self):
-        self.refuse_in_child()
+        self.may_refuse()
         return super().Event()
 
-    def synchronize(self, device=None):
-        self.refuse_in_child()
-        super().synchronize(device)
-
     def mem_get_info(self, index=0):
-        self.refuse_in_child()
+        self.may_refuse()
         return super().mem_get_info(index)
 
 
-class ParentsLane(LateLane):
-    def issue(self, source, destination):
-        self._vendor._module.refuse_in_child()
-        return super().issue(source, destination)
-
-
 class ParentsDevice(LateDevice):
-    lane = ParentsLane
-
     def allocate(self, nbytes):
-        self.double.refuse_in_child()
+        self.double.may_refuse()
         return super().allocate(nbytes)
 
     def refill(self, base, nbytes):
-        self.double.refuse_in_child()
+        self.double.may_refuse()
         super().refill(base, nbytes)
 
     def empty(self, base):
-        self.double.refuse_in_child()
+        self.double.may_refuse()
         super().empty(base)
 
 

@@ -131,6 +131,9 @@ class LateModule:
         self.caps: list[float] = []
         self.emptied_count = 0
 
+    def may_refuse(self) -> None:
+        """Called before a copy is issued, and before the device is waited for: a test may raise."""
+
     def can_device_access_peer(self, index: int, other: int) -> bool:
         return index != other
 
@@ -149,6 +152,7 @@ class LateModule:
         yield
 
     def synchronize(self, device: Any = None) -> None:
+        self.may_refuse()
         for stream in self.streams:
             stream.pump()
 
@@ -179,6 +183,7 @@ class LateLane(StreamLane):
         self._jitter = jitter
 
     def issue(self, source: torch.Tensor, destination: torch.Tensor) -> Any:
+        self._vendor._module.may_refuse()
         self._look_at(source, destination)
         self.stream.issue(functools.partial(self._look_and_copy, source, destination))
         event = self._vendor.record(self.stream)
