@@ -23,13 +23,14 @@ def follow_holder(block: Block, host: Device) -> None:
         return
     if exposure.start is None:
         exposure.start = home.base.data_ptr() - exposure.address
-    exposure.address, stop = address, exposure.start + block.nbytes
+    stop = exposure.start + block.nbytes
     block.ready = None
     block.is_rehoused = True
     if stop <= storage.nbytes():
         home.base = twin_of(storage, exposure.start, stop)
     else:
         home.base = torch._C._VariableFunctions.zeros((block.nbytes,), dtype=torch.uint8)
+    exposure.address = address  # last: after an error in between it is followed again
 
 
 def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tensor:
