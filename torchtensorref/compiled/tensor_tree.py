@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..base.tuples import tuple_like
 from ..memory.ref import TensorRef, attributes_given
 
 DEPTH = 8
@@ -215,7 +216,7 @@ class Exchange:
             parts = [self._walk(part, swap, seen, depth + 1, before) for part in value]
             if all(new is old for new, old in zip(parts, value, strict=True)):
                 return value
-            return _tuple_like(value, parts)
+            return tuple_like(value, parts)
         if kind is FROZEN:
             named = {
                 key: self._walk(part, swap, seen, depth + 1, before) for key, part in value.items()
@@ -243,14 +244,3 @@ class Exchange:
             new = self._walk(part, swap, seen, depth + 1, before)
             if new is not part:
                 container[key] = new
-
-
-def _tuple_like(value: Any, parts: list[Any]) -> Any:
-    """Make a tuple of a class, of which no constructor is called: it may take other arguments."""
-    kind = type(value)
-    if hasattr(kind, "n_sequence_fields"):  # of C's own, as `torch.max` gives: its takes the parts
-        return kind(parts)
-    made = tuple.__new__(kind, parts)
-    if hasattr(value, "__dict__"):
-        vars(made).update(vars(value))
-    return made

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base.interrupts import lets_program_run
 from ..base.progress import Bar
 from ..base.scopes import Scopes
+from ..base.tuples import tuple_like
 from ..base.units import format_nbytes
 from ..interception.tracebacks import hides
 from .factories import _core, is_plain_world, takes_part
@@ -70,17 +71,16 @@ class Adoption:
             return self._once(value, self._tensor)
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
             return self._once(value, self._in_place)
-        if isinstance(value, tuple) and (make := _maker_of(type(value))) is not None:
-            parts = [self.of(part) for part in value]
-            if all(part is before for part, before in zip(parts, value, strict=True)):
-                return value
-            made = make(parts)
-            if noted := getattr(value, "__dict__", None):
-                made.__dict__.update(noted)
-            return made
+        if isinstance(value, tuple):
+            return self._once(value, self._tuple)
         if isinstance(value, torch.nn.Module):
             return self._manager.adopt(value)
         return value
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        parts = [self.of(part) for part in value]
+        is_same = all(part is before for part, before in zip(parts, value, strict=True))
+        return value if is_same else tuple_like(value, parts)
 
     def in_place(self, tensor: Tensor) -> None:
         """Make a tensor's own object a TensorRef, where that can be done."""
@@ -118,12 +118,6 @@ class Adoption:
             if after is not before:
                 container[key] = after
         return container
-
-
-def _maker_of(kind: Any) -> Any:
-    """Return what makes a tuple of a kind from its parts; None where its class alone can tell."""
-    is_of_c = kind is tuple or hasattr(kind, "n_sequence_fields")  # `torch.return_types`
-    return kind if is_of_c else getattr(kind, "_make", None)
 
 
 #: What adopts what is being read from a file; None: nothing is.
