@@ -259,10 +259,7 @@ class History:
     def _append(self, symbol: int, struct: int) -> None:
         self._symbols.append(symbol)
         self._structs.append(struct)
-        uses = self._uses.get(symbol)
-        if uses is None:
-            uses = self._uses[symbol] = array("q")
-        uses.append(self.end)
+        self._uses.setdefault(symbol, array("q")).append(self.end)
         self.end += 1
 
     def _judge(self, nbytes: int, foreseen_nbytes: int) -> None:
@@ -272,9 +269,7 @@ class History:
         self._foreseen_nbytes = self._foreseen_nbytes * CONFIDENCE_DECAY + foreseen_nbytes
 
     def _note_temporary_use(self, symbol: int) -> None:
-        uses = self._uses.get(symbol)
-        if uses is None:
-            uses = self._uses[symbol] = array("q")
+        uses = self._uses.setdefault(symbol, array("q"))
         if not uses or uses[-1] != self.end:
             uses.append(self.end)
             self._temporary_count += 1
@@ -323,7 +318,8 @@ class History:
             return NEVER, 1.0  # that use is of another one, to be made there
         # A temporary's may be behind the record's last access.
         kind = self._structs[use - self.start] if use < self.end else -1
-        return use - cursor, self._routing.odds(kind, symbol)
+        is_routed = kind in self._routing.kinds
+        return use - cursor, self._routing.odds(kind, symbol) if is_routed else 1.0
 
     def next_end(self, block_id: int) -> float:
         """Return after how many accesses another one is to be made in a block's place."""
@@ -340,12 +336,13 @@ class History:
         """
         if self.cursor < 0:
             return
-        distance, names, has_routed = first, self._names, bool(self._routing.kinds)
+        distance, names, routed = first, self._names, self._routing.kinds
         while distance < limit:
             index = self.cursor - self.start + distance % self.period
-            for at, symbol in enumerate(self._symbols[index : index + limit - distance], index):
+            part = slice(index, index + limit - distance)
+            for kind, symbol in zip(self._structs[part], self._symbols[part], strict=True):
                 block_id = self._bearer_of.get(symbol, symbol)
-                is_routed = has_routed and self._routing.has(self._structs[at], symbol)
+                is_routed = kind in routed and self._routing.has(kind, symbol)
                 if (block_id in self._nbytes and not is_routed) and (
                     symbol not in names.born_at
                     or names.next_birth(symbol, self.cursor) > self.cursor + distance

@@ -236,7 +236,7 @@ class Stock:
         due: dict[int, float] = {}
         placed: list[Placed] = []
         for block_id, (_, nbytes) in list(self._there.items()):
-            if not self._is_over(block_id):
+            if block_id not in self._temporaries or not self._is_over(block_id):
                 position, again, is_dirty = self._position(block_id, nbytes)
                 placed.append((block_id, nbytes, position, is_dirty, block_id in self._small))
                 if again is not None:
@@ -280,7 +280,7 @@ class Stock:
         position, again, is_foreseen = position_of(
             self._forecaster, block_id, nbytes, last_use, is_dirty=is_dirty, decision_nbytes=least
         )
-        if is_foreseen:
+        if is_foreseen and nbytes <= self._small_limit:
             self._note_small(block_id, nbytes)
         return position, again, is_dirty
 
