@@ -580,6 +580,21 @@ LAID_OUT = {
         lambda: (rand(3, 7093), rand(3, 1)),
         (20_000, 40_000, 60_000, 100_000),
     ),
+    "add of a row and a column": (
+        lambda x, y: torch.add(x, y, alpha=0.3),
+        lambda: (rand(1, 7093), rand(3, 1)),
+        (20_000, 40_000, 60_000, 100_000),
+    ),
+    "maximum of a row and a column": (
+        torch.maximum,
+        lambda: (zeros_of_both_signs(1, 9001), zeros_of_both_signs(3, 1)),
+        (30_000, 60_000, 100_000),
+    ),
+    "clamp of a column by a row": (
+        torch.clamp,
+        lambda: (zeros_of_both_signs(3, 1), *[zeros_of_both_signs(1, 9001)] * 2),
+        (30_000, 60_000, 100_000),
+    ),
 }
 
 

@@ -321,6 +321,54 @@ def test_what_is_taken_there_is_a_copy(take, device):
     assert again.tolist() == [1, 1]
 
 
+SOURCES = {
+    "an array": lambda device: np.ones(3, dtype=np.float32),
+    "a list": lambda device: [1.0, 1.0, 1.0],
+    "a tensor": lambda device: torch.ones(3).to(device),
+    "a leaf": lambda device: torch.ones(3).to(device).requires_grad_(),
+    "a result": lambda device: torch.ones(3, requires_grad=True).to(torch.float64).to(device),
+}
+GRADIENTS = (
+    {},
+    {"requires_grad": True},
+    {"requires_grad": False},
+    {"requires_grad": True, "copy": True},
+)
+
+
+def _taken(of, there, device, options):
+    """What `asarray` makes of a source there, and leaves of it."""
+    source = SOURCES[of](there)
+    made = torch.asarray(source, device=device, **options)
+    kept = getattr(source, "requires_grad", None)
+    return made, (made.is_leaf, made.requires_grad, made is source, kept)
+
+
+@pytest.mark.filterwarnings("ignore:torch.asarray")
+@pytest.mark.parametrize(
+    ("there", "device", "is_excluded"),
+    [
+        ("cpu", "cuda", False),
+        ("cuda", "cpu", False),
+        ("cuda", "cuda", False),
+        ("cpu", "cuda", True),
+    ],
+)
+@pytest.mark.parametrize("of", SOURCES)
+def test_what_is_taken_there_has_the_gradient_that_is_asked_for(of, there, device, is_excluded):
+    """In plain torch "meta" stands for the other device."""
+    if is_excluded:
+        injectTo.exclude(__name__)
+    for options in GRADIENTS:
+        with torchTensorRef.disabled():
+            _, expected = _taken(of, "cpu", "cpu" if there == device else "meta", options)
+        made, found = _taken(of, there, device, options)
+        assert found == expected, options
+        if made.is_leaf and made.requires_grad:
+            (made * 2).sum().backward()
+            assert made.grad.tolist() == [2, 2, 2]
+
+
 def test_where_the_default_device_is_there_an_array_is_still_shared():
     array = np.zeros(2, dtype=np.float32)
     shared, taken = under_default("cuda", lambda: (torch.from_numpy(array), torch.asarray(array)))

@@ -488,3 +488,54 @@ def test_an_array_that_is_taken_while_another_thread_writes_is_over_its_memory(m
     assert array[0] == 1.0
     array[:5] = 7.0
     assert (x + 0)[:6].tolist() == [7.0] * 5 + [1.0]
+
+
+def test_an_array_is_not_kept_waiting_by_those_who_begin_later(manager, monkeypatch):
+    """Of threads that read the same tensor again and again one is always there."""
+    x = manager.adopt(torch.zeros(1000)).toGPU()
+    books, holds, rounds = manager.residency.books, manager.residency.holds, []
+    (replica,) = (r for r in x._ttr_block.replicas.values() if not r.device.is_host)
+
+    def ends_and_begins_again(_seconds: float) -> None:
+        rounds.append(holds.pinned[-1])
+        holds.pinned[-1] = [replica]
+
+    with books.lock:
+        replica.pins += 1
+        holds.pinned[-1] = [replica]
+    with monkeypatch.context() as patched:
+        patched.setattr(books, "wait_for_release", ends_and_begins_again)
+        array = x.numpy()
+    with books.lock:
+        replica.pins -= 1
+        del holds.pinned[-1]
+    assert len(rounds) == 1, "it waits for who was there"
+    array[:5] = 7.0
+    assert x[:6].tolist() == [7.0] * 5 + [0.0]
+    x.add_(1)
+    assert array[5] == 1.0
+    manager.check()
+
+
+def test_an_array_among_threads_that_read_and_write_is_over_its_memory(manage):
+    manager = manage("lru", nbytes=1 << 20)
+    x, is_over = manager.adopt(torch.zeros(10_000)), threading.Event()
+
+    def use(write: bool) -> None:
+        while not is_over.is_set():
+            x.add_(1) if write else x.mul(2)
+
+    threads = [threading.Thread(target=use, args=(i == 0,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    arrays = [x.numpy() for _ in range(20)]
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+    expected = x.tolist()
+    assert len(set(expected)) == 1
+    for array in arrays:
+        assert array.tolist() == expected
+    arrays[0][:5] = -1.0
+    assert x[:6].tolist() == [-1.0] * 5 + expected[5:6]
+    manager.check()

@@ -259,6 +259,55 @@ def test_the_kernel_is_that_of_the_device_where_the_program_takes_it_to_be(manag
     assert key_of_kernel(plan, (plain.requires_grad_(),), {}) is torch._C.DispatchKey.CPU
 
 
+@torch.library.custom_op("ttr_python_kernels::product", mutates_args=())
+def product(x: torch.Tensor) -> torch.Tensor:
+    """Multiply, in what autocast wants."""
+    return x @ x
+
+
+product.register_autograd(lambda _, grad: grad.float())
+for SCHEMA, KERNEL in {
+    "squared(Tensor x) -> Tensor": lambda x: x @ x,
+    "squared_exactly(Tensor x) -> Tensor": lambda x: (
+        MINE.squared(x) + torch.autocast("cpu", enabled=False)(MINE.squared)(x)
+    ),
+    "add_and_square(Tensor(a!) x) -> Tensor": lambda x: x.add_(1) @ x,
+}.items():
+    LIBRARY.define(SCHEMA)
+    LIBRARY.impl(SCHEMA.partition("(")[0], KERNEL, "CPU")
+CAST = {
+    "recorded": MINE.squared,
+    "nested": MINE.squared_exactly,
+    "a formula": product,
+    "written": lambda x: MINE.add_and_square(x * 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("name", CAST)
+def test_kernels_find_autocast_as_the_program_has_it(manager, name, wants, is_enabled):
+    torch.manual_seed(0)
+    plain = torch.rand(8, 8)
+
+    def run(x):
+        x.requires_grad_(wants)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            out = CAST[name](x)
+            with torch.no_grad():
+                again = CAST[name](x)
+        if wants:
+            out.float().sum().backward()
+        return [out, again, x.grad]
+
+    for one, other in zip(run(plain.clone()), run(manager.adopt(plain.clone())), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype is other.dtype
+            assert not differences(one.detach(), other.detach())
+
+
 def test_versions_and_views_of_kernels_in_python(manager):
     def program(x):
         MINE.add_to(x, x)

@@ -130,11 +130,26 @@ def shared_memory_factory(
     if asked is None and wrapped.__name__ in _TOLD_BY_DEFAULT:
         asked = _asked_device(kwargs)
     known = with_known_device(kwargs) if asked is not None else kwargs
-    if takes_part(_getframe(1).f_globals.get("__name__")):
+    is_ours = takes_part(_getframe(1).f_globals.get("__name__"))
+    if not is_ours and (not state.active or _is_disabled()):
+        return wrapped(*args, **kwargs)
+    if asked is None or wrapped.__name__ != "asarray":
+        return _taken_there(wrapped, args, known, asked, is_ours)
+    # Autograd is to note the copy only if it would note one of what is given. What the program says
+    # of gradients is said of the copy.
+    given = args[0] if args else kwargs.get("obj")
+    as_given = {**known, "requires_grad": getattr(given, "requires_grad", False)}
+    made = _taken_there(wrapped, args, as_given, asked, is_ours)
+    said = {name: known[name] for name in ("device", "requires_grad") if name in known}
+    return wrapped(made, **said)
+
+
+def _taken_there(
+    wrapped: Any, args: tuple[Any, ...], known: dict[str, Any], asked: Any, is_ours: bool
+) -> Any:
+    if is_ours:
         made = _call_and_wrap(wrapped, args, known, _adopted)
         return made.to(asked) if asked is not None and is_ref(made) else made
-    if not state.active or _is_disabled():
-        return wrapped(*args, **kwargs)
     made = wrapped(*args, **known)
     return made.clone() if is_foreign(asked) else made
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..base.activation import watch
 from ..base.listeners import listeners
 from ..devices.base import Device
+from ..memory import core
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME
 from ..memory.ref import TensorRef
@@ -26,7 +27,7 @@ from .guards import below_function_modes
 from .higher_order import run_higher_order
 from .onlookers.passing import deliver, note_written, pass_onlookers
 from .ready_path import SLOW, WAYS, known_peak
-from .recorded_inside import key_of_kernel, run_kernel
+from .recorded_inside import below_autograd, key_of_kernel, run_kernel
 from .slow_path import SlowPath
 from .tracebacks import shorten
 from .watched_path import run_watched
@@ -67,7 +68,7 @@ def dispatch(
                 key = key_of_kernel(plan, args, kwargs or {})
                 if key is not None:
                     return run_kernel(op, key, args, kwargs or {})
-                with torch._C._AutoDispatchBelowADInplaceOrView():  # in C++ nothing is shut out yet
+                with below_autograd():  # in C++ nothing is shut out yet
                     return _run(plan, args, kwargs)
             in_parts = (
                 plan.comes_in_parts
@@ -79,6 +80,9 @@ def dispatch(
                 with _Sees(_VIEWS, False), _Sees(_OURS, False):
                     # Not `decompose`: some operators have another in Python, preferred there.
                     return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+            if plan.has_kernel_in_python and core.library is None:
+                with below_autograd():
+                    return _run(plan, args, kwargs)
             return _run(plan, args, kwargs)
     except BaseException as error:
         _left_halfway(op, args, kwargs or {}, error)

@@ -8,7 +8,7 @@ on the TensorRefs themselves. Else it runs on plain tensors, as others do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,15 +25,12 @@ from ..operators.substitutes import itself
 from .guards import records_gradient
 
 _Sees = torch._C._SetExcludeDispatchKeyGuard
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _parse = torch._C._dispatch_key_parse
+_OURS = _parse(KEY_NAME)
 _forward_ad = torch.autograd.forward_ad
-#: What torch shuts out where it calls a subclass's Python; but in inference mode autograd is out.
-_SHUT_OUT = tuple(
-    _parse(name) for name in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradXPU",
-                              "AutogradMPS", "AutogradOther")
-)  # fmt: skip
-_ALWAYS = _parse("ADInplaceOrView"), _parse(KEY_NAME)
-_AUTOCAST = {"cpu": _parse("AutocastCPU"), "cuda": _parse("AutocastCUDA")}
+#: Where autograd, autocast and we are shut out, this is.
+_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
 
 
 def key_of_kernel(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,12 +63,19 @@ def run_kernel(op: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 @contextmanager
 def _as_the_program_sees() -> Iterator[None]:
     """Let autograd and ourselves see what is called, as where the program has called it."""
-    keys = list(_ALWAYS)
-    if core.library is None:
-        if not torch.is_inference_mode_enabled():
-            keys += _SHUT_OUT
-        keys += [key for kind, key in _AUTOCAST.items() if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        for key in keys:
-            stack.enter_context(_Sees(key, False))
+    with as_it_was_called(), _Sees(_parse("ADInplaceOrView"), False), _Sees(_OURS, False):
         yield
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Let a kernel on plain tensors find what the program has switched on, but for autograd."""
+    with as_it_was_called(), torch._C._AutoDispatchBelowADInplaceOrView():
+        yield
+
+
+def as_it_was_called() -> AbstractContextManager[Any]:
+    """Undo that torch shuts out autograd, autocast and us where it calls a subclass's Python."""
+    if core.library is not None or not _is_excluded(_SNAPSHOT):
+        return nullcontext()
+    return torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined, no-any-return]

@@ -195,6 +195,33 @@ class Holds:
             held.update(blocks)
         return held
 
+    def by_others(self, block: Block) -> dict[tuple[str, int], Any]:
+        """Return by which operators of other threads a block is used (lock held).
+
+        Returns
+        -------
+        dict
+            By the way and the thread, what it has pinned: another list for its next operator. In
+            the other ways nothing new begins on a block that is closed.
+        """
+        replicas = set(block.replicas.values())
+        found: dict[tuple[str, int], Any] = {
+            ("pinned", ident): pinned
+            for ident, pinned in self.pinned.items()
+            if not replicas.isdisjoint(pinned)
+        }
+        for ident, args in list(self.announced.items()):
+            if any(getattr(arg, "_ttr_block", None) is block for arg in args):
+                found["announced", ident] = True
+        for ident, blocks in list(self.native_blocks.items()):
+            if block in blocks:
+                found["compiled", ident] = True
+        me = threading.get_ident()
+        found = {(way, ident): hold for (way, ident), hold in found.items() if ident != me}
+        if block.users and core.running_elsewhere():
+            found["in C++", 0] = True
+        return found
+
     def is_alone(self) -> bool:
         """Whether no other thread runs an operator, or holds anything."""
         me = threading.get_ident()

@@ -91,21 +91,24 @@ class Sharing:
                 return
             self._books.wait_for_release(PATIENCE_S)
 
-    def _has_waited_for_others(self, block: Block) -> bool:
-        """Wait for other threads' operators on bytes that are about to leave us (lock held).
+    def _has_waited_for_those_before(self, block: Block) -> bool:
+        """Wait for other threads' operators that began before bytes have left us (lock held).
 
         What is handed out is what they have left. Where one takes too long, it is brought up to
-        date once that has ended, and what was written outside meanwhile is lost.
+        date once that has ended, and what was written outside meanwhile is lost. Whoever begins
+        from now on minds who has them: readers may be so many that one is always there.
         """
         holds, me = self._holds, threading.get_ident()
         if holds.is_alone() or me in (*holds.pins_by_thread, *holds.native_blocks):
             return False  # an operator inside an operator would wait for itself
+        before = holds.by_others(block)
         for waited in range(PATIENCE_ROUNDS):
-            is_pinned = any(replica.pins for replica in block.replicas.values())
-            if not (is_pinned or block.users or block in holds.announced_blocks()):
+            if not before:
                 return waited > 0
             self._books.wait_for_release(PATIENCE_S)
-        return False
+            now = holds.by_others(block)
+            before = {who: hold for who, hold in before.items() if now.get(who) is hold}
+        return True
 
     # -- exposure -------------------------------------------------------------------------------
 
@@ -130,14 +133,17 @@ class Sharing:
             self._copier.refresh(block)
             with self._books.lock:
                 block.ready = None  # first: whoever comes from now on sees it
-                if self._has_waited_for_others(block) or block.is_shared:
-                    continue  # what is there is not what they have left
+                if block.is_shared:
+                    continue  # by a clone that another thread has taken meanwhile
                 _refuse_if_elsewhere(block, device, why)
                 if device.is_host and block.readable_on(device) is None:
                     continue
                 # Held from here on: else nobody outside would seem to hold it.
                 storage = self._hand_out(block, device, why, forever=forever)
+                has_waited = self._has_waited_for_those_before(block)
                 break
+        if has_waited and device.is_host:
+            self._copier.bring_home(block)  # what those have left
         # Again: another thread may have begun to copy it meanwhile. From here on they mind.
         device.about_to_change(block.replicas[device].base)
         self._books.log.note(block.name, f"expose {device.name}", why)
@@ -146,7 +152,7 @@ class Sharing:
     def _hand_out(
         self, block: Block, device: Device, why: str, *, forever: bool
     ) -> torch.UntypedStorage:
-        """Note that bytes leave us which nobody writes just now (lock held)."""
+        """Note that bytes leave us which nobody shares (lock held)."""
         self._books.parts.forget(block)
         exposure, base = block.exposure, block.replicas[device].base
         if exposure is None or not exposure.is_over(storage_of(base), device):

@@ -114,7 +114,8 @@ class OpPlan:
 
     #: Autograd takes it apart, into which others may depend on who wants gradients.
     comes_in_parts: bool
-    #: Autograd may record what its kernel is made of (`interception/recorded_inside.py`).
+    #: A library's Python runs it; autograd may look into that (`interception/recorded_inside.py`).
+    has_kernel_in_python: bool
     is_recorded_inside: bool
     #: A `ReadyWay`, as a plain integer: an index that Python reads in no time.
     ready_way: int
@@ -295,6 +296,7 @@ def compiled(row: Row) -> OpPlan:
         random_argument=row.random_only_with,
         comes_in_parts=is_composite and not has_kernel(op, "ADInplaceOrView"),
         is_recorded_inside=python_kernels.is_recorded_inside(op),
+        has_kernel_in_python=python_kernels.has_kernel_in_python(op),
         ready_way=ReadyWay.NONE,
         binding=row.binding or (op._op if type(run) is OpOverload else run),
         spreads_sizes=row.binding is torch._C.TensorBase.view,

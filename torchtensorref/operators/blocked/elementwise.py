@@ -129,22 +129,24 @@ def has_even_bits(op: Any, arguments: dict[str, Any], sizes: Sequence[int]) -> b
         for name, value in arguments.items()
         if not isinstance(value, (list, tuple, torch.Generator))
     )
-    expanded = frozenset(
-        name
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and _is_expanded(value, sizes)
+    # A loop runs along one dimension: what is one value along it need not be so along others.
+    loops = frozenset(
+        frozenset(
+            name
+            for name, value in arguments.items()
+            if isinstance(value, torch.Tensor) and _is_expanded(value, dim)
+        )
+        for dim in range(-len(sizes), 0)
+        if sizes[dim] > 1
     )
-    key = (op, kinds, expanded)
+    key = (op, kinds, loops)
     if key not in _even:
-        _even[key] = _try(op, arguments, expanded)
+        _even[key] = all(_try(op, arguments, expanded) for expanded in loops)
     return _even[key]
 
 
-def _is_expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> bool:
-    strides = (0,) * (len(sizes) - tensor.dim()) + tensor.stride()
-    own = (1,) * (len(sizes) - tensor.dim()) + tensor.size()
-    triples = zip(sizes, own, strides, strict=True)
-    return any(size > 1 and (n == 1 or not stride) for size, n, stride in triples)
+def _is_expanded(tensor: torch.Tensor, dim: int) -> bool:
+    return -dim > tensor.dim() or tensor.size(dim) == 1 or not tensor.stride(dim)
 
 
 def _try(op: Any, arguments: dict[str, Any], expanded: Collection[str]) -> bool:
