@@ -48,6 +48,10 @@ EXACT_CONFIDENCE = 0.95
 #: Looked at again when less than this share of what is looked ahead is known to be there.
 LOOK_AGAIN_SHARE = 3 / 4
 
+#: Operators after which a result that is still there is one to be followed: a gradient that is
+#: added to, an activation that backward needs.
+STAYS_AFTER = 100
+
 
 class Flow(Strategy):
     """Follow the program's recorded flow; as good as LRU where there is none.
@@ -63,8 +67,6 @@ class Flow(Strategy):
     name = "flow"
     watches_accesses = True
     mixes_devices = True
-    #: A gradient that is added to, an activation that backward needs, a weight of no module.
-    stays_after = 100
 
     def __init__(
         self, forecaster: Forecaster | None = None, *, queue_count: int = QUEUE_COUNT
@@ -140,7 +142,7 @@ class Flow(Strategy):
             self.referee.birth(block_id, nbytes, self._limit_nbytes)
         stays = self.history.birth(block_id, nbytes, place)
         self._stock.birth(block_id, nbytes, stays=stays)
-        return 0 if stays else self.stays_after
+        return 0 if stays else STAYS_AFTER
 
     def on_evict(self, block_id: int) -> None:
         """Note that a block is missing from now on."""

@@ -93,19 +93,6 @@ class TestFollowing:
                 assert device.resident_nbytes <= manager.budget
                 assert device.resident_nbytes == device.recount_nbytes()
 
-    @pytest.mark.parametrize("kind", [torch.Tensor.clone, nn.Parameter])
-    def test_weights_of_no_module_are_followed_like_others(self, manage, kind):
-        manager = manage(Flow(), int(16 * LAYER_NBYTES * 0.7), **SLOW_LINK)
-        weights = [kind(torch.randn(WIDTH, WIDTH)) for _ in range(16)]
-        moved = []
-        with torch.no_grad():
-            for _ in range(12):
-                x = torch.ones(1, WIDTH)
-                for weight in weights:
-                    x = torch.tanh(x @ weight)
-                moved.append(moved_nbytes(manager))
-        assert moved[11] - moved[6] < 5 * 0.6 * 16 * LAYER_NBYTES
-
     def test_what_fits_is_fetched_once(self, manage):
         def program(model: nn.ModuleList) -> torch.Tensor:
             return use_in_order(model, sweeps(8, 10))

@@ -259,7 +259,7 @@ class StrategyFeed:
             # In this order, whether an operator runs as one or in its parts.
             for block in sorted(blocks, key=attrgetter("block_id")):
                 is_first = books.note_use(block, tick)
-                if not is_first and tick - block.born > self._checked.stays_after:
+                if not (is_first or block.is_persistent) and tick - block.born > PERSISTENT_AFTER:
                     block.is_persistent = True
                 # The accelerator has no need of what the host uses for reasons of its own.
                 if self._checked.hears_uses and (is_at_home or not device.is_host):

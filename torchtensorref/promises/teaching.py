@@ -12,7 +12,7 @@ from ..memory.block import Block, unused_number
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef
 from ..memory.report import living_blocks
-from ..strategy import Access, Birth, Death
+from ..strategy import PERSISTENT_AFTER, Access, Birth, Death
 from .record import Record
 
 __all__ = ["teach"]
@@ -29,7 +29,7 @@ def teach(record: Record, module: Any = None) -> None:
             "Nothing that was foretold is there: build the real model first, and give it to "
             "Forecast.teach if what is outside of it has other names than when it was forecast."
         )
-    events = list(_events(record, found, residency.feed.strategy.stays_after))
+    events = list(_events(record, found))
     nbytes = sum(block.nbytes for block in found.values())
     with residency.feed.lock:
         residency.feed.tell_foretold(events)
@@ -65,9 +65,7 @@ def _real_blocks(record: Record, module: Any) -> dict[int, Block]:
     return found
 
 
-def _events(
-    record: Record, found: dict[int, Block], stays_after: int
-) -> Iterator[Access | Birth | Death]:
+def _events(record: Record, found: dict[int, Block]) -> Iterator[Access | Birth | Death]:
     """Yield what the strategy would be told, were all of it to run on the accelerator.
 
     A result is told of before the next use of a block that stays, if it lives until then.
@@ -88,7 +86,7 @@ def _events(
             unheard.clear()
             told_at = index
         for number in reads:
-            stays = number in found or index - born.get(number, index) > stays_after
+            stays = number in found or index - born.get(number, index) > PERSISTENT_AFTER
             block_id = found[number].block_id if number in found else ids.get(number)
             if block_id is not None:
                 nbytes = record.blocks[number].nbytes

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from ..base.errors import InvariantError, StrategyError, did_you_mean
 from ..base.listeners import listeners
 from .contract import (
+    PERSISTENT_AFTER,
     Access,
     Birth,
     BlockSnapshot,
@@ -46,7 +47,7 @@ EXPECTED = {
     "prefetch": ("`Prefetch(block_id, victims)`s", "nothing is fetched ahead"),
     "write_back": ("block numbers", "nothing is written back early"),
     "expects": ("block numbers", "each use is told by itself"),
-    "on_birth": ("a number of operators", "what `stays_after` says"),
+    "on_birth": ("a number of operators", f"it is taken for {PERSISTENT_AFTER}"),
     "on_evict": ("nothing", "the program goes on"),
     "on_foretold": ("nothing", "it learns as the program runs"),
     "on_death": ("nothing", "the program goes on"),
@@ -78,8 +79,6 @@ class CheckedStrategy:
         self.places = kind.place is not Strategy.place
         #: Whether it does so only where operators may be computed at home for their time's sake.
         self.mixes_devices = bool(strategy.mixes_devices)
-        #: After how many operators what is used counts as persistent.
-        self.stays_after = strategy.stays_after
         #: Whether it uses every accelerator there is.
         self.spreads = bool(strategy.spreads)
         #: Whether it is told which of them has made a result.
@@ -219,7 +218,7 @@ class CheckedStrategy:
             It raised.
         """
         arguments = (block_id, nbytes, place, *((device,) if self.hears_where else ()))
-        return self._ask("on_birth", arguments, block_number, self.stays_after, may_fail=True)
+        return self._ask("on_birth", arguments, block_number, PERSISTENT_AFTER, may_fail=True)
 
     def on_evict(self, block_id: int) -> None:
         """Tell that a block has left the device."""

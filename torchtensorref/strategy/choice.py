@@ -120,9 +120,6 @@ def validate(strategy: Any) -> None:
         _refuse(kind, "has no name: give its class an attribute `name`.")
     if _takes_name_of_built_in(kind, name):
         _refuse(kind, f"has the name of a built-in one: call it other than {', '.join(BUILT_IN)}.")
-    after = strategy.stays_after
-    if not isinstance(after, int) or after < 0:
-        _refuse(kind, f"has `stays_after = {after!r}`: it is a number of operators.")
     for method, arguments in CONTRACT.items():
         function = getattr(strategy, method)
         if not callable(function):

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Operators after which a tensor that is used counts as one that stays, as optimizer state does,
-#: for a strategy that does not say.
+#: Operators after which a result that is used counts as one that stays: optimizer state.
 PERSISTENT_AFTER = 1000
 #: Results below this share of the budget are nobody's concern: they are not told.
 TINY_SHARE = 1 / 4096
@@ -202,10 +201,6 @@ class Strategy:
     #: True if every use of a persistent block must be told to `on_access`, also of resident ones.
     watches_accesses: bool = False
 
-    #: After how many operators a tensor that is used counts as persistent, whoever made it: unless
-    #: `on_birth` says otherwise of what an operator has made.
-    stays_after: int = PERSISTENT_AFTER
-
     #: True if it computes at home what the accelerator computes as well: then `place` is asked only
     #: where `tensorsManager.placement` says so, or the machine says how fast its host is.
     mixes_devices: bool = False
@@ -276,7 +271,7 @@ class Strategy:
         Told while memory is short, before the next access: most results die before then, and those
         below `TINY_SHARE` of the budget are not told.
         """
-        return self.stays_after
+        return PERSISTENT_AFTER
 
     def on_evict(self, block_id: int) -> None:
         """Note that the accelerator does not hold a block any more, which lives on elsewhere.

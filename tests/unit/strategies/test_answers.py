@@ -288,8 +288,6 @@ def needs_arguments(self, seed):
         ({"name": ""}, "has no name: give its class an attribute `name`"),
         ({"name": "lru"}, "has the name of a built-in one: call it other than genoa, lru, flow"),
         ({"name": "Flow"}, "has the name of a built-in one"),
-        ({"stays_after": -1}, "`stays_after = -1`: it is a number of operators"),
-        ({"stays_after": "soon"}, "`stays_after = 'soon'`"),
     ],
 )
 def test_what_cannot_keep_the_contract_is_refused(own, says):
