@@ -148,3 +148,27 @@ def test_what_an_array_holds_of_a_weight_it_holds_afterwards(is_exchanged):
     assert array.tolist() == [[3, 3], [3, 3]]
     assert model.weight._ttr_block.is_persistent
     tensorsManager.check()
+
+
+@pytest.mark.parametrize("made_so", [False, True])
+@pytest.mark.parametrize("foretold_so", [False, True])
+def test_a_weight_stays_of_the_mode_in_which_it_was_made(made_so, foretold_so):
+    """A forecast in inference mode made all weights of that mode, and one outside lost it them."""
+    with torch.inference_mode(made_so):
+        model = nn.Linear(3, 2)
+    weight, x = model.weight, torch.ones(1, 3)
+    before = model(x).tolist()
+
+    def program():
+        weight.requires_grad_(False)
+        return model(x)
+
+    with torch.inference_mode(foretold_so):
+        forecast(program)
+    assert weight.is_inference() == made_so
+    assert (x.is_inference(), weight.requires_grad) == (False, True)
+    assert model(x).tolist() == before
+    if not made_so:
+        model(x).sum().backward()
+        assert weight.grad.tolist() == [[1.0] * 3] * 2
+    tensorsManager.check()

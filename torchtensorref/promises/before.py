@@ -33,8 +33,8 @@ class Before:
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
         #: Tensors that may stand for other memory now, the block of that which they had, a
-        #: TensorRef that stands for it, and who holds that outside.
-        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any]] = {}
+        #: TensorRef that stands for it, who holds that outside, whether inference mode made them.
+        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any, bool]] = {}
 
     def cell_of(self, block: Block) -> Cell:
         """Make a cell with the bytes that a block has now, which does not keep that one alive."""
@@ -100,17 +100,20 @@ class Before:
             # Its block may die meanwhile, as it would in the program.
             exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
-            self._moved[id(ref)] = ref, weakref.ref(block), twin, exposure
+            parts = weakref.ref(block), twin, exposure, ref.is_inference()
+            self._moved[id(ref)] = (ref, *parts)
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
         for history in self._histories.values():
             history.put_back_object()
-        for ref, block_of, twin, exposure in self._moved.values():
+        for ref, block_of, twin, exposure, is_inference in self._moved.values():
             block = block_of()
             if block is None:
-                twin._ttr_block.exposure = exposure
-            replace_metadata(ref, twin if block is None else alias_of(twin, block))
+                block = twin._ttr_block
+                block.exposure = exposure
+            with torch.inference_mode(is_inference):  # it would become what this one is
+                replace_metadata(ref, alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
         for tensor, version in reversed(self._versions):  # those of views are their base's
@@ -187,7 +190,8 @@ class _History:
                 setattr(tensor, name, hooks)
         if _is_leaf(tensor):
             if tensor.requires_grad != self._requires_grad:
-                tensor.requires_grad_(self._requires_grad)
+                with torch.inference_mode(tensor.is_inference()):  # torch refuses it elsewhere
+                    tensor.requires_grad_(self._requires_grad)
             gradient = self.gradient
             # Torch refuses one of other sizes, which a tensor has that was given other data.
             is_fit = gradient is None or gradient.size() == tensor.size()
