@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import forecast, tensorsManager
+from torchTensorRef import PromisedError, disabled, forecast, tensorsManager
 from torchTensorRef.inject import hooks
 
 
@@ -171,4 +171,44 @@ def test_a_weight_stays_of_the_mode_in_which_it_was_made(made_so, foretold_so):
     if not made_so:
         model(x).sum().backward()
         assert weight.grad.tolist() == [[1.0] * 3] * 2
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(2, 2).weight,
+        lambda: nn.Embedding(3, 2).weight,
+        lambda: nn.BatchNorm1d(2).running_var,
+        lambda: nn.LSTM(2, 2).weight_hh_l0,
+        lambda: torch.tensor([1.0, 2.0]).mul_(3),
+    ],
+)
+def test_what_is_made_and_filled_inside_is_a_promise_afterwards(make):
+    """It had what was in its memory before it was filled: whatever was left there."""
+    kept = []
+    forecast(lambda x: kept.append(make()), torch.ones(1))
+    assert kept[0].proxyInfo.promised
+    with pytest.raises(PromisedError):
+        kept[0].tolist()
+    with pytest.raises(PromisedError):
+        kept[0].fulfil()
+    tensorsManager.check()
+
+
+def test_what_was_plain_before_and_is_written_inside_has_its_bytes():
+    kept = {}
+    with disabled():
+        kept["old"], kept["shown"] = torch.ones(2), torch.ones(2)
+
+    def program(x):
+        kept["module"] = module = nn.Module()
+        module.register_buffer("old", kept.pop("old"))
+        module.register_buffer("shown", kept["shown"])
+        module.old.add_(x)
+        module.shown.add_(x)
+
+    forecast(program, torch.ones(2))
+    assert kept["module"].old.tolist() == [1, 1]
+    assert kept["module"].shown.tolist() == kept["shown"].tolist() == [1, 1]
     tensorsManager.check()

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..interception.operands import Operands
 from ..memory.block import Block
@@ -32,6 +33,8 @@ class Before:
         #: Tensors over them, with the versions that these had before they were first written.
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
+        #: Memory that was made meanwhile, by its number, which is kept from becoming another one's.
+        self._made: dict[int, StorageWeakRef] = {}
         #: Tensors that may stand for other memory now, the block of that which they had, a
         #: TensorRef that stands for it, who holds that outside, whether inference mode made them.
         self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any, bool]] = {}
@@ -56,12 +59,26 @@ class Before:
     def note_bytes(self, block: Block) -> Block:
         """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
-        if block not in self.originals:
+        if block not in self.originals and not self._is_made(block):
             self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
             block.exposure = None
         return _shared(block)
+
+    def note_made(self, plain: torch.Tensor) -> None:
+        """Note memory that is made meanwhile: nobody wants back what is in it at first."""
+        made = StorageWeakRef(plain.untyped_storage())
+        self._made[made.cdata] = made
+
+    def _is_made(self, block: Block) -> bool:
+        """Whether the bytes of a block were made meanwhile, and nobody else has them."""
+        exposure, bases = block.exposure, [replica.base for replica in block.replicas.values()]
+        storages = [base.untyped_storage() for base in bases]
+        if exposure is not None and exposure.storage is not None:
+            storages.append(exposure.storage)
+        is_held = exposure is not None and exposure.alive
+        return not is_held and any(storage._cdata in self._made for storage in storages)
 
     def is_held_outside(self, block: Block) -> bool:
         """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
@@ -135,6 +152,7 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
+        self._made.clear()
         return blocks
 
 
@@ -151,7 +169,7 @@ class _History:
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
         self._number = tensor._cdata
-        self._class = type(tensor)
+        self._class, self._was_plain = type(tensor), not isinstance(tensor, TensorRef)
         self._noted = _noted_on(tensor)
         self._hooks = {name: getattr(tensor, name) for name in _HOOKS}
         self._requires_grad = tensor.requires_grad
@@ -165,8 +183,8 @@ class _History:
     def put_back_object(self) -> None:
         """Let the object be of its class, with what was noted on it, if it was exchanged."""
         tensor = self._tensor
-        if tensor._cdata == self._number:
-            return
+        if tensor._cdata == self._number or (self._was_plain and isinstance(tensor, TensorRef)):
+            return  # or we have adopted it
         tensor.__class__ = self._class
         for name in _noted_on(tensor):
             del tensor.__dict__[name]

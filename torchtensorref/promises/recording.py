@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.activation import moving, when_drawn, when_seeded
+from ..base.activation import moving, when_drawn, when_made, when_seeded
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
@@ -73,7 +73,8 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
     with (
         surely(lambda: promises.take_back(before)),
         surely(standing.put_back),
-        _told_of_generators(lambda told: standing.note(told) if promises.recorder else None),
+        _told(standing.note, when_drawn, when_seeded),
+        _told(before.note_made, when_made),
         drawing(),  # what waits from before is not drawn, nor left behind
         scoped(Scope(values, recorder, PromisedDraws(first=standing.note))),
         moving.entered(before.note_moved),
@@ -82,9 +83,12 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
 
 
 @contextmanager
-def _told_of_generators(tell: Callable[[torch.Generator], None]) -> Iterator[None]:
-    """Be told of a generator before somebody draws from it, looks at its state, or sets it."""
-    lists = when_drawn, when_seeded
+def _told(note: Callable[[Any], None], *lists: list[Callable[[Any], None]]) -> Iterator[None]:
+    """Be told what lists tell of, inside forecasts: of generators, and of memory that is made."""
+
+    def tell(told: Any) -> None:
+        if promises.recorder is not None:
+            note(told)
 
     def end() -> None:
         for one in lists:
