@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import PromisedError, disabled, forecast, tensorsManager
+from torchTensorRef import PromisedError, disabled, forecast, promising, tensorsManager
 from torchTensorRef.inject import hooks
 
 
@@ -23,20 +24,20 @@ def facts(x: torch.Tensor) -> Any:
     return (x.shape, x.stride(), x.requires_grad, x.is_leaf, x._version, x.tolist())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.unsqueeze_(0),
-        lambda x: x.t_(),
-        lambda x: x.resize_(9),
-        lambda x: x.set_(torch.zeros(2)),
-        lambda x: x.requires_grad_(),
-        lambda x: x.mul_(torch.ones(2, requires_grad=True)),
-        lambda x: x[0].copy_(torch.zeros(2, requires_grad=True)),
-        lambda x: setattr(x, "data", torch.zeros(5)),
-        lambda x: torch.add(torch.ones(7), 1, out=x),
-    ],
-)
+CHANGES = [
+    lambda x: x.unsqueeze_(0),
+    lambda x: x.t_(),
+    lambda x: x.resize_(9),
+    lambda x: x.set_(torch.zeros(2)),
+    lambda x: x.requires_grad_(),
+    lambda x: x.mul_(torch.ones(2, requires_grad=True)),
+    lambda x: x[0].copy_(torch.zeros(2, requires_grad=True)),
+    lambda x: setattr(x, "data", torch.zeros(5)),
+    lambda x: torch.add(torch.ones(7), 1, out=x),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_a_tensor_is_as_it_was(change):
     x = torch.arange(4.0).view(2, 2).clone()
@@ -48,6 +49,54 @@ def test_a_tensor_is_as_it_was(change):
     x.zero_()
     assert view.tolist() == [0.0, 0.0]  # they still share memory
     tensorsManager.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *CHANGES,
+        lambda x: forecast(lambda: x.resize_(9).zero_()),
+        lambda x: forecast(lambda: x[0].t_().add_(1)),
+        lambda x: (x.add_(1), x.sum().item(), x.add_(1)),
+        lambda x: x.numpy(),
+    ],
+)
+@pytest.mark.parametrize("values", ["compute", "zeros"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_promise_is_what_it_was(change, values):
+    """What a forecast wrote into a promise that it was given stayed written, and so did sizes."""
+    with promising():
+        x = torch.arange(4.0).view(2, 2).clone()
+    view, kept = x[1], []
+    forecast(lambda: (change(x), kept.append(x * 2)), values=values)
+    x.add_(1)
+    assert facts(x.fulfil()) == ((2, 2), (2, 1), False, True, 1, [[1, 2], [3, 4]])
+    assert view.fulfil().tolist() == [3, 4]
+    x.zero_()
+    assert view.tolist() == [0, 0]  # they still share memory
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(4, 2), lambda: torch.ones(2, 4).t()])
+@pytest.mark.parametrize("scope", [promising, nullcontext])
+def test_a_promise_or_a_view_that_was_exchanged_is_of_its_size(make, scope):
+    with scope():
+        x = make()
+    forecast(lambda: torch.utils.swap_tensors(x, torch.zeros(3)))
+    assert x.fulfil().tolist() == [[1, 1]] * 4
+
+
+def test_what_a_forecast_makes_computes_and_writes_is_a_promise_afterwards():
+    kept = []
+
+    def program():
+        kept.append(torch.zeros(1))
+        kept[0].item()
+        kept[0].add_(1)
+
+    forecast(program)
+    with pytest.raises(PromisedError):
+        kept[0].tolist()
 
 
 def test_gradients_go_where_they_went():

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base.activation import moving
 from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, replace_metadata
 from ..memory.ref import TensorRef
-from .graph import Cell
+from .graph import Cell, copied
 
 __all__ = ["Before"]
 
@@ -26,6 +27,10 @@ class Before:
     def __init__(self) -> None:
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
+        #: Promises from before that may be others now, and what they promised.
+        self.promised: dict[Block, Cell] = {}
+        #: Promises that were made meanwhile: nobody wants back what they were.
+        self.born: weakref.WeakSet[Block] = weakref.WeakSet()
         #: Blocks with the bytes that real ones have now.
         self._now: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
         #: Cells with such bytes.
@@ -52,19 +57,40 @@ class Before:
         return found
 
     def original_of(self, block: Block) -> Block:
-        """Return a block with the bytes that one had before anything was written."""
+        """Return a block with the bytes that one had, or promised, before anything was written."""
+        cell = self.promised.get(block, block.promise)
+        if cell is not None and block not in self.originals:
+            made = Block(cell.nbytes)
+            self.promised[made] = cell
+            return made
         original = self.originals.get(block)
         return self._bytes_of(block) if original is None else original
 
     def note_bytes(self, block: Block) -> Block:
         """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
-        if block not in self.originals and not self._is_made(block):
+        if self._is_made(block):
+            self.born.add(block)
+        elif self._is_as_before(block):
             self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
             block.exposure = None
         return _shared(block)
+
+    def note_promise(self, block: Block) -> None:
+        """Note a promise that is about to be another one: of a copy, if it is from before."""
+        cell = block.promise
+        is_other = block in self.originals or self.promised.get(block, cell) is not cell
+        if cell is not None and not is_other and block not in self.born:
+            made = copied(cell)
+            self._cells.add(made)
+            self.promised[block] = cell
+            block.promise = made
+
+    def _is_as_before(self, block: Block) -> bool:
+        """Whether a block is from before, and has not been written."""
+        return not any(block in known for known in (self.born, self.originals, self.promised))
 
     def note_made(self, plain: torch.Tensor) -> None:
         """Note memory that is made meanwhile: nobody wants back what is in it at first."""
@@ -86,13 +112,16 @@ class Before:
         return exposure is not None and exposure.alive
 
     def note_written(self, operands: Operands) -> None:
-        """Note versions and histories of tensors that have bytes and are about to be written."""
+        """Note versions, histories and promises of tensors from before: they are to be written."""
         for value in operands.written_arguments():
             if isinstance(value, torch.Tensor) and not value.is_inference():
                 ref = operands.ref_of(value)
-                if ref is not None and ref._ttr_block.promise is None:
+                block = None if ref is None else ref._ttr_block
+                if block is not None and (block.promise is None or self._is_as_before(block)):
                     self._versions.append((value, value._version))
                     self.note_history(value)
+        for block in operands.written:
+            self.note_promise(block)
 
     def note_history(self, tensor: Any) -> None:
         """Note whether a tensor requires gradients, where they go, and what it has of them."""
@@ -103,17 +132,16 @@ class Before:
             self._histories[id(tensor)] = history = _History(tensor)
             if history.gradient is not None:
                 self.note_history(history.gradient)
-            if base is None and isinstance(tensor, TensorRef):
+            if isinstance(tensor, TensorRef):
                 # Torch can exchange what the object is, and tells nobody (`swap_tensors`).
                 self.note_moved(tensor)
-                if not tensor.is_inference():
+                if base is None and not tensor.is_inference():
                     self._versions.append((tensor, tensor._version))
 
     def note_moved(self, ref: Any) -> None:
         """Note the memory and the sizes of a TensorRef that is about to stand for others."""
         block = ref._ttr_block
-        is_real = block.promise is None or block in self.originals
-        if is_real and id(ref) not in self._moved:
+        if block not in self.born and id(ref) not in self._moved:
             # Its block may die meanwhile, as it would in the program.
             exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
@@ -129,7 +157,8 @@ class Before:
             if block is None:
                 block = twin._ttr_block
                 block.exposure = exposure
-            with torch.inference_mode(is_inference):  # it would become what this one is
+            # It would become of the mode of this one; and no forecast around this one is told.
+            with torch.inference_mode(is_inference), moving.entered(None):
                 replace_metadata(ref, alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
@@ -152,7 +181,8 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
-        self._made.clear()
+        for noted in (self.promised, self.born, self._made):
+            noted.clear()
         return blocks
 
 

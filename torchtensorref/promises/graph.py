@@ -28,6 +28,7 @@ __all__ = [
     "Cell",
     "Node",
     "Operand",
+    "copied",
     "fulfil_all",
     "is_lost",
     "lacks_values",
@@ -99,6 +100,14 @@ class Operand:
         if self.is_neg:
             torch._C._set_neg(made, True)
         return made
+
+
+def copied(cell: Cell) -> Cell:
+    """Return a cell that is to have a copy of the bytes that another one is to have by now."""
+    made, size = Cell(cell.nbytes), torch.Size([cell.nbytes])
+    whole = Operand(cell, size, (1,), 0, torch.uint8, torch.device("cpu"), False, False)
+    Node("clone", "", torch.clone, (whole,), {}, uses=[cell], births=[(0, made)])
+    return made
 
 
 class Layout(NamedTuple):
