@@ -102,10 +102,11 @@ def _say_if_it_draws(wrapped: Any, kwargs: dict[str, Any]) -> None:
 
 def _told_of(made: Any, kwargs: dict[str, Any]) -> Any:
     """Return what a factory has made, once those know who want to."""
-    if when_made and type(made) is Tensor and not is_ref(made) and kwargs.get("out") is None:
-        if made.layout is torch.strided and is_plain_world():
-            for tell in when_made:
-                tell(made)
+    if not when_made or kwargs.get("out") is not None or not is_plain_world():
+        return made
+    if type(made) is Tensor and not is_ref(made) and made.layout is torch.strided:
+        for tell in when_made:
+            tell(made)
     return made
 
 
