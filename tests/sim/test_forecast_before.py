@@ -77,6 +77,22 @@ def test_a_promise_is_what_it_was(change, values):
     tensorsManager.check()
 
 
+def test_promises_inside_a_forecast_are_of_it():
+    """What was written inside `promising()` inside a forecast stayed written."""
+    x, y = torch.ones(3), torch.rand(2)
+    state = torch.get_rng_state()
+
+    def program():
+        with promising({"item": 3}):
+            y.resize_(x.mul_(2).sum().item()).normal_()
+        return x.sum().item()  # by what the forecast answers
+
+    seen = forecast(program)
+    assert (x.tolist(), x._version, y.shape) == ([1, 1, 1], 0, (2,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [op.name for op in seen.record.ops][0] == "aten.mul_.Tensor"
+
+
 @pytest.mark.parametrize("make", [lambda: torch.ones(4, 2), lambda: torch.ones(2, 4).t()])
 @pytest.mark.parametrize("scope", [promising, nullcontext])
 def test_a_promise_or_a_view_that_was_exchanged_is_of_its_size(make, scope):

@@ -378,7 +378,8 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
     >>> y.fulfil().item()
     6.0
     """
-    with scoped(Scope(Values(values))):
+    outer = _scope.get() or Scope(Values())  # a forecast around it sees what is promised inside
+    with scoped(outer._replace(values=Values(values))):
         yield
 
 
