@@ -616,6 +616,23 @@ def test_torchs_settings_where_it_was_asked_for_count(setting, program):
     assert kernel_settings.settings_now() == before
 
 
+@pytest.mark.parametrize("is_other", [True, False])
+def test_what_the_program_sets_while_a_promise_is_fulfilled_stays(is_other):
+    """Another thread's default dtype was taken back for good when the promise had its bytes."""
+    with deterministic() if is_other else contextlib.nullcontext():
+        asked = tuple(list(kernel_settings.settings_now()))
+    with a_default_dtype():
+        dtype = torch.get_default_dtype()
+    try:
+        with kernel_settings.as_asked(asked):
+            assert torch.are_deterministic_algorithms_enabled() == is_other
+            torch.set_default_dtype(dtype)
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_lists_that_are_written_count_their_versions_at_once():
     x = torch.ones(3)
     with torchTensorRef.promising():
