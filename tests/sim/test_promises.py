@@ -18,6 +18,7 @@ import torchTensorRef
 from torchTensorRef import PromisedError
 from torchTensorRef.inject import hooks
 from torchTensorRef.promises import graph, kernel_settings
+from torchTensorRef.promises.promising import promises
 
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
@@ -631,6 +632,20 @@ def test_what_the_program_sets_while_a_promise_is_fulfilled_stays(is_other):
     finally:
         torch.set_default_dtype(torch.float32)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_nothing_is_left_of_promises_that_read_a_tensor_and_have_died():
+    """A weak reference for each, as long as the tensor lived."""
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        kept = [x + 1 for _ in range(40)]
+        cell = promises.cell_of(x._ttr_block)
+        for _ in range(500):
+            x + 1
+        assert 40 <= len(cell.users) < 120
+        x.zero_()
+    assert all(one.fulfil().tolist() == [2, 2, 2] for one in kept)
+    assert x.fulfil().tolist() == [0, 0, 0]
 
 
 def test_lists_that_are_written_count_their_versions_at_once():
