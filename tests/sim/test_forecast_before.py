@@ -90,7 +90,7 @@ def test_promises_inside_a_forecast_are_of_it():
     seen = forecast(program)
     assert (x.tolist(), x._version, y.shape) == ([1, 1, 1], 0, (2,))
     assert torch.equal(torch.get_rng_state(), state)
-    assert [op.name for op in seen.record.ops][0] == "aten.mul_.Tensor"
+    assert seen.record.ops[0].name == "aten.mul_.Tensor"
 
 
 @pytest.mark.parametrize("make", [lambda: torch.ones(4, 2), lambda: torch.ones(2, 4).t()])
@@ -100,6 +100,25 @@ def test_a_promise_or_a_view_that_was_exchanged_is_of_its_size(make, scope):
         x = make()
     forecast(lambda: torch.utils.swap_tensors(x, torch.zeros(3)))
     assert x.fulfil().tolist() == [[1, 1]] * 4
+
+
+def test_views_of_a_promise_that_is_let_go_of_share_memory_afterwards():
+    with promising():
+        x = torch.zeros(4)
+    view = x[:2]
+
+    def program():
+        for one in (x, view):
+            one.data = torch.ones(3)
+            one.add_(1)
+
+    forecast(program)
+    x.add_(1)
+    assert view.fulfil().tolist() == [1, 1]
+    assert x.fulfil().tolist() == [1, 1, 1, 1]
+    x.zero_()
+    assert view.tolist() == [0, 0]
+    tensorsManager.check()
 
 
 def test_what_a_forecast_makes_computes_and_writes_is_a_promise_afterwards():

@@ -621,7 +621,7 @@ def test_torchs_settings_where_it_was_asked_for_count(setting, program):
 def test_what_the_program_sets_while_a_promise_is_fulfilled_stays(is_other):
     """Another thread's default dtype was taken back for good when the promise had its bytes."""
     with deterministic() if is_other else contextlib.nullcontext():
-        asked = tuple(list(kernel_settings.settings_now()))
+        asked = (*kernel_settings.settings_now(),)
     with a_default_dtype():
         dtype = torch.get_default_dtype()
     try:

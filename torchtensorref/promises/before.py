@@ -29,6 +29,8 @@ class Before:
         self.originals: dict[Block, Block] = {}
         #: Promises from before that may be others now, and what they promised.
         self.promised: dict[Block, Cell] = {}
+        #: Blocks with what promises were from before.
+        self._twins: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
         #: Promises that were made meanwhile: nobody wants back what they were.
         self.born: weakref.WeakSet[Block] = weakref.WeakSet()
         #: Blocks with the bytes that real ones have now.
@@ -60,18 +62,18 @@ class Before:
         """Return a block with the bytes that one had, or promised, before anything was written."""
         cell = self.promised.get(block, block.promise)
         if cell is not None and block not in self.originals:
-            made = Block(cell.nbytes)
-            self.promised[made] = cell
-            return made
+            twin = self._twins.get(block)
+            if twin is None:
+                twin = self._twins[block] = Block(cell.nbytes)
+                self.promised[twin] = cell
+            return twin
         original = self.originals.get(block)
         return self._bytes_of(block) if original is None else original
 
     def note_bytes(self, block: Block) -> Block:
         """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
-        if self._is_made(block):
-            self.born.add(block)
-        elif self._is_as_before(block):
+        if self._is_as_before(block):
             self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
@@ -113,6 +115,7 @@ class Before:
 
     def note_written(self, operands: Operands) -> None:
         """Note versions, histories and promises of tensors from before: they are to be written."""
+        self.born.update(b for b in operands.written if b.promise is None and self._is_made(b))
         for value in operands.written_arguments():
             if isinstance(value, torch.Tensor) and not value.is_inference():
                 ref = operands.ref_of(value)
@@ -181,7 +184,7 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
-        for noted in (self.promised, self.born, self._made):
+        for noted in (self.promised, self._twins, self.born, self._made):
             noted.clear()
         return blocks
 
