@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torchTensorRef import forecast, tensorsManager
+from torchTensorRef import PromisedError, disabled, forecast, promising, tensorsManager
 from torchTensorRef.inject import hooks
 
 
@@ -23,20 +24,20 @@ def facts(x: torch.Tensor) -> Any:
     return (x.shape, x.stride(), x.requires_grad, x.is_leaf, x._version, x.tolist())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.unsqueeze_(0),
-        lambda x: x.t_(),
-        lambda x: x.resize_(9),
-        lambda x: x.set_(torch.zeros(2)),
-        lambda x: x.requires_grad_(),
-        lambda x: x.mul_(torch.ones(2, requires_grad=True)),
-        lambda x: x[0].copy_(torch.zeros(2, requires_grad=True)),
-        lambda x: setattr(x, "data", torch.zeros(5)),
-        lambda x: torch.add(torch.ones(7), 1, out=x),
-    ],
-)
+CHANGES = [
+    lambda x: x.unsqueeze_(0),
+    lambda x: x.t_(),
+    lambda x: x.resize_(9),
+    lambda x: x.set_(torch.zeros(2)),
+    lambda x: x.requires_grad_(),
+    lambda x: x.mul_(torch.ones(2, requires_grad=True)),
+    lambda x: x[0].copy_(torch.zeros(2, requires_grad=True)),
+    lambda x: setattr(x, "data", torch.zeros(5)),
+    lambda x: torch.add(torch.ones(7), 1, out=x),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_a_tensor_is_as_it_was(change):
     x = torch.arange(4.0).view(2, 2).clone()
@@ -48,6 +49,89 @@ def test_a_tensor_is_as_it_was(change):
     x.zero_()
     assert view.tolist() == [0.0, 0.0]  # they still share memory
     tensorsManager.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *CHANGES,
+        lambda x: forecast(lambda: x.resize_(9).zero_()),
+        lambda x: forecast(lambda: x[0].t_().add_(1)),
+        lambda x: (x.add_(1), x.sum().item(), x.add_(1)),
+        lambda x: x.numpy(),
+    ],
+)
+@pytest.mark.parametrize("values", ["compute", "zeros"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_promise_is_what_it_was(change, values):
+    """What a forecast wrote into a promise that it was given stayed written, and so did sizes."""
+    with promising():
+        x = torch.arange(4.0).view(2, 2).clone()
+    view, kept = x[1], []
+    forecast(lambda: (change(x), kept.append(x * 2)), values=values)
+    x.add_(1)
+    assert facts(x.fulfil()) == ((2, 2), (2, 1), False, True, 1, [[1, 2], [3, 4]])
+    assert view.fulfil().tolist() == [3, 4]
+    x.zero_()
+    assert view.tolist() == [0, 0]  # they still share memory
+    tensorsManager.check()
+
+
+def test_promises_inside_a_forecast_are_of_it():
+    """What was written inside `promising()` inside a forecast stayed written."""
+    x, y = torch.ones(3), torch.rand(2)
+    state = torch.get_rng_state()
+
+    def program():
+        with promising({"item": 3}):
+            y.resize_(x.mul_(2).sum().item()).normal_()
+        return x.sum().item()  # by what the forecast answers
+
+    seen = forecast(program)
+    assert (x.tolist(), x._version, y.shape) == ([1, 1, 1], 0, (2,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen.record.ops[0].name == "aten.mul_.Tensor"
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(4, 2), lambda: torch.ones(2, 4).t()])
+@pytest.mark.parametrize("scope", [promising, nullcontext])
+def test_a_promise_or_a_view_that_was_exchanged_is_of_its_size(make, scope):
+    with scope():
+        x = make()
+    forecast(lambda: torch.utils.swap_tensors(x, torch.zeros(3)))
+    assert x.fulfil().tolist() == [[1, 1]] * 4
+
+
+def test_views_of_a_promise_that_is_let_go_of_share_memory_afterwards():
+    with promising():
+        x = torch.zeros(4)
+    view = x[:2]
+
+    def program():
+        for one in (x, view):
+            one.data = torch.ones(3)
+            one.add_(1)
+
+    forecast(program)
+    x.add_(1)
+    assert view.fulfil().tolist() == [1, 1]
+    assert x.fulfil().tolist() == [1, 1, 1, 1]
+    x.zero_()
+    assert view.tolist() == [0, 0]
+    tensorsManager.check()
+
+
+def test_what_a_forecast_makes_computes_and_writes_is_a_promise_afterwards():
+    kept = []
+
+    def program():
+        kept.append(torch.zeros(1))
+        kept[0].item()
+        kept[0].add_(1)
+
+    forecast(program)
+    with pytest.raises(PromisedError):
+        kept[0].tolist()
 
 
 def test_gradients_go_where_they_went():
@@ -147,4 +231,68 @@ def test_what_an_array_holds_of_a_weight_it_holds_afterwards(is_exchanged):
     model.weight.data.fill_(3)
     assert array.tolist() == [[3, 3], [3, 3]]
     assert model.weight._ttr_block.is_persistent
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize("made_so", [False, True])
+@pytest.mark.parametrize("foretold_so", [False, True])
+def test_a_weight_stays_of_the_mode_in_which_it_was_made(made_so, foretold_so):
+    """A forecast in inference mode made all weights of that mode, and one outside lost it them."""
+    with torch.inference_mode(made_so):
+        model = nn.Linear(3, 2)
+    weight, x = model.weight, torch.ones(1, 3)
+    before = model(x).tolist()
+
+    def program():
+        weight.requires_grad_(False)
+        return model(x)
+
+    with torch.inference_mode(foretold_so):
+        forecast(program)
+    assert weight.is_inference() == made_so
+    assert (x.is_inference(), weight.requires_grad) == (False, True)
+    assert model(x).tolist() == before
+    if not made_so:
+        model(x).sum().backward()
+        assert weight.grad.tolist() == [[1.0] * 3] * 2
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(2, 2).weight,
+        lambda: nn.Embedding(3, 2).weight,
+        lambda: nn.BatchNorm1d(2).running_var,
+        lambda: nn.LSTM(2, 2).weight_hh_l0,
+        lambda: torch.tensor([1.0, 2.0]).mul_(3),
+    ],
+)
+def test_what_is_made_and_filled_inside_is_a_promise_afterwards(make):
+    """It had what was in its memory before it was filled: whatever was left there."""
+    kept = []
+    forecast(lambda x: kept.append(make()), torch.ones(1))
+    assert kept[0].proxyInfo.promised
+    with pytest.raises(PromisedError):
+        kept[0].tolist()
+    with pytest.raises(PromisedError):
+        kept[0].fulfil()
+    tensorsManager.check()
+
+
+def test_what_was_plain_before_and_is_written_inside_has_its_bytes():
+    kept = {}
+    with disabled():
+        kept["old"], kept["shown"] = torch.ones(2), torch.ones(2)
+
+    def program(x):
+        kept["module"] = module = nn.Module()
+        module.register_buffer("old", kept.pop("old"))
+        module.register_buffer("shown", kept["shown"])
+        module.old.add_(x)
+        module.shown.add_(x)
+
+    forecast(program, torch.ones(2))
+    assert kept["module"].old.tolist() == [1, 1]
+    assert kept["module"].shown.tolist() == kept["shown"].tolist() == [1, 1]
     tensorsManager.check()

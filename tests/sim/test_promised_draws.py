@@ -11,7 +11,7 @@ import torchTensorRef
 from torchTensorRef import disabled, promising
 from torchTensorRef.inject import hooks
 from torchTensorRef.promises.draws import Draws
-from torchTensorRef.promises.promising import promise_like
+from torchTensorRef.promises.recording import promise_like
 
 from ..support.differential import differences
 from ..support.promised import asked_on_both

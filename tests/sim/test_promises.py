@@ -18,6 +18,7 @@ import torchTensorRef
 from torchTensorRef import PromisedError
 from torchTensorRef.inject import hooks
 from torchTensorRef.promises import graph, kernel_settings
+from torchTensorRef.promises.promising import promises
 
 from ..support.differential import differences
 from ..support.programs import Scatter, assert_right, assert_same, mlp
@@ -614,6 +615,37 @@ def test_torchs_settings_where_it_was_asked_for_count(setting, program):
     with setting():
         assert kernel_settings.settings_now() != before
     assert kernel_settings.settings_now() == before
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_what_the_program_sets_while_a_promise_is_fulfilled_stays(is_other):
+    """Another thread's default dtype was taken back for good when the promise had its bytes."""
+    with deterministic() if is_other else contextlib.nullcontext():
+        asked = (*kernel_settings.settings_now(),)
+    with a_default_dtype():
+        dtype = torch.get_default_dtype()
+    try:
+        with kernel_settings.as_asked(asked):
+            assert torch.are_deterministic_algorithms_enabled() == is_other
+            torch.set_default_dtype(dtype)
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_nothing_is_left_of_promises_that_read_a_tensor_and_have_died():
+    """A weak reference for each, as long as the tensor lived."""
+    x = torch.ones(3)
+    with torchTensorRef.promising():
+        kept = [x + 1 for _ in range(40)]
+        cell = promises.cell_of(x._ttr_block)
+        for _ in range(500):
+            x + 1
+        assert 40 <= len(cell.users) < 120
+        x.zero_()
+    assert all(one.fulfil().tolist() == [2, 2, 2] for one in kept)
+    assert x.fulfil().tolist() == [0, 0, 0]
 
 
 def test_lists_that_are_written_count_their_versions_at_once():

@@ -29,6 +29,9 @@ when_open: list[Callable[[Any], None]] = []
 when_drawn: list[Callable[[Any], None]] = []
 when_seeded: list[Callable[[Any], None]] = []
 
+#: Called with a plain tensor that a factory has made, in memory of its own.
+when_made: list[Callable[[Any], None]] = []
+
 #: Called with a plain parameter that meets TensorRefs in an operator.
 when_plain: list[Callable[[Any], None]] = []
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-from ..base.activation import making, when_drawn
+from ..base.activation import making, when_drawn, when_made
 from ..base.errors import ConfigError
 from ..base.options import settings
 from ..devices.out_of_memory import is_out_of_memory
@@ -91,13 +91,23 @@ def own_memory_factory(
             return _make(wrapped, args, kwargs)
         kwargs = with_known_device(kwargs)
     _say_if_it_draws(wrapped, kwargs)
-    return wrapped(*args, **kwargs)
+    return _told_of(wrapped(*args, **kwargs), kwargs)
 
 
 def _say_if_it_draws(wrapped: Any, kwargs: dict[str, Any]) -> None:
     if when_drawn and load(".operators.random_numbers").draws_random(wrapped.__name__):
         for tell in when_drawn:
             tell(kwargs.get("generator") or torch.default_generator)
+
+
+def _told_of(made: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what a factory has made, once those know who want to."""
+    if not when_made or kwargs.get("out") is not None or not is_plain_world():
+        return made
+    if type(made) is Tensor and not is_ref(made) and made.layout is torch.strided:
+        for tell in when_made:
+            tell(made)
+    return made
 
 
 def _promise(make: Any, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +129,7 @@ def own_values_factory(
         return _make(wrapped, args, kwargs)
     if state.active and not _is_disabled():
         kwargs = with_known_device(kwargs)
-    return wrapped(*args, **kwargs)
+    return _told_of(wrapped(*args, **kwargs), kwargs)
 
 
 def shared_memory_factory(
@@ -230,6 +240,7 @@ def _fresh(plain: Tensor) -> Any:
     """Make the TensorRef over memory that nobody else has seen, on the device where it lies."""
     if plain.layout is not torch.strided:
         return _adopted(plain)
+    _told_of(plain, {})
     core = _core()
     residency = core.manager.residency
     if plain.is_cpu:

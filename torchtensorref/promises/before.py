@@ -6,12 +6,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base.activation import moving
 from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, replace_metadata
 from ..memory.ref import TensorRef
-from .graph import Cell
+from .graph import Cell, copied
 
 __all__ = ["Before"]
 
@@ -25,6 +27,12 @@ class Before:
     def __init__(self) -> None:
         #: Real blocks that were written meanwhile, and what they had.
         self.originals: dict[Block, Block] = {}
+        #: Promises from before that may be others now, and what they promised.
+        self.promised: dict[Block, Cell] = {}
+        #: Blocks with what promises were from before.
+        self._twins: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
+        #: Promises that were made meanwhile: nobody wants back what they were.
+        self.born: weakref.WeakSet[Block] = weakref.WeakSet()
         #: Blocks with the bytes that real ones have now.
         self._now: weakref.WeakKeyDictionary[Block, Block] = weakref.WeakKeyDictionary()
         #: Cells with such bytes.
@@ -32,9 +40,11 @@ class Before:
         #: Tensors over them, with the versions that these had before they were first written.
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
+        #: Memory that was made meanwhile, by its number, which is kept from becoming another one's.
+        self._made: dict[int, StorageWeakRef] = {}
         #: Tensors that may stand for other memory now, the block of that which they had, a
-        #: TensorRef that stands for it, and who holds that outside.
-        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any]] = {}
+        #: TensorRef that stands for it, who holds that outside, whether inference mode made them.
+        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any, bool]] = {}
 
     def cell_of(self, block: Block) -> Cell:
         """Make a cell with the bytes that a block has now, which does not keep that one alive."""
@@ -49,19 +59,54 @@ class Before:
         return found
 
     def original_of(self, block: Block) -> Block:
-        """Return a block with the bytes that one had before anything was written."""
+        """Return a block with the bytes that one had, or promised, before anything was written."""
+        cell = self.promised.get(block, block.promise)
+        if cell is not None and block not in self.originals:
+            twin = self._twins.get(block)
+            if twin is None:
+                twin = self._twins[block] = Block(cell.nbytes)
+                self.promised[twin] = cell
+            return twin
         original = self.originals.get(block)
         return self._bytes_of(block) if original is None else original
 
     def note_bytes(self, block: Block) -> Block:
         """Note what a block has that is about to be a promise; return another with its bytes."""
         # What has been computed since it was written first is not what it had.
-        if block not in self.originals:
+        if self._is_as_before(block):
             self.originals[block] = original = _shared(block)
             # Who holds its bytes goes on holding those.
             original.exposure = block.exposure
             block.exposure = None
         return _shared(block)
+
+    def note_promise(self, block: Block) -> None:
+        """Note a promise that is about to be another one: of a copy, if it is from before."""
+        cell = block.promise
+        is_other = block in self.originals or self.promised.get(block, cell) is not cell
+        if cell is not None and not is_other and block not in self.born:
+            made = copied(cell)
+            self._cells.add(made)
+            self.promised[block] = cell
+            block.promise = made
+
+    def _is_as_before(self, block: Block) -> bool:
+        """Whether a block is from before, and has not been written."""
+        return not any(block in known for known in (self.born, self.originals, self.promised))
+
+    def note_made(self, plain: torch.Tensor) -> None:
+        """Note memory that is made meanwhile: nobody wants back what is in it at first."""
+        made = StorageWeakRef(plain.untyped_storage())
+        self._made[made.cdata] = made
+
+    def _is_made(self, block: Block) -> bool:
+        """Whether the bytes of a block were made meanwhile, and nobody else has them."""
+        exposure, bases = block.exposure, [replica.base for replica in block.replicas.values()]
+        storages = [base.untyped_storage() for base in bases]
+        if exposure is not None and exposure.storage is not None:
+            storages.append(exposure.storage)
+        is_held = exposure is not None and exposure.alive
+        return not is_held and any(storage._cdata in self._made for storage in storages)
 
     def is_held_outside(self, block: Block) -> bool:
         """Whether a plain tensor of the program's has the bytes of a block, or had them before."""
@@ -69,13 +114,17 @@ class Before:
         return exposure is not None and exposure.alive
 
     def note_written(self, operands: Operands) -> None:
-        """Note versions and histories of tensors that have bytes and are about to be written."""
+        """Note versions, histories and promises of tensors from before: they are to be written."""
+        self.born.update(b for b in operands.written if b.promise is None and self._is_made(b))
         for value in operands.written_arguments():
             if isinstance(value, torch.Tensor) and not value.is_inference():
                 ref = operands.ref_of(value)
-                if ref is not None and ref._ttr_block.promise is None:
+                block = None if ref is None else ref._ttr_block
+                if block is not None and (block.promise is None or self._is_as_before(block)):
                     self._versions.append((value, value._version))
                     self.note_history(value)
+        for block in operands.written:
+            self.note_promise(block)
 
     def note_history(self, tensor: Any) -> None:
         """Note whether a tensor requires gradients, where they go, and what it has of them."""
@@ -86,31 +135,34 @@ class Before:
             self._histories[id(tensor)] = history = _History(tensor)
             if history.gradient is not None:
                 self.note_history(history.gradient)
-            if base is None and isinstance(tensor, TensorRef):
+            if isinstance(tensor, TensorRef):
                 # Torch can exchange what the object is, and tells nobody (`swap_tensors`).
                 self.note_moved(tensor)
-                if not tensor.is_inference():
+                if base is None and not tensor.is_inference():
                     self._versions.append((tensor, tensor._version))
 
     def note_moved(self, ref: Any) -> None:
         """Note the memory and the sizes of a TensorRef that is about to stand for others."""
         block = ref._ttr_block
-        is_real = block.promise is None or block in self.originals
-        if is_real and id(ref) not in self._moved:
+        if block not in self.born and id(ref) not in self._moved:
             # Its block may die meanwhile, as it would in the program.
             exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
-            self._moved[id(ref)] = ref, weakref.ref(block), twin, exposure
+            parts = weakref.ref(block), twin, exposure, ref.is_inference()
+            self._moved[id(ref)] = (ref, *parts)
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
         for history in self._histories.values():
             history.put_back_object()
-        for ref, block_of, twin, exposure in self._moved.values():
+        for ref, block_of, twin, exposure, is_inference in self._moved.values():
             block = block_of()
             if block is None:
-                twin._ttr_block.exposure = exposure
-            replace_metadata(ref, twin if block is None else alias_of(twin, block))
+                block = twin._ttr_block
+                block.exposure = exposure
+            # It would become of the mode of this one; and no forecast around this one is told.
+            with torch.inference_mode(is_inference), moving.entered(None):
+                replace_metadata(ref, alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
         for tensor, version in reversed(self._versions):  # those of views are their base's
@@ -132,6 +184,8 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
+        for noted in (self.promised, self._twins, self.born, self._made):
+            noted.clear()
         return blocks
 
 
@@ -148,7 +202,7 @@ class _History:
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
         self._number = tensor._cdata
-        self._class = type(tensor)
+        self._class, self._was_plain = type(tensor), not isinstance(tensor, TensorRef)
         self._noted = _noted_on(tensor)
         self._hooks = {name: getattr(tensor, name) for name in _HOOKS}
         self._requires_grad = tensor.requires_grad
@@ -162,8 +216,8 @@ class _History:
     def put_back_object(self) -> None:
         """Let the object be of its class, with what was noted on it, if it was exchanged."""
         tensor = self._tensor
-        if tensor._cdata == self._number:
-            return
+        if tensor._cdata == self._number or (self._was_plain and isinstance(tensor, TensorRef)):
+            return  # or we have adopted it
         tensor.__class__ = self._class
         for name in _noted_on(tensor):
             del tensor.__dict__[name]
@@ -187,7 +241,8 @@ class _History:
                 setattr(tensor, name, hooks)
         if _is_leaf(tensor):
             if tensor.requires_grad != self._requires_grad:
-                tensor.requires_grad_(self._requires_grad)
+                with torch.inference_mode(tensor.is_inference()):  # torch refuses it elsewhere
+                    tensor.requires_grad_(self._requires_grad)
             gradient = self.gradient
             # Torch refuses one of other sizes, which a tensor has that was given other data.
             is_fit = gradient is None or gradient.size() == tensor.size()

@@ -28,6 +28,7 @@ __all__ = [
     "Cell",
     "Node",
     "Operand",
+    "copied",
     "fulfil_all",
     "is_lost",
     "lacks_values",
@@ -41,7 +42,7 @@ _numbers = itertools.count(1)
 class Cell:
     """One block's bytes through time: those it had, and those it is going to get."""
 
-    __slots__ = ("__weakref__", "base", "nbytes", "real", "users", "writer")
+    __slots__ = ("__weakref__", "_crowd", "base", "nbytes", "real", "users", "writer")
 
     def __init__(self, nbytes: int, real: Block | None = None) -> None:
         self.nbytes = nbytes
@@ -54,13 +55,25 @@ class Cell:
         self.writer: Node | None = None
         #: Nodes that use them, in their order; weak, so that nobody runs what nobody wants.
         self.users: list[weakref.ref[Node]] = []
+        #: With so many of them it is looked which have died.
+        self._crowd = 16
+
+    def add_user(self, node: Node) -> None:
+        """Note that a node uses the bytes, after all that do."""
+        self.users.append(weakref.ref(node))
+        if len(self.users) >= self._crowd:
+            self._crowd = 16 + 2 * len(self._waiting())
 
     def users_before(self, number: int) -> list[Node]:
         """Return the nodes that use the bytes before node `number`, and have not run."""
+        return [node for node in self._waiting() if node.number < number]
+
+    def _waiting(self) -> list[Node]:
+        """Return the users that have not run; forget the others."""
         nodes = [(reference, reference()) for reference in self.users]
         living = [(one, node) for one, node in nodes if node is not None and not node.is_done]
         self.users[:] = [reference for reference, _ in living]
-        return [node for _, node in living if node.number < number]
+        return [node for _, node in living]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +112,14 @@ class Operand:
         if self.is_neg:
             torch._C._set_neg(made, True)
         return made
+
+
+def copied(cell: Cell) -> Cell:
+    """Return a cell that is to have a copy of the bytes that another one is to have by now."""
+    made, size = Cell(cell.nbytes), torch.Size([cell.nbytes])
+    whole = Operand(cell, size, (1,), 0, torch.uint8, torch.device("cpu"), False, False)
+    Node("clone", "", torch.clone, (whole,), {}, uses=[cell], births=[(0, made)])
+    return made
 
 
 class Layout(NamedTuple):
@@ -220,7 +241,7 @@ class Node:
         if self.deps and not (self.writes or births):
             max(self.deps, key=lambda node: node.number).checks.append(self)
         for cell in self.uses:
-            cell.users.append(weakref.ref(self))
+            cell.add_user(self)
         for cell in self.writes:
             cell.writer = self
         for _, cell in births:

@@ -64,18 +64,22 @@ def settings_now() -> tuple[Any, ...]:
 
 def as_asked(settings: tuple[Any, ...]) -> AbstractContextManager[None]:
     """Let such settings hold inside."""
-    before = settings_now()
-    return nullcontext() if before is settings else _changed(settings, before)
+    return nullcontext() if settings_now() == settings else _changed(settings)
 
 
 @contextmanager
-def _changed(settings: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[None]:
-    with surely(lambda: _set(before)):
-        _set(settings)
+def _changed(settings: tuple[Any, ...]) -> Iterator[None]:
+    changed: list[tuple[Any, ...]] = []
+
+    def put_back() -> None:
+        for read, change, wanted, before in changed:
+            if read() == wanted:  # else the program has set it meanwhile
+                change(before)
+
+    with surely(put_back):
+        for (read, change), wanted in zip(_WAYS, settings, strict=True):
+            before = read()
+            if before != wanted:
+                changed.append((read, change, wanted, before))
+                change(wanted)
         yield
-
-
-def _set(settings: tuple[Any, ...]) -> None:
-    for (read, change), wanted in zip(_WAYS, settings, strict=True):
-        if read() != wanted:
-            change(wanted)

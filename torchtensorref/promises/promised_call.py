@@ -62,6 +62,8 @@ class PromisedCall:
         self._operands = operands
         self._numbers = {*numbers, *_numbers_in(operands)}
         recorder = promises.recorder
+        if recorder is not None:
+            recorder.before.note_written(operands)
         #: It writes what a plain tensor of the program's has, so that it runs where that is.
         self._is_at_home = recorder is not None and any(
             map(recorder.before.is_held_outside, operands.written)
@@ -88,12 +90,11 @@ class PromisedCall:
         """Return the results as promises; or what is answered, where values are asked for."""
         if self._plan.result_of_write and not self._plan.returns_tensors:
             return self._answered()  # it returns numbers
-        if self._promises.recorder is not None:
-            self._promises.recorder.before.note_written(self._operands)
-        elif any(map(_is_held_outside, self._operands.written)):
-            return self._written_now()
-        elif self._promises.values.policy == "compute" and self._may_be_refused():
-            return self._run_now()
+        if self._promises.recorder is None:
+            if any(map(_is_held_outside, self._operands.written)):
+                return self._written_now()
+            if self._promises.values.policy == "compute" and self._may_be_refused():
+                return self._run_now()
         try:
             out = self._on_metadata()
         except _ASKS_VALUES:

@@ -40,7 +40,7 @@ from .promised_call import NOWHERE, PromisedCall, take_number
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
 
-__all__ = ["Promises", "Scope", "promise_like", "promises", "promising", "scoped"]
+__all__ = ["Promises", "Scope", "promises", "promising", "scoped"]
 
 #: Handled by a look at metadata alone: as for any TensorRef.
 _BY_METADATA = {
@@ -180,6 +180,9 @@ class Promises:
         recorder = self.recorder
         if recorder is not None:
             cell.real = recorder.before.note_bytes(block)
+        self._note_promise(block, cell)
+
+    def _note_promise(self, block: Block, cell: Cell) -> None:
         with tensorsManager.residency.books.lock:
             # In this order: it has its bytes, or is promised to have those of the cell.
             block.ready = None
@@ -201,6 +204,9 @@ class Promises:
                 original.share_with(block)
                 block.exposure = original.exposure
                 self._note_real(block)
+        for block, cell in before.promised.items():
+            block.nbytes, block.exposure = cell.nbytes, None
+            self._note_promise(block, cell)
         before.put_back()
         for block in before.forget():
             with lock:
@@ -267,6 +273,8 @@ class Promises:
             made_up = values.made_up((block.nbytes,), (1,), torch.uint8)
             if made_up is None:
                 raise has_no_value(op, "it is a promise")
+            if self.recorder is not None:
+                self.recorder.before.note_promise(block)
             filled = tensorsManager.ownership.adopt_tensor(made_up, sole=True)._ttr_block
             filled.share_with(block)
             self._note_real(block)
@@ -320,6 +328,8 @@ class Promises:
         block = Block(cell.nbytes, tensorsManager.residency.books.tick)
         self._promised.add(block)
         block.promise = cell
+        if self.recorder is not None:
+            self.recorder.before.born.add(block)
         return block
 
     def ref_over(self, plain: torch.Tensor, block: Block, label: torch.device) -> Any:
@@ -337,16 +347,6 @@ class Promises:
 
 
 promises = Promises()
-
-
-def promise_like(tensor: torch.Tensor) -> Any:
-    """Make a promise with the metadata of a tensor, and without values."""
-    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(plain, TensorRef):
-        raise AssertionError("tensors on the meta device are plain")
-    label = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-    block = promises.promised(Cell(plain.untyped_storage().nbytes()))
-    return promises.ref_over(plain, block, label).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -378,7 +378,8 @@ def promising(values: Mapping[str, Any] | str | int | None = None) -> Iterator[N
     >>> y.fulfil().item()
     6.0
     """
-    with scoped(Scope(Values(values))):
+    outer = _scope.get() or Scope(Values())  # a forecast around it sees what is promised inside
+    with scoped(outer._replace(values=Values(values))):
         yield
 
 

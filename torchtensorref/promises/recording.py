@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.activation import moving, when_drawn, when_seeded
+from ..base.activation import moving, when_drawn, when_made, when_seeded
 from ..base.scopes import surely
 from ..devices.sim.device import SimDevice
 from ..devices.sim.spec import DeviceSpec
@@ -20,12 +21,13 @@ from ..memory.budget import Budget, resolve_budget
 from ..memory.manager import tensorsManager
 from ..memory.ref import TensorRef, as_parameter
 from .draws import PromisedDraws, Standing, drawing
-from .promising import Scope, promise_like, promises, scoped
+from .graph import Cell
+from .promising import Scope, promises, scoped
 from .record import Record
 from .recorder import Recorder
 from .values import Values
 
-__all__ = ["record_of"]
+__all__ = ["promise_like", "record_of"]
 
 
 def budget_on(spec: DeviceSpec, budget: Any) -> Budget:
@@ -50,8 +52,14 @@ def record_of(
     for value in (*held, *(x for module in modules for x in _tensors_of(module).values())):
         if isinstance(value, torch.Tensor):
             recorder.before.note_history(value)
-    args, kwargs = tree_map(_with_metadata, (args, kwargs))
-    with _made_up_noted(answers), _as_before(modules), _recording(recorder, answers):
+
+    def promised(tensor: torch.Tensor) -> Any:
+        made = promise_like(tensor)
+        recorder.before.born.add(made._ttr_block)
+        return made
+
+    args, kwargs = tree_map(functools.partial(_with_metadata, promised), (args, kwargs))
+    with _made_up_noted(answers), _as_before(modules, promised), _recording(recorder, answers):
         for module in modules:
             for name, tensor in _tensors_of(module).items():
                 if isinstance(tensor, TensorRef):
@@ -73,7 +81,8 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
     with (
         surely(lambda: promises.take_back(before)),
         surely(standing.put_back),
-        _told_of_generators(lambda told: standing.note(told) if promises.recorder else None),
+        _told(standing.note, when_drawn, when_seeded),
+        _told(before.note_made, when_made),
         drawing(),  # what waits from before is not drawn, nor left behind
         scoped(Scope(values, recorder, PromisedDraws(first=standing.note))),
         moving.entered(before.note_moved),
@@ -82,9 +91,12 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
 
 
 @contextmanager
-def _told_of_generators(tell: Callable[[torch.Generator], None]) -> Iterator[None]:
-    """Be told of a generator before somebody draws from it, looks at its state, or sets it."""
-    lists = when_drawn, when_seeded
+def _told(note: Callable[[Any], None], *lists: list[Callable[[Any], None]]) -> Iterator[None]:
+    """Be told what lists tell of, inside forecasts: of generators, and of memory that is made."""
+
+    def tell(told: Any) -> None:
+        if promises.recorder is not None:
+            note(told)
 
     def end() -> None:
         for one in lists:
@@ -164,14 +176,26 @@ def _adopt_plain(module: nn.Module) -> None:
                     tensorsManager.ownership.try_adopt_in_place(tensor)
 
 
-def _with_metadata(value: Any) -> Any:
+def _with_metadata(promised: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, TensorRef):
         return value
-    return promise_like(value) if value.device.type == "meta" else tensorsManager.adopt(value)
+    return promised(value) if value.device.type == "meta" else tensorsManager.adopt(value)
+
+
+def promise_like(tensor: torch.Tensor) -> Any:
+    """Make a promise with the metadata of a tensor, and without values."""
+    plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(plain, TensorRef):
+        raise AssertionError("tensors on the meta device are plain")
+    label = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    block = promises.promised(Cell(plain.untyped_storage().nbytes()))
+    return promises.ref_over(plain, block, label).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _as_before(
+    modules: Iterable[nn.Module], promised: Callable[[torch.Tensor], Any]
+) -> Iterator[None]:
     """Let modules on the meta device be promises inside; put back what they had."""
     registries: list[dict[str, Any]] = []
     for module in modules:
@@ -189,12 +213,13 @@ def _as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
         for registry_, had in before:
             for name, tensor in had.items():
                 if tensor is not None and tensor.device.type == "meta":
-                    registry_[name] = known.setdefault(id(tensor), _promised(tensor))
+                    registry_[name] = known.setdefault(
+                        id(tensor), _persistent(promised(tensor), tensor)
+                    )
         yield
 
 
-def _promised(tensor: torch.Tensor) -> Any:
-    made = promise_like(tensor)
+def _persistent(made: Any, tensor: torch.Tensor) -> Any:
     made._ttr_block.is_persistent = True
     if isinstance(tensor, nn.Parameter):
         made = as_parameter(made)
