@@ -32,7 +32,7 @@ from ..memory.ref import TensorRef
 from .gradients import Bundle, CompiledEntry, are_ours
 from .layers import has_hooks, repeated_blocks
 from .learning import learn
-from .reachable import Cells, holds_refs, modules_of, names_data, reaches_refs
+from .reachable import Cells, holds_refs, modules_of, reaches_refs
 from .region import (
     Part,
     Region,
@@ -184,8 +184,6 @@ class CompiledCall:
             if reaches_refs(self._function, {id(module) for module in whole.modules()}):
                 # Whether it uses these can depend on a flag, and the compiler asks for memory.
                 structure.doubt = structure.doubt or "it holds objects or lists with tensors"
-            if names_data(self._function, [part for part in whole.modules() if part is not whole]):
-                structure.doubt = structure.doubt or "it may write by `.data`, which nobody counts"
             if cells.are_rebound:
                 structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):
