@@ -735,11 +735,17 @@ def _by_a_number(x: torch.Tensor, number: int) -> torch.Tensor:
     return ((torch.zeros(number, 1000) + x.view(1, -1)) * 2).sum(0)
 
 
+def _by_a_cube(x: torch.Tensor, number: int) -> torch.Tensor:
+    return (x[:1, :1].expand(number**3, 1) * 2).sum()
+
+
 @pytest.mark.parametrize(
     ("function", "calls"),
     [
         (_by_its_shape, [(1, 1000, 0), (1000, 1, 0)]),
+        (_by_its_shape, [(140, 1, 0), (255, 1, 0)]),  # of one magnitude
         (_by_a_number, [(1, 1000, 1), (1, 1000, 400)]),
+        (_by_a_cube, [(1, 1000, 33), (1, 1000, 63)]),
     ],
 )
 def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, calls):
@@ -754,3 +760,15 @@ def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, c
 
     manager = ours(program, 1 << 18)
     assert manager.stats()["native_call_count"] == 2  # what does not fit is intercepted
+
+
+def test_a_call_that_is_a_little_larger_is_not_learned_anew(ours):
+    """As that with a cache that grows: it is taken to need more, and held to that."""
+
+    def program() -> Any:
+        call = torch.compile(_by_its_shape, backend="eager", dynamic=True)
+        with torch.no_grad():
+            return [call(torch.rand(rows, 1), 0) for rows in (140, 143, 146, 150, 176, 176)]
+
+    manager = ours(program, 1 << 18)
+    assert manager.stats()["native_call_count"] == 4  # a quarter more is learned again

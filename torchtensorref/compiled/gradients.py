@@ -247,7 +247,6 @@ class Backward:
         forward = entry.structure
         #: Not recorded, but put together from what is known.
         self._structure = Structure(
-            call_count=1,
             passing_nbytes=_passing_nbytes(entry),
             compute_ns=forward.compute_ns * BACKWARD_SHARE,
             op_count=forward.op_count * BACKWARD_SHARE,
@@ -324,7 +323,7 @@ def _passing_nbytes(entry: CompiledEntry) -> int:
     saved = {saved.kept._ttr_block for saved in entry.saved if isinstance(saved.kept, TensorRef)}
     made: list[int] = [block.nbytes for block in saved.difference(entry.blocks)]
     gradients_nbytes: int = sum(leaf.nbytes for _, leaf in entry.leaves.values())
-    rest_nbytes = max(entry.structure.passing_nbytes - sum(made), 0)
+    rest_nbytes = max(entry.passing_nbytes - sum(made), 0)
     largest_nbytes: int = max(made, default=0)
     return gradients_nbytes + 2 * largest_nbytes + rest_nbytes
 
