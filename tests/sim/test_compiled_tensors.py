@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
+import threading
 import types
 from collections import deque
 from typing import Any
@@ -415,6 +417,127 @@ class _Exchanging(_Counting):
         setattr(self.weight, "da" + "ta", _by_name(self.weight) * 0.5)
 
 
+def _halve(weight: torch.Tensor, by: float = 0.5) -> None:
+    weight.data.mul_(by)
+
+
+class _Halved:
+    """A constraint, as networks have them for weights."""
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        _halve(weight)
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> None:
+        _halve(weight)
+
+
+_half = functools.partial(_halve, by=0.5)
+_TABLE = {"half": _halve}
+
+
+class _ByAnAttribute(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.constraint = _Halved()
+
+    def _count(self, x: torch.Tensor) -> None:
+        self.constraint(self.weight)
+
+
+class _ByAClass(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        _Halved.of(self.weight)
+
+
+class _ByAnObjectMadeThere(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        _Halved()(self.weight)
+
+
+class _ByAPartial(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        _half(self.weight)
+
+
+class _ByATable(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        _TABLE["half"](self.weight)
+
+
+class _ByADefault(_Counting):
+    def _count(self, x: torch.Tensor, halve: Any = _halve) -> None:
+        halve(self.weight)
+
+
+class _ByAHook(_Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(self._before)
+
+    @staticmethod
+    def _before(module: nn.Module, args: Any) -> None:
+        if args[0][0] > 1:
+            _halve(module.weight)
+
+    def _count(self, x: torch.Tensor) -> None:
+        pass
+
+
+class _OfAPart(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        _halve(self.weight[1:])
+        _halve(self.sum.view(3, 1))
+
+
+class _OutsideOfGraphs(_Counting):
+    def _count(self, x: torch.Tensor) -> None:
+        torch._dynamo.graph_break()
+        _by_name(self.weight).mul_(0.5)
+        torch._dynamo.graph_break()
+
+
+class _InAThread(_Counting):
+    @torch._dynamo.disable
+    def _count(self, x: torch.Tensor) -> None:
+        thread = threading.Thread(target=_halve, args=(self.weight,))
+        thread.start()
+        thread.join()
+
+
+_BY_DATA = [
+    _ByAnAttribute,
+    _ByAClass,
+    _ByAnObjectMadeThere,
+    _ByAPartial,
+    _ByATable,
+    _ByADefault,
+    _ByAHook,
+    _OfAPart,
+    _OutsideOfGraphs,
+    _InAThread,
+]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "backend"), [(_BY_DATA, "eager"), ([_ByAClass, _OfAPart], "aot_eager")]
+)
+def test_whoever_writes_a_parameter_by_data_is_seen(ours, kinds, backend):
+    def program() -> Any:
+        found: list[Any] = []
+        for kind in kinds:
+            module = kind()
+            call = compiled(module, backend)
+            with torch.no_grad():
+                found += [call(torch.full((3,), float(number))) for number in range(4)]
+            others = [torch.ones(4000) for _ in range(20)]
+            found += [module.sum, module.weight.detach(), len(others)]
+        return found
+
+    manager = ours(program, 1 << 16)
+    assert manager.stats()["native_call_count"] == 2 * len(kinds)  # then it is known
+
+
 @pytest.mark.parametrize("kind", [_Counting, _Exchanging])
 def test_what_a_module_has_is_written_or_exchanged_by_data(ours, kind):
     def program() -> Any:
@@ -612,11 +735,17 @@ def _by_a_number(x: torch.Tensor, number: int) -> torch.Tensor:
     return ((torch.zeros(number, 1000) + x.view(1, -1)) * 2).sum(0)
 
 
+def _by_a_cube(x: torch.Tensor, number: int) -> torch.Tensor:
+    return (x[:1, :1].expand(number**3, 1) * 2).sum()
+
+
 @pytest.mark.parametrize(
     ("function", "calls"),
     [
         (_by_its_shape, [(1, 1000, 0), (1000, 1, 0)]),
+        (_by_its_shape, [(140, 1, 0), (255, 1, 0)]),  # of one magnitude
         (_by_a_number, [(1, 1000, 1), (1, 1000, 400)]),
+        (_by_a_cube, [(1, 1000, 33), (1, 1000, 63)]),
     ],
 )
 def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, calls):
@@ -631,3 +760,15 @@ def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, c
 
     manager = ours(program, 1 << 18)
     assert manager.stats()["native_call_count"] == 2  # what does not fit is intercepted
+
+
+def test_a_call_that_is_a_little_larger_is_not_learned_anew(ours):
+    """As that with a cache that grows: it is taken to need more, and held to that."""
+
+    def program() -> Any:
+        call = torch.compile(_by_its_shape, backend="eager", dynamic=True)
+        with torch.no_grad():
+            return [call(torch.rand(rows, 1), 0) for rows in (140, 143, 146, 150, 176, 176)]
+
+    manager = ours(program, 1 << 18)
+    assert manager.stats()["native_call_count"] == 4  # a quarter more is learned again

@@ -32,7 +32,7 @@ from ..memory.ref import TensorRef
 from .gradients import Bundle, CompiledEntry, are_ours
 from .layers import has_hooks, repeated_blocks
 from .learning import learn
-from .reachable import Cells, holds_refs, modules_of, names_data, reaches_refs
+from .reachable import Cells, holds_refs, modules_of, reaches_refs
 from .region import (
     Part,
     Region,
@@ -40,6 +40,8 @@ from .region import (
     choices_of,
     forgetter,
     key_of,
+    leaves_of,
+    numbers_of,
     stand_in_of,
     state_of,
 )
@@ -166,26 +168,34 @@ class CompiledCall:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        notes = torch.is_grad_enabled()
+        notes, leaves = torch.is_grad_enabled(), [*leaves_of((args, kwargs))]
         key = (
             key_of(inputs),
             notes and tuple(ref.requires_grad for ref in inputs),
-            choices_of((args, kwargs)),
+            choices_of(leaves),
         )
+        numbers = numbers_of(inputs, leaves)
         structure = region.structures.setdefault(key, Structure())
         if structure.doubt:
             return self._function(*args, **kwargs)
-        if not structure.call_count:
+        passing_nbytes = structure.passing_of(numbers)
+        if passing_nbytes is None:
             self._bring(inputs)
             call = self._function
             out = learn(
-                self._manager, whole, structure, inputs, args, kwargs, call, gradients=notes
+                self._manager,
+                whole,
+                structure,
+                inputs,
+                numbers,
+                args,
+                kwargs,
+                call,
+                gradients=notes,
             )
             if reaches_refs(self._function, {id(module) for module in whole.modules()}):
                 # Whether it uses these can depend on a flag, and the compiler asks for memory.
                 structure.doubt = structure.doubt or "it holds objects or lists with tensors"
-            if names_data(self._function, [part for part in whole.modules() if part is not whole]):
-                structure.doubt = structure.doubt or "it may write by `.data`, which nobody counts"
             if cells.are_rebound:
                 structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):
@@ -200,6 +210,7 @@ class CompiledCall:
             inputs,
             partial(self._run_plain, cells),
         )
+        entry.passing_nbytes = passing_nbytes
         if not entry.acquire():
             return self._call_by_blocks(entry, args, kwargs)
         generators = Generators(structure.is_random, entry.device)
@@ -278,7 +289,7 @@ class CompiledCall:
         """Call a module as it is, its repeated layers as they were compiled, where they fit."""
         module = getattr(self._function, "__self__", None)
         ledger = entry.residency.books.ledgers[entry.device]
-        needed = sum(block.nbytes for block in entry.blocks) + entry.structure.passing_nbytes
+        needed = sum(block.nbytes for block in entry.blocks) + entry.passing_nbytes
         if not isinstance(module, nn.Module) or needed <= ledger.budget.limit_nbytes:
             return self._function(*args, **kwargs)
         if self._blocks is None:

@@ -23,7 +23,7 @@ from ..memory.ref import TensorRef, as_parameter, attributes_given, is_plain
 from .hold import Hold
 from .recorder import version_of
 from .region import Region, Structure, attributes_of, state_of
-from .slots import Place, same_state
+from .slots import Place, data_of, same_state
 from .tensor_tree import Exchange
 
 _CPU = torch.device("cpu")
@@ -69,6 +69,8 @@ class Entry(Hold):
         #: call.
         self.inside: dict[int, torch.Tensor] = {}
         self.unwrapped: list[tuple[torch.Tensor, Any, int]] = []
+        #: Blocks of which somebody took `.data`: who writes by that counts in no version.
+        self.unseen: set[Block] = set()
 
     # -- running ----------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ class Entry(Hold):
         base_ref = self.exchange.wrap_one(base, self.ref_for)
         if not isinstance(base_ref, TensorRef):
             return self.ref_for(plain)
-        ref = Entry.ref_for(self, plain.data)  # not connected by itself
+        ref = Entry.ref_for(self, data_of(plain))  # not connected by itself
         self.views.append((ref, base_ref))
         return ref
 
@@ -204,7 +206,7 @@ class Entry(Hold):
                 self._note_write(ref, ref._ttr_block)
         pairs = {id(ref): (ref, plain) for ref, plain in zip(self.refs, self.plains, strict=True)}
         for ref, plain in [pair for pair in pairs.values() if self._is_elsewhere(*pair)]:
-            self._follow(ref, self.ref_for(plain.data))
+            self._follow(ref, self.ref_for(data_of(plain)))
         self.region.slots = None
 
     def abandon(self) -> None:
@@ -279,12 +281,12 @@ class Entry(Hold):
             is_elsewhere = self._is_elsewhere(ref, plain)
             if is_elsewhere:
                 before = view_of(ref, ref._ttr_block.base_on(self.device))
-                self._follow(ref, self._left_behind(plain.data))
+                self._follow(ref, self._left_behind(data_of(plain)))
             self._note_what_it_became(plain, ref)
             if is_elsewhere:
                 plain.data = before  # others may have the view that is kept
         # By `.data` it is written with nobody counting.
-        for block in self.given:
+        for block in (*self.given, *self.unseen):
             if not block.owned:
                 self.residency.copier.written(block, self.device)
 
@@ -303,6 +305,18 @@ class Entry(Hold):
             for name in given:
                 delattr(plain, name)  # the view of it may be kept
             vars(ref).update(self.exchange.wrap(given, self.ref_for))
+
+    def note_data(self, plain: torch.Tensor) -> None:
+        """Take it that what a tensor is over is written, as `.data` of it was taken."""
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(plain)  # torch refuses it
+        if is_wrapped or not is_plain(plain) or plain.layout is not torch.strided or plain.is_meta:
+            return
+        block = self._block_over(plain.untyped_storage()._cdata)
+        if block is not None:
+            self.has_changed = True
+            self.unseen.add(block)
+            if block in self.own:
+                self._doubt("it takes `.data` of a tensor of its own")
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""

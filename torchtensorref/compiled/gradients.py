@@ -26,7 +26,7 @@ from ..memory.ref import TensorRef
 from .entry import Entry
 from .recorder import SavedVersion
 from .region import Region, Structure, state_of
-from .slots import Slots
+from .slots import Slots, data_of
 from .tensor_tree import Exchange
 
 #: A backward pass has about twice the arithmetic of its forward pass.
@@ -52,7 +52,7 @@ class Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         #: The tensor itself, while a native run holds its bytes. A tensor of its own, and no view,
         #: which would hold the graph: so it can be told whether somebody else holds the memory.
-        self.plain: torch.Tensor | None = tensor.data
+        self.plain: torch.Tensor | None = data_of(tensor)
         #: What is kept of it in between: a TensorRef, or a tensor that is not managed.
         self.kept: Any = None
         #: Whether the function itself has written it, as is asked while it runs, and found then.
@@ -159,7 +159,7 @@ class CompiledEntry(Entry):
         """Make the TensorRef of a tensor; that of a result with a gradient is to be connected."""
         if not (self.notes and plain.requires_grad) or plain.grad_fn is None:
             return super().ref_for(plain)
-        ref = super().ref_for(plain.data)  # a block must not hold the graph that holds blocks
+        ref = super().ref_for(data_of(plain))  # a block must not hold the graph that holds blocks
         if isinstance(ref, TensorRef):
             self.results.append((ref, get_gradient_edge(plain)))
             return ref
@@ -247,7 +247,6 @@ class Backward:
         forward = entry.structure
         #: Not recorded, but put together from what is known.
         self._structure = Structure(
-            call_count=1,
             passing_nbytes=_passing_nbytes(entry),
             compute_ns=forward.compute_ns * BACKWARD_SHARE,
             op_count=forward.op_count * BACKWARD_SHARE,
@@ -324,7 +323,7 @@ def _passing_nbytes(entry: CompiledEntry) -> int:
     saved = {saved.kept._ttr_block for saved in entry.saved if isinstance(saved.kept, TensorRef)}
     made: list[int] = [block.nbytes for block in saved.difference(entry.blocks)]
     gradients_nbytes: int = sum(leaf.nbytes for _, leaf in entry.leaves.values())
-    rest_nbytes = max(entry.structure.passing_nbytes - sum(made), 0)
+    rest_nbytes = max(entry.passing_nbytes - sum(made), 0)
     largest_nbytes: int = max(made, default=0)
     return gradients_nbytes + 2 * largest_nbytes + rest_nbytes
 

@@ -28,6 +28,8 @@ class Hold:
         self.manager = manager
         self.region = region
         self.structure = structure
+        #: What it takes beside the blocks.
+        self.passing_nbytes = structure.passing_nbytes
         self.residency = manager.residency
         self.device = self.residency.books.main
         self.own = region.own
@@ -42,7 +44,7 @@ class Hold:
 
     def acquire(self) -> bool:
         """Hold all blocks on the device, with room for what passes; False if that cannot be."""
-        residency, passing = self.residency, self.structure.passing_nbytes
+        residency, passing = self.residency, self.passing_nbytes
         if self.device.is_host or self.device.exchanges_storages:
             return False  # the device was changed since this was learned
         ledger, nbytes = residency.books.ledgers[self.device], passing

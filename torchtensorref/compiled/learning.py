@@ -33,6 +33,7 @@ def learn(
     module: nn.Module,
     structure: Structure,
     inputs: list[Any],
+    numbers: tuple[int, ...],
     args: Any,
     kwargs: Any,
     call: Any = None,
@@ -42,6 +43,7 @@ def learn(
     """Run a module intercepted, and write down what the call uses, makes and leaves behind.
 
     `call` runs it, if not its own: a function that was compiled, with the modules it can reach.
+    What it takes in passing is kept by `numbers`, the sizes and numbers that it is given.
     With `gradients` it may note them, and what is saved for a backward pass is not left behind.
     """
     call = call or module._call_impl
@@ -88,11 +90,7 @@ def learn(
         for what, was, now in zip(_SEEN, seen, _seen_of(ref), strict=True):
             if not same_state(was, now):
                 recorder.mistrust(f"it changes the {what} of a tensor that was there before")
-    structure.call_count += 1
-    structure.input_nbytes = max(
-        structure.input_nbytes, sum(ref._ttr_block.nbytes for ref in inputs)
-    )
-    structure.passing_nbytes = max(structure.passing_nbytes, recorder.most_nbytes)
+    structure.note_passing(numbers, recorder.most_nbytes)
     structure.compute_ns = residency.books.main.clocks().compute_ns - before_ns
     structure.op_count = residency.books.counts.slow_op_count - before_ops
     structure.uses, structure.block_count = tuple(recorder.uses), len(own) + len(given)

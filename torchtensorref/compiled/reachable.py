@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator
-from itertools import chain
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -122,41 +121,6 @@ def reaches_refs(function: Any, besides: Container[int] = ()) -> bool:
     seen: set[int] = set()
     parts = (part for part in _held(function, 0) if not isinstance(part, torch.Tensor))
     return any(_has_refs(part, seen, besides, 0) for part in parts)
-
-
-def names_data(function: Any, modules: Iterable[nn.Module]) -> bool:
-    """Whether a function, or one that it may call, names `data`: who writes by that is not seen."""
-    methods: dict[str, list[Any]] = {}
-    for base in {base for kind in {*map(type, modules)} for base in kind.__mro__}:
-        if _may_name_data(base):
-            for name, value in vars(base).items():
-                methods.setdefault(name, []).append(value)
-    waiting, seen = [function, *methods.get("forward", ())], set()
-    while waiting:
-        part = waiting.pop()
-        part = getattr(part, "fget", getattr(part, "__func__", part))
-        if id(part) in seen or not isinstance(part, types.FunctionType) or not _may_name_data(part):
-            continue
-        seen.add(id(part))
-        for code in _codes_in(part.__code__):
-            if "data" in code.co_names:
-                return True
-            waiting += _named(part.__globals__, code.co_names, set())
-            waiting += chain.from_iterable(methods.get(name, ()) for name in code.co_names)
-        waiting += (contents for cell in part.__closure__ or () for contents in _contents(cell))
-    return False
-
-
-def _may_name_data(part: Any) -> bool:
-    return str(part.__module__).partition(".")[0] not in _NO_NAMES
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code, and that of the functions written in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 def _has_refs(value: Any, seen: set[int], besides: Container[int], depth: int) -> bool:

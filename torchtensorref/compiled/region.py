@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -18,17 +19,23 @@ from .recorder import Use
 from .slots import Place, Slots, same_state
 from .tensor_tree import FROZEN, kind_of
 
+#: How much larger than one that was recorded a call may be: beyond, it is recorded itself.
+MOST_GROWTH = 1.25
+#: By which power of that a result may grow: `x @ x.T`, products of three sizes.
+POWER = 3
+#: Sizes that are kept of a structure.
+MOST_LEARNED = 16
+
 
 @dataclass
 class Structure:
     """What is known about calls of one module with arguments of one kind."""
 
-    call_count: int = 0
     #: Why it may not run natively, in words; empty while nothing speaks against it.
     doubt: str = ""
-    #: Bytes of its inputs when it was recorded, and the most its results took in passing.
-    input_nbytes: int = 0
+    #: The most its results took in passing when it was recorded last, and by sizes and numbers.
     passing_nbytes: int = 0
+    learned: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: Time its operators take on the device, and how many there are.
     compute_ns: int = 0
     op_count: int = 0
@@ -39,6 +46,29 @@ class Structure:
     #: Its operators' uses of the module's blocks and of those given, and how many blocks these are.
     uses: tuple[Use, ...] = ()
     block_count: int = 0
+
+    def note_passing(self, numbers: tuple[int, ...], nbytes: int) -> None:
+        """Note what a recorded call with such sizes and numbers took in passing."""
+        self.learned[numbers] = self.passing_nbytes = nbytes
+        if len(self.learned) > MOST_LEARNED:
+            del self.learned[next(iter(self.learned))]
+
+    def passing_of(self, numbers: tuple[int, ...]) -> int | None:
+        """Return what a call with these takes in passing; None where that is to be learned.
+
+        Somewhat larger than one that was learned, it is taken to need more by a power. What two
+        have in common (the length of all caches) has grown once.
+        """
+        known = self.learned.get(numbers)
+        if known is not None:
+            return known
+        found = []
+        for before, nbytes in self.learned.items():
+            pairs = {*zip(before, numbers, strict=True)}
+            growth = prod(now / was for was, now in pairs if now > was)
+            if growth <= MOST_GROWTH:
+                found.append(int(nbytes * growth**POWER))
+        return min(found, default=None)
 
 
 class Part:
@@ -196,19 +226,31 @@ def key_of(inputs: list[Any]) -> Any:
     return kinds, size.bit_length()
 
 
-def choices_of(arguments: Any) -> Any:
-    """Return what a call is told beside tensors that may decide what it does."""
-    leaves = [leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.Tensor)]
+def leaves_of(arguments: Any) -> Iterator[Any]:
+    """Yield what a call is told beside tensors."""
+    for leaf in tree_leaves(arguments):
+        if kind_of(leaf) is FROZEN:  # torch's trees end at these
+            yield from leaves_of(dict(leaf))
+        elif not isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def choices_of(leaves: list[Any]) -> Any:
+    """Return what of that may decide what a call does."""
     return tuple(
         leaf
         if isinstance(leaf, (bool, str))
         else (type(leaf), leaf < 0, _magnitude(leaf))
         if isinstance(leaf, int)
-        else choices_of(dict(leaf))  # torch's trees end at these
-        if kind_of(leaf) is FROZEN
         else type(leaf)
         for leaf in leaves
     )
+
+
+def numbers_of(inputs: list[Any], leaves: list[Any]) -> tuple[int, ...]:
+    """Return the sizes and numbers of which calls with equal keys know the magnitudes only."""
+    told = (abs(leaf) for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool))
+    return *chain.from_iterable(ref.size() for ref in inputs), *told
 
 
 #: Of a number: what a call takes in passing may grow by it, be it that of columns or of rounds.

@@ -30,6 +30,8 @@ _block_of = attrgetter("_ttr_block")
 _view_of = attrgetter("_ttr_plain")
 _device_of = attrgetter("_ttr_device")
 _needs_gradient = attrgetter("requires_grad")
+#: Torch's own: that of `torch.Tensor` tells of it, for what the program does.
+data_of = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
 
 
 class Slots:
@@ -158,7 +160,7 @@ def tensors_of(module: nn.Module) -> Iterator[Any]:
 def _stand_in(ref: Any, base: torch.Tensor) -> Any:
     """Make what takes a parameter's or a buffer's place; its version counts writes from 0."""
     with torch.inference_mode(False), torch.no_grad():
-        view = view_of(ref, base).data  # with a count of versions of its own
+        view = data_of(view_of(ref, base))  # with a count of versions of its own
         if not isinstance(ref, nn.Parameter):
             return view
         can_have_gradient = view.is_floating_point() or view.is_complex()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import torch
+from torch.fx import GraphModule
 from torch.nn.modules import module as module_hooks
 
 from ..base.interrupts import lets_program_run
@@ -56,6 +58,37 @@ def call_with_refs(eval_frame: Any) -> Callable[[], None]:
     return undo
 
 
+def tell_of_data(output_graph: Any) -> Callable[[], None]:
+    """Have what is compiled and takes `.data` say of which tensors, as Python does."""
+    graph = output_graph.OutputGraph
+    original = graph.call_user_compiler
+
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = [part for part in module.modules() if isinstance(part, GraphModule)]
+        takes_data = any(node.target is _get_data for part in parts for node in part.graph.nodes)
+        compiled = original(self, module, *args, **kwargs)
+        if not takes_data:
+            return compiled
+
+        @lets_program_run
+        def call(*inputs: Any) -> Any:
+            if f"{hooks.PACKAGE}.memory.ref" in sys.modules:
+                ownership = hooks.load(".memory.manager").tensorsManager.ownership
+                given = [part for part in inputs if isinstance(part, torch.Tensor)]
+                ownership.note_data(*given)
+            return compiled(*inputs)
+
+        return call
+
+    graph.call_user_compiler = call_user_compiler
+
+    def undo() -> None:
+        graph.call_user_compiler = original
+
+    return undo
+
+
 @contextmanager
 def unregistered() -> Iterator[None]:
     """Call no hook of ours when modules are put together: the compiler would stumble over it.
@@ -75,6 +108,9 @@ def unregistered() -> Iterator[None]:
         for registry, number, hook in taken:
             registry[number] = hook
 
+
+#: What the compiler notes `.data` as.
+_get_data = getattr(torch._C._autograd, "_get_data_attr", None)
 
 _REGISTRIES: tuple[dict[int, Any], ...] = (
     module_hooks._global_module_registration_hooks,

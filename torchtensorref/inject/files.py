@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence
 from sys import _getframe
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..base.units import format_nbytes
 from ..interception.tracebacks import hides
 from .factories import _core, is_plain_world, takes_part
 from .hooks import load
+from .patches import Patch
 
 __tracebackhide__ = hides
 
@@ -122,3 +123,10 @@ class Adoption:
 
 #: What adopts what is being read from a file; None: nothing is.
 loading: Scopes[Adoption | None] = Scopes("torchTensorRef.loading", None)
+
+
+def load_file_adopted(module: Any) -> Callable[[], None]:
+    """Have a function of safetensors adopt what it gives; return what undoes it."""
+    patch = Patch(module.__name__, "load_file", load_wrapper, "reads the tensors of a file")
+    patch.install()
+    return patch.uninstall

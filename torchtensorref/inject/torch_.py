@@ -13,7 +13,7 @@ from ..memory.names import names
 from . import hooks
 from .built_before import watch_modules
 from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
-from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs
+from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs, tell_of_data
 from .data_parallel import reducer_wrapper
 from .devices import (
     accelerator_wrapper,
@@ -33,7 +33,7 @@ from .factories import (
     own_values_factory,
     shared_memory_factory,
 )
-from .files import load_wrapper
+from .files import load_file_adopted, load_wrapper
 from .generators import OF_GENERATORS
 from .graphs import OF_GRAPHS
 from .inject_to import injectTo
@@ -158,15 +158,6 @@ def keep_dynamo_out(trace_rules: Any) -> Callable[[], None]:
 
 
 _FILE = "reads the tensors of a file"
-
-
-def load_file_adopted(module: Any) -> Callable[[], None]:
-    """Have a function of safetensors adopt what it gives; return what undoes it."""
-    patch = Patch(module.__name__, "load_file", load_wrapper, _FILE)
-    patch.install()
-    return patch.uninstall
-
-
 _HALFWAY = "a handler that raises would leave our doings half done"
 
 PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...] = (
@@ -313,6 +304,12 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
         "_TorchDynamoContext",
         call_with_refs,
         "what is compiled runs on plain tensors: the compiler knows no TensorRef",
+    ),
+    LatePatch(
+        "torch._dynamo.output_graph",
+        "OutputGraph",
+        tell_of_data,
+        "what is compiled writes by `.data` where no version counts and Python does not come by",
     ),
     Patch("signal", "signal", set_handler, _HALFWAY),
     Patch("signal", "getsignal", get_handler, "the program sees the handlers that it has set"),

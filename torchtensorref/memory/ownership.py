@@ -41,13 +41,16 @@ from .telling import tell_no_room
 class Manager(Guarded, Protocol):
     """What ownership needs of the manager."""
 
+    #: None while nothing is opened.
+    _residency: Residency | None
+
     @property
     def residency(self) -> Residency:
         """Where the bytes are; opened by the first use."""
         ...
 
 
-@guards(but=("repair", "doubt"))
+@guards(but=("repair", "doubt", "note_data"))
 class Ownership:
     """What is done with single tensors and modules: from plain to managed and back."""
 
@@ -114,6 +117,13 @@ class Ownership:
         if type(made) is not SparseRef:
             return tensor
         return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+    def note_data(self, *tensors: torch.Tensor) -> None:
+        """Tell compiled calls of tensors whose `.data` somebody takes: their stand-ins, perhaps."""
+        residency = self._manager._residency
+        for entry in [*residency.holds.native_entries.values()] if residency is not None else ():
+            for tensor in tensors:
+                entry.note_data(tensor)
 
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""

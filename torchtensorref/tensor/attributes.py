@@ -8,9 +8,10 @@ did before; `uninstall()` takes it away again. What plain tensors have not, they
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from inspect import getattr_static
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch import Tensor
@@ -146,6 +147,8 @@ class _Property:
             if self._name in tensor.__dict__:
                 return tensor.__dict__[self._name]
             raise no_such(self._name, tensor)
+        if self._name == "data" and not _is_compilers(sys._getframe(1)):
+            tensorsManager.ownership.note_data(tensor)  # who writes by it is not seen otherwise
         return self._theirs.__get__(tensor, owner)
 
     def __set__(self, tensor: Any, value: Any) -> None:
@@ -157,6 +160,11 @@ class _Property:
             if isinstance(value, TensorRef):
                 value = tensorsManager.ownership.exposed_plain(value, self._name)
             self._theirs.__set__(tensor, value)
+
+
+def _is_compilers(frame: FrameType) -> bool:
+    """Whether a frame is of torch's compiler, which asks for data to look at their class."""
+    return str(frame.f_globals.get("__name__")).startswith("torch._functorch.")
 
 
 def no_such(name: str, tensor: Any) -> AttributeError:
