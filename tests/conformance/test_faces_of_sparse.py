@@ -25,7 +25,7 @@ LAYOUTS = ["coo", "csr", "csc", "bsr", "bsc"]
 
 def sparse(layout: str, dense: Any) -> Any:
     """The sparse tensor of a layout that has the elements of a dense one."""
-    size = ((2, 2),) if layout.startswith("bs") else ()
+    size = ((2, 1),) if layout.startswith("bs") else ()
     name = "to_sparse" if layout == "coo" else f"to_sparse_{layout}"
     return getattr(dense, name)(*size)
 
@@ -98,6 +98,31 @@ def test_parts_are_shared(right):
         t = s.detach()
         t.zero_()
         return [*first, seen, *whole, t.to_dense(), t._nnz(), s.to_dense()]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transposed(right, layout):
+    """Blocks are turned as well, in memory that is shared; what is not turned is a copy."""
+
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(torch.rand(6, 4)))
+        made = [s.t(), s.transpose(0, 1), s.mT, s.mT.mT, s.transpose(1, 1)]
+        facts: list[Any] = [(t.layout, t.size(), t._nnz()) for t in made]
+        if layout != "coo":
+            facts += [t.values().stride() for t in made]
+            facts.append(sparse(layout, bring(torch.rand(2, 6, 4) + 1)).mT.to_dense())
+            s.mT.values().mul_(2)
+        return [*facts, *(t.to_dense() for t in made), s.to_dense()]
+
+    right(program)
+
+
+def test_a_weight_of_blocks(right):
+    def program(bring: Bring) -> Any:
+        weight, x = bring(some(6, 4)).to_sparse_bsr((2, 2)), bring(torch.rand(3, 4))
+        return [nn.functional.linear(x, weight), weight.t().to_dense()]
 
     right(program)
 

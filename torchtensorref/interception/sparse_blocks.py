@@ -57,8 +57,9 @@ def product_of(operands: Operands) -> cuts.Product | None:
         return None
     if left.dim() != 2 or not 1 <= right.dim() <= 2 or left.dtype is not right.dtype:
         return None
-    if left.layout is torch.sparse_coo and operands.sparse[id(left)].dense_dim():
-        return None
+    sparse = [operands.sparse[id(x)] for x in (left, right) if id(x) in operands.sparse]
+    if any(ref._ttr_parts[-1].dim() != 1 for ref in sparse):
+        return None  # its elements are blocks, or rows
     if 0 in (*left.size(), *right.size()):
         return None  # there is nothing to cut
     if not all(operands.argument(name).dim() for name in product.along):
