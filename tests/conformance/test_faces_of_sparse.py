@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchTensorRef
@@ -288,6 +289,48 @@ def test_optimizers(right, make, kind):
             ]
             optimizer.step()
         return [*found, table.weight]
+
+    right(program)
+
+
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_between_processes(right, alone, layout):
+    """What is made of it is there when the exchange is over; what cannot be exchanged raises."""
+
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        refused = [failure(lambda: dist.all_reduce_coalesced([s]))[0]]
+        if layout != "coo":
+            return [*refused, failure(lambda: dist.all_reduce(s))[0], s.to_dense()]
+        rows, columns = bring(torch.tensor([[0, 0, 1], [1, 1, 2]]))
+        twice = torch.sparse_coo_tensor(torch.stack([rows, columns]), bring(torch.rand(3)), (6, 4))
+        dist.all_reduce(twice)
+        values = s.values()
+        dist.all_reduce(s, async_op=True).wait()
+        values.zero_()  # the memory of before
+        facts = [twice.is_coalesced(), twice._nnz(), twice._version, s._version]
+        return [*refused, *facts, twice.to_dense(), s.to_dense(), (s * 2).to_dense()]
+
+    right(program)
+
+
+def test_tables_are_trained_in_parallel(right, alone):
+    def program(bring: Bring) -> Any:
+        torch.manual_seed(0)
+        model = bring(nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)))
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(bring(torch.tensor([1, 3, 3]))).sum().backward()
+        return [model[0].weight.grad.layout, model[0].weight.grad.to_dense()]
 
     right(program)
 
