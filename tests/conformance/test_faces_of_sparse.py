@@ -7,6 +7,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +52,15 @@ def test_what_it_is_made_of(right, layout):
         others = [failure(getattr(s, name)) for name in ("indices", "crow_indices", "row_indices")]
         facts = [s.layout, s.is_sparse, s.is_sparse_csr, s.size(), s.dtype, s.device, s.dim()]
         return [*parts, *others, *facts, s._nnz(), s.sparse_dim(), s.dense_dim(), s.requires_grad]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_no_arrays(right, layout):
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        return [*map(failure, (s.numpy, lambda: s.numpy(force=True), lambda: np.asarray(s)))]
 
     right(program)
 

@@ -26,6 +26,11 @@ def _exposed_plain(self: Any, why: str) -> Tensor:
     return plain_sparse(self, lambda part: tensorsManager.ownership.exposed_plain(part, why))
 
 
+def _numpy(self: Any, *, force: bool = False) -> Any:
+    """Raise what torch says of sparse tensors; it says something else of subclasses."""
+    return self._ttr_hollow.numpy(force=force)
+
+
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """Pickle what it stands for."""
     plain = plain_sparse(self, tensorsManager.ownership.plain_to_serialise)
@@ -55,6 +60,7 @@ _surface: Any = SparseRef
 _surface.__torch_dispatch__ = staticmethod(dispatch_sparse)
 _surface.__repr__ = _repr
 _surface.exposed_plain = _exposed_plain
+_surface.numpy = _numpy
 _surface.__reduce_ex__ = _reduce_ex
 _surface.__deepcopy__ = _deepcopy
 _surface.data = property(_data, _set_data)
