@@ -7,8 +7,10 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchTensorRef
@@ -25,7 +27,7 @@ LAYOUTS = ["coo", "csr", "csc", "bsr", "bsc"]
 
 def sparse(layout: str, dense: Any) -> Any:
     """The sparse tensor of a layout that has the elements of a dense one."""
-    size = ((2, 2),) if layout.startswith("bs") else ()
+    size = ((2, 1),) if layout.startswith("bs") else ()
     name = "to_sparse" if layout == "coo" else f"to_sparse_{layout}"
     return getattr(dense, name)(*size)
 
@@ -50,6 +52,15 @@ def test_what_it_is_made_of(right, layout):
         others = [failure(getattr(s, name)) for name in ("indices", "crow_indices", "row_indices")]
         facts = [s.layout, s.is_sparse, s.is_sparse_csr, s.size(), s.dtype, s.device, s.dim()]
         return [*parts, *others, *facts, s._nnz(), s.sparse_dim(), s.dense_dim(), s.requires_grad]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_no_arrays(right, layout):
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        return [*map(failure, (s.numpy, lambda: s.numpy(force=True), lambda: np.asarray(s)))]
 
     right(program)
 
@@ -98,6 +109,31 @@ def test_parts_are_shared(right):
         t = s.detach()
         t.zero_()
         return [*first, seen, *whole, t.to_dense(), t._nnz(), s.to_dense()]
+
+    right(program)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transposed(right, layout):
+    """Blocks are turned as well, in memory that is shared; what is not turned is a copy."""
+
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(torch.rand(6, 4)))
+        made = [s.t(), s.transpose(0, 1), s.mT, s.mT.mT, s.transpose(1, 1)]
+        facts: list[Any] = [(t.layout, t.size(), t._nnz()) for t in made]
+        if layout != "coo":
+            facts += [t.values().stride() for t in made]
+            facts.append(sparse(layout, bring(torch.rand(2, 6, 4) + 1)).mT.to_dense())
+            s.mT.values().mul_(2)
+        return [*facts, *(t.to_dense() for t in made), s.to_dense()]
+
+    right(program)
+
+
+def test_a_weight_of_blocks(right):
+    def program(bring: Bring) -> Any:
+        weight, x = bring(some(6, 4)).to_sparse_bsr((2, 2)), bring(torch.rand(3, 4))
+        return [nn.functional.linear(x, weight), weight.t().to_dense()]
 
     right(program)
 
@@ -263,6 +299,48 @@ def test_optimizers(right, make, kind):
             ]
             optimizer.step()
         return [*found, table.weight]
+
+    right(program)
+
+
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_between_processes(right, alone, layout):
+    """What is made of it is there when the exchange is over; what cannot be exchanged raises."""
+
+    def program(bring: Bring) -> Any:
+        s = sparse(layout, bring(some(6, 4)))
+        refused = [failure(lambda: dist.all_reduce_coalesced([s]))[0]]
+        if layout != "coo":
+            return [*refused, failure(lambda: dist.all_reduce(s))[0], s.to_dense()]
+        rows, columns = bring(torch.tensor([[0, 0, 1], [1, 1, 2]]))
+        twice = torch.sparse_coo_tensor(torch.stack([rows, columns]), bring(torch.rand(3)), (6, 4))
+        dist.all_reduce(twice)
+        values = s.values()
+        dist.all_reduce(s, async_op=True).wait()
+        values.zero_()  # the memory of before
+        facts = [twice.is_coalesced(), twice._nnz(), twice._version, s._version]
+        return [*refused, *facts, twice.to_dense(), s.to_dense(), (s * 2).to_dense()]
+
+    right(program)
+
+
+def test_tables_are_trained_in_parallel(right, alone):
+    def program(bring: Bring) -> Any:
+        torch.manual_seed(0)
+        model = bring(nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)))
+        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel(bring(torch.tensor([1, 3, 3]))).sum().backward()
+        return [model[0].weight.grad.layout, model[0].weight.grad.to_dense()]
 
     right(program)
 

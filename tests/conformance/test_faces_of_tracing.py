@@ -147,6 +147,19 @@ def test_modes_see_the_functions_of_the_program(right):
     right(program)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_modes_do_not_see_what_we_look_at(right):
+    def program(bring: Bring) -> Any:
+        at = bring(torch.tensor([[0, 1], [1, 2]]))
+        with Functions() as functions:
+            layer = nn.Linear(3, 3)
+            layer.register_buffer("extra", torch.ones(3))
+            torch.sparse_coo_tensor(at, torch.ones(2))
+        return [functions.seen]
+
+    right(program, on_host_because="it registers, and computes little")
+
+
 class FunctionsWithin(Functions):
     """Stays on while the function that it sees runs."""
 

@@ -167,6 +167,20 @@ def test_columns_of_rows_in_no_order(manage):
     assert manager.stats()["blocked_op_count"] == 1
 
 
+@pytest.mark.parametrize("name", ["coo", "csr"])
+def test_what_has_no_product_is_not_cut(manage, name):
+    """Elements that are blocks or rows: torch's own error."""
+    named = operands(torch.float32)
+    left, other = named[name], named["other"].to_dense()
+    manager = manage(nbytes=60_000)
+    for right in (other.to_sparse_bsr((4, 4)), other.to_sparse_bsc((4, 4)), other.to_sparse(1)):
+        ours = manager.adopt(left.clone()), manager.adopt(right.clone())
+        with pytest.raises(RuntimeError) as expected:
+            left @ right
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            ours[0] @ ours[1]
+
+
 def test_without_rows(manage):
     with forced_blocks(0, keep_bits=True):
         manager = manage()

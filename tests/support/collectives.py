@@ -39,6 +39,16 @@ def say(rank, count):
     out["async"] = x + 0
     out["a part"] = x = mine()
     dist.all_reduce(x[2:5])
+    for is_async in (False, True):
+        x = torch.diag(mine()[rank : rank + 3]).to_sparse()
+        work = dist.all_reduce(x, async_op=is_async)
+        if is_async:
+            work.wait()
+        out[f"sparse {is_async}"] = torch.cat([x.indices(), x.values()[None]]) + x._version
+    try:
+        dist.broadcast(x, 1)
+    except NotImplementedError:
+        out["no sparse broadcast"] = mine()
     x = mine()
     dist.broadcast(x, 1)
     out["broadcast"] = x + 0
@@ -83,6 +93,19 @@ def train(rank):
     return "ref" if hasattr(model[0].weight, "proxyInfo") else "plain"
 
 
+def train_sparse(rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(torch.tensor([[rank, 3], [3, 5 + step]])).pow(2).mean().backward()
+        out[f"sparse gradient {step}"] = model[0].weight.grad.to_dense() + 0
+        optimizer.step()
+    out["table"] = model[0].weight.detach() + 0
+
+
 def layers():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)))
@@ -121,6 +144,7 @@ if __name__ == "__main__":
     rank = dist.get_rank()
     say(rank, dist.get_world_size())
     kind = train(rank)
+    train_sparse(rank)
     shard(rank, dist.get_world_size())
     results = {name: tensor.tolist() for name, tensor in out.items()}
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"kind": kind, "out": results}))

@@ -148,11 +148,12 @@ def on_known_device(
     if state.active and not is_disabled.get():
         kwargs = with_known_device(kwargs)
     if wrapped.__name__ == "sparse_coo_tensor":
-        kwargs = _with_size(args, kwargs)
+        with torch._C.DisableTorchFunction():  # a mode of the program's is not to see it
+            kwargs = _with_size(args, kwargs)
     made = wrapped(*args, **kwargs)
-    if made.layout not in SPARSE or not takes_part(_getframe(1).f_globals.get("__name__")):
+    if not is_plain_world() or not takes_part(_getframe(1).f_globals.get("__name__")):
         return made
-    return _core().manager.ownership.adopt_tensor(made) if is_plain_world() else made
+    return made if made.layout not in SPARSE else _core().manager.ownership.adopt_tensor(made)
 
 
 def _with_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..memory.names import names
@@ -20,10 +21,13 @@ def on_registration(module: Any, name: str, tensor: Any) -> Any:
     Called by torch for every parameter and buffer of every module, so also for those of models
     that were made on the meta device and get their weights afterwards.
     """
-    if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+    if not isinstance(tensor, Tensor):
         return None
     if not state.active or is_disabled.get() or not is_plain_world():
         return None
+    with torch._C.DisableTorchFunction():  # a look of ours is not for the tensor's class
+        if tensor.device.type == "meta":
+            return None
     names.note_module(module)
     core = _core()
     if isinstance(tensor, core.TensorRef):

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..memory.block import Block
 from ..memory.manager import tensorsManager
 from ..memory.plain_views import follow, for_writing, make_ref, view_with
 from ..memory.ref import TensorRef
-from ..memory.sparse import SparseRef
+from ..memory.sparse import SparseRef, plain_sparse
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 
@@ -167,22 +167,37 @@ def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Operators between processes: on plain tensors, held where they are until nobody has them.
 
     Whoever still writes them when the call has returned holds them. A result that is no operand
-    may not have its bytes yet, so it stays plain.
+    may not have its bytes yet, so it stays plain. A sparse operand gets other indices and values:
+    these are waited for.
     """
     hold = _hold_for(plan, args, kwargs)
     refs: dict[int, Any] = {}
     known: dict[int, torch.Tensor] = {}
 
     def plain(value: Any) -> Any:
-        if not isinstance(value, TensorRef):
+        if not isinstance(value, (TensorRef, SparseRef)):
             return value
         if id(value) not in known:
-            known[id(value)] = held = hold(value)
+            is_sparse = isinstance(value, SparseRef)
+            known[id(value)] = held = plain_sparse(value, hold) if is_sparse else hold(value)
             refs[id(held)] = value
         return known[id(value)]
 
     out = plan.op(*tree_map(plain, args), **tree_map(plain, kwargs))
+    sparse = [held for held in known.values() if isinstance(refs[id(held)], SparseRef)]
+    if sparse:
+        _wait(out)
+    for held in sparse:
+        torch.ops.aten.copy_.default(refs[id(held)], held.cpu())
+        torch.autograd.graph.increment_version(refs[id(held)])
     return tree_map(lambda value: refs.get(id(value), value), out)
+
+
+def _wait(out: Any) -> None:
+    """Wait until what was begun is done."""
+    for work in tree_leaves(out):
+        if isinstance(work, torch.ScriptObject):
+            torch.distributed.Work.unbox(work).wait()
 
 
 def _hold_for(plan: OpPlan, args: Any, kwargs: Any) -> Callable[[Any], torch.Tensor]:

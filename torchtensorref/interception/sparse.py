@@ -58,13 +58,19 @@ def _alias(op: Any, ref: Any) -> Any:
 
 
 def _transposed(op: Any, ref: Any, *dimensions: int) -> Any:
-    """What is compressed along rows is the same as compressed along columns, of the transpose."""
+    """What is compressed along rows is the same as compressed along columns, of the transpose.
+
+    Where the elements are blocks, each of them is turned as well.
+    """
     if ref.layout is torch.sparse_coo or ref.dim() != 2:
         return dispatch(op, (), (ref, *dimensions))
     hollow = op(ref._ttr_hollow, *dimensions)
     if hollow.layout is ref.layout:
-        return alias_of_sparse(ref)
-    return make_sparse(hollow, [alias_of(part) for part in ref._ttr_parts])
+        return dispatch(op, (), (ref, *dimensions))  # a copy
+    *indices, values = ref._ttr_parts
+    if values.dim() == 3:
+        values = dispatch(aten.transpose.int, (), (values, 1, 2))
+    return make_sparse(hollow, [alias_of(part) for part in (*indices, values)])
 
 
 _COO = (torch.sparse_coo,)

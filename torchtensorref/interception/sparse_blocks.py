@@ -21,7 +21,7 @@ from ..memory.eviction import HeldByOthersError
 from ..memory.filling import RoomTakenError
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import make_ref, plain_on
-from ..memory.sparse import sparse_over
+from ..memory.sparse import plain_sparse, sparse_over
 from ..operators.blocked import sparse as cuts
 from ..operators.costs import touched_nbytes
 from ..operators.layouts import parts_of, sparse_of
@@ -57,8 +57,9 @@ def product_of(operands: Operands) -> cuts.Product | None:
         return None
     if left.dim() != 2 or not 1 <= right.dim() <= 2 or left.dtype is not right.dtype:
         return None
-    if left.layout is torch.sparse_coo and operands.sparse[id(left)].dense_dim():
-        return None
+    sparse = [operands.sparse[id(x)] for x in (left, right) if id(x) in operands.sparse]
+    if any(ref._ttr_parts[-1].dim() != 1 for ref in sparse):
+        return None  # its elements are blocks, or rows
     if 0 in (*left.size(), *right.size()):
         return None  # there is nothing to cut
     if not all(operands.argument(name).dim() for name in product.along):
@@ -362,9 +363,7 @@ class SparseRun:
         sparse = self._operands.sparse.get(id(value))
         if sparse is None:
             return plain_on(self._operands.ref_of(value), self._host)
-        parts = [plain_on(part, self._host) for part in sparse._ttr_parts]
-        is_coalesced = sparse.layout is torch.sparse_coo and sparse.is_coalesced()
-        return sparse_of(parts, sparse.size(), sparse.layout, is_coalesced)
+        return plain_sparse(sparse, lambda part: plain_on(part, self._host))
 
 
 #: The product of two of these has the columns of a row in no order.

@@ -13,7 +13,7 @@ from ..memory.block import Block, Replica
 from ..memory.manager import TensorsManager
 from ..memory.plain_views import for_writing, plain_on
 from ..memory.ref import TensorRef
-from ..operators.layouts import sparse_of
+from ..memory.sparse import plain_sparse
 from .device_labels import exchange_device, is_device_operand
 from .operands import Operands
 
@@ -130,9 +130,7 @@ class Staged:
                 is_written = ref._ttr_block in operands.written
                 self.plain_of[id(ref)] = (for_writing if is_written else plain_on)(ref, device)
         for key, sparse in operands.sparse.items():
-            parts = [self.plain_of[id(part)] for part in sparse._ttr_parts]
-            is_coalesced = sparse.is_coalesced() if sparse.layout is torch.sparse_coo else False
-            self.plain_of_sparse[key] = sparse_of(parts, sparse.size(), sparse.layout, is_coalesced)
+            self.plain_of_sparse[key] = plain_sparse(sparse, lambda part: self.plain_of[id(part)])
         self.args = [self._plain(arg) for arg in operands.args]
         self.kwargs = {name: self._plain(arg) for name, arg in operands.kwargs.items()}
         if plan.has_device:

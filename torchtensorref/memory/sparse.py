@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..operators.layouts import SPARSE, parts_of, without_elements
+from ..operators.layouts import SPARSE, parts_of, sparse_of, without_elements
 from .plain_views import alias_of
 from .ref import TensorRef
 
@@ -58,6 +58,13 @@ def sparse_over(plain: torch.Tensor, label: torch.device, made: _Made) -> Any:
     if any(not isinstance(part, TensorRef) for part in parts):
         return plain
     return make_sparse(without_elements(plain, label), parts)
+
+
+def plain_sparse(ref: Any, plain: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """Make the plain sparse tensor of what `plain` gives for each of a SparseRef's parts."""
+    parts = [plain(part) for part in ref._ttr_parts]
+    is_coalesced = ref.layout is torch.sparse_coo and ref._ttr_hollow.is_coalesced()
+    return sparse_of(parts, ref.size(), ref.layout, is_coalesced)
 
 
 def alias_of_sparse(ref: Any) -> Any:

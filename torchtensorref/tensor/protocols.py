@@ -179,7 +179,7 @@ class Protocols:
 
     def __dlpack_device__(self: Any) -> Any:
         """Say where DLPack finds the bytes: at home."""
-        return (1, 0)
+        return (torch.utils.dlpack.DLDeviceType.kDLCPU, 0)
 
     def share_memory_(self: Any) -> Any:
         """Move the bytes at home into shared memory, where they stay."""
