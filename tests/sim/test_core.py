@@ -16,6 +16,7 @@ from torchTensorRef.base.errors import ConfigError, StrategyError
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.tensor.tensor_ref import TensorRef
 
+from ..support.calls import calls_of
 from ..support.injection import kind_of
 
 
@@ -339,6 +340,19 @@ def test_numpy_reads_a_ref(manager):
     ref = manager.adopt(torch.arange(4.0)) + 1
     assert np.asarray(ref).tolist() == [1, 2, 3, 4]
     assert np.array(ref, dtype=np.int64).sum() == 10
+
+
+@pytest.mark.parametrize("add", [torch._foreach_add, torch._foreach_add_])
+def test_what_a_list_of_absent_tensors_takes_goes_by_its_length(manager, add):
+    def calls_for(count: int) -> int:
+        plain = [torch.rand(8) for _ in range(count)]
+        refs = [manager.adopt(tensor.clone()) for tensor in plain]
+        calls = calls_of(lambda: refs.extend(add(refs, 1.0) or ()))
+        assert all(map(torch.equal, map(manager.release, refs[-count:]), add(plain, 1.0) or plain))
+        return calls
+
+    calls_for(2)
+    assert calls_for(160) / 160 < 1.5 * calls_for(20) / 20
 
 
 def test_a_failing_operator_leaves_the_books_right(manager):

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,26 @@ def test_a_list_of_which_one_is_refused_counts_what_was_written_before_it(adapte
     assert not handed_over
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+@needs_cpp
+def test_what_a_list_takes_goes_by_its_length(adapter, handed_over):
+    values = r(8000, 4)
+    (whole,) = ready(adapter(), values)
+
+    def seconds_each(count: int) -> float:
+        parts, taken = whole[:count].unbind(), []
+        for _ in range(5):
+            began = time.process_time()
+            made = torch._foreach_add(parts, 1.0)
+            taken.append(time.process_time() - began)
+        assert torch.stack(made).target.equal(values[:count] + 1.0)
+        return min(taken) / count
+
+    short = seconds_each(500)
+    handed_over.clear()
+    assert seconds_each(8000) < 4 * short, "each result was compared with each operand"
+    assert "aten::_foreach_add.Scalar" not in handed_over
 
 
 @needs_cpp

@@ -20,6 +20,8 @@ from torchTensorRef.memory import copies, core
 from torchTensorRef.memory.transfer import ATTEMPTS
 from torchTensorRef.operators.plan import plan_of
 
+from ..support.calls import calls_of
+
 
 @pytest.fixture
 def ref(manager):
@@ -59,6 +61,16 @@ def test_what_runs_at_home_is_written_where_a_target_is_held(ref, manager):
     manager.check()
     target.fill_(3)
     assert (ref + 1).tolist() == [4] * 8
+
+
+def test_an_address_is_found_by_handing_the_bytes_out_once(ref):
+    array = ref.numpy()
+    assert ref.data_ptr() == array.ctypes.data == ref.untyped_storage().data_ptr()
+    assert ref[3:].data_ptr() == array[3:].ctypes.data
+    assert calls_of(ref.data_ptr) < 1.5 * calls_of(ref.untyped_storage)
+    array[0] = -1
+    ref[1] = -2
+    assert ref.tolist()[:3] == array.tolist()[:3] == [-1, -2, 2]
 
 
 @pytest.mark.parametrize(

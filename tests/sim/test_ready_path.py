@@ -55,6 +55,17 @@ def ready(manager: Any, *values: Any) -> list[Any]:
     ]
 
 
+def test_whether_two_are_equal_is_read_where_they_are(ample):
+    x, nan = torch.rand(3, 4), torch.tensor([1.0, float("nan")])
+    pairs = [(x, x.clone()), (x, x + 1), (x, x.double()), (x, x[:2]), (nan, nan.clone())]
+    ours = [ready(ample, *pair) for pair in pairs]
+    for (a, b), pair in zip(ours, pairs, strict=True):
+        with counted(ample) as found:
+            got = torch.equal(a, b)
+        assert got is torch.equal(*pair)
+        assert (found["ready"], found["slow"]) == (1, 0)
+
+
 def without_room(residency: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let no result find room on the accelerator; return the bytes of those that have asked."""
     asked: list[int] = []

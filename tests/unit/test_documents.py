@@ -1,5 +1,6 @@
 """The documents: what is made from the code is up to date, and what they point at exists."""
 
+import pkgutil
 import re
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def test_links_lead_somewhere(path):
 def test_switches_that_are_named_exist(path):
     named = set(re.findall(r"\bTTR_[A-Z_]*[A-Z]\b", path.read_text()))
     assert named <= {option.variable for option in OPTIONS.values()}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_names_of_ours_that_are_named_exist(path):
+    roots = {"tensorsManager": "torchTensorRef.tensorsManager", "torchTensorRef": "torchTensorRef"}
+    named = re.findall(r"\b(tensorsManager|torchTensorRef)((?:\.[A-Za-z_]\w*)+)", path.read_text())
+    missing = []
+    for root, rest in sorted(set(named)):
+        try:
+            pkgutil.resolve_name(roots[root] + rest)
+        except (AttributeError, ImportError):
+            missing.append(root + rest)
+    assert missing == []
 
 
 def blocks(path: Path) -> str:

@@ -32,7 +32,16 @@ def wrap(out: Any, staged: Staged, born: list[Block]) -> Any:
 class _Results:
     """Wraps the results of one call that has run on a device."""
 
-    __slots__ = ("_born", "_manager", "_operands", "_plan", "_residency", "_staged")
+    __slots__ = (
+        "_blocks",
+        "_born",
+        "_fresh",
+        "_manager",
+        "_operands",
+        "_plan",
+        "_residency",
+        "_staged",
+    )
 
     def __init__(self, staged: Staged, born: list[Block]) -> None:
         self._staged = staged
@@ -41,6 +50,10 @@ class _Results:
         self._manager = staged.manager
         self._residency = staged.manager.residency
         self._born = born
+        #: Blocks by the numbers of storages, since lists may be long: those of operands, once a
+        #: result asks for them, and those of fresh results.
+        self._blocks: dict[int, Block] | None = None
+        self._fresh: dict[int, Block] = {}
 
     def wrap(self, out: Any) -> Any:
         plan = self._plan
@@ -79,12 +92,12 @@ class _Results:
         device = self._device_of(plain)
         if device is None:
             return plain
-        for ref in operands.refs:
-            if self._staged.plain_of[id(ref)] is plain:
-                return operands.as_passed(ref)
         block = self._aliased(plain)
         if block is None:
             return self._wrap_fresh(plain, device)
+        for ref in operands.refs:
+            if self._staged.plain_of[id(ref)] is plain:
+                return operands.as_passed(ref)
         return make_ref(plain, block, device, self._staged.label or _CPU)
 
     def _wrap_sparse(self, plain: torch.Tensor) -> Any:
@@ -108,6 +121,7 @@ class _Results:
         plain, block, device = settled(
             plain, self._plan, self._residency, device, has_written=has_written
         )
+        self._fresh[plain.untyped_storage()._cdata] = block
         if self._residency.recorder is not None:
             self._residency.recorder.birth(block)
         self._born.append(block)
@@ -140,15 +154,19 @@ class _Results:
     def _aliased(self, plain: torch.Tensor) -> Block | None:
         """Return the block whose storage a result shares: an operand's, or one of a result's."""
         key = plain.untyped_storage()._cdata
-        for ref in self._operands.refs:
-            if self._staged.plain_of[id(ref)].untyped_storage()._cdata == key:
-                block: Block = ref._ttr_block
-                return block
-        for made in self._born:
-            replicas = list(made.replicas.values())  # another thread may move it meanwhile
-            if any(storage_of(one.base)._cdata == key for one in replicas):
-                return made
-        return None
+        if self._blocks is None:
+            plain_of = self._staged.plain_of
+            self._blocks = {
+                plain_of[id(ref)].untyped_storage()._cdata: ref._ttr_block
+                for ref in reversed(self._operands.refs)  # of those with one storage the first
+            }
+        block = self._blocks.get(key)
+        if block is not None:
+            return block
+        made = self._fresh.get(key)
+        replicas = [] if made is None else list(made.replicas.values())
+        # Another thread may have moved it, and another result have its storage.
+        return made if any(storage_of(one.base)._cdata == key for one in replicas) else None
 
     def _follow_parts(self, sparse: Any) -> None:
         """Where an operator gave a sparse tensor other parts, sizes or order, follow it."""

@@ -114,8 +114,9 @@ class Staged:
 
     def take_back_sizes(self) -> None:
         """Give what a kernel has resized (`out=`) the bytes that it had: an error came."""
+        written = set(self.operands.written)
         for ref in self.operands.refs:
-            if ref._ttr_block in self.operands.written:
+            if ref._ttr_block in written:
                 storage = self.plain_of[id(ref)].untyped_storage()
                 nbytes = ref._ttr_block.replicas[self.device].nbytes
                 if storage.nbytes() != nbytes:
@@ -125,9 +126,10 @@ class Staged:
         """Make the plain arguments."""
         operands, device = self.operands, self.device
         plan, accelerator = operands.plan, operands.accelerator
+        written = set(operands.written)  # lists may be long
         for ref in operands.refs:
             if id(ref) not in self.plain_of:
-                is_written = ref._ttr_block in operands.written
+                is_written = ref._ttr_block in written
                 self.plain_of[id(ref)] = (for_writing if is_written else plain_on)(ref, device)
         for key, sparse in operands.sparse.items():
             self.plain_of_sparse[key] = plain_sparse(sparse, lambda part: self.plain_of[id(part)])

@@ -295,10 +295,7 @@ class Ownership:
 
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""
-        residency = self._residency
-        residency.sharing.unshare(ref._ttr_block)
-        residency.copier.bring_home(ref._ttr_block)
-        return self._hand_out(ref._ttr_block, residency.books.host, why, forever=forever)
+        return self._hand_out(ref._ttr_block, self._residency.books.host, why, forever=forever)
 
     def _hand_out(
         self, block: Block, device: Device, why: str, *, forever: bool = False
@@ -315,9 +312,9 @@ class Ownership:
                     self.table.add(number, 0, block.nbytes, block)
         return storage
 
-    def exposed_plain(self, ref: Any, why: str) -> torch.Tensor:
+    def exposed_plain(self, ref: Any, why: str, *, forever: bool = False) -> torch.Tensor:
         """Return a plain host tensor over a ref's bytes, which stay there while it lives."""
-        return view_over(ref, self.expose(ref, why))
+        return view_over(ref, self.expose(ref, why, forever=forever))
 
     def plain_to_serialise(self, ref: Any) -> torch.Tensor:
         """Return a plain host tensor with the values, over the same bytes unless held elsewhere."""

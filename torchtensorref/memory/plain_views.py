@@ -9,7 +9,7 @@ import torch
 from ..base import forking
 from ..base.activation import moving
 from ..devices.base import Device
-from ..devices.storages import bytes_of
+from ..devices.storages import bytes_of, over_same_memory
 from . import core
 from .block import Block
 from .ref import TensorRef, wiring
@@ -242,7 +242,7 @@ def for_writing(ref: Any, device: Device) -> torch.Tensor:
         if base.untyped_storage().resizable() and not exposure.storage.resizable():
             return view_over(ref, exposure.storage)
     elif exposure is not None and exposure.device is not device and exposure.alive:
-        return view_of(ref, torch.from_dlpack(bytes_of(base)))  # type: ignore[attr-defined]
+        return view_of(ref, over_same_memory(bytes_of(base)))
     return view_of(ref, base)
 
 

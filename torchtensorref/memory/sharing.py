@@ -9,7 +9,7 @@ import torch
 
 from ..base.errors import ExposedError
 from ..devices.base import Device
-from ..devices.storages import bytes_of, storage_of
+from ..devices.storages import bytes_of, over_same_memory, storage_of
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
@@ -117,8 +117,9 @@ class Sharing:
     ) -> torch.UntypedStorage:
         """Hold a block on a device and return a storage over its bytes that may be given away.
 
-        The caller has made the block readable there. The storage is a twin: another object over
-        the same memory, by whose users we see when the last holder outside is gone.
+        The caller has made the block readable there, if that is not home. The storage is a twin:
+        another object over the same memory, by whose users we see when the last holder outside is
+        gone.
 
         Raises
         ------
@@ -159,7 +160,7 @@ class Sharing:
             twin = bytes_of(base)
             if not (device.is_host and storage_of(base).is_shared()):
                 # Who is given shared memory may hand it on, as what it is.
-                twin = torch.from_dlpack(twin)  # type: ignore[attr-defined]
+                twin = over_same_memory(twin)
             forever = forever or (exposure is not None and exposure.alive)
             exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
             block.exposure = exposure

@@ -242,7 +242,7 @@ class StrategyFeed:
         parts : container of int, optional
             Numbers of the blocks of which only parts would move, were they away.
         """
-        books, tick = self._books, self._books.tick + ahead
+        books, tick, written = self._books, self._books.tick + ahead, set(written)
         is_at_home = instead_of is not None
         by = instead_of or (device if books.is_spread else None)
         told, this = self._told, (get_ident(), kind, tick)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..devices.base import Device
+from ..devices.storages import over_same_memory
 from .block import Block
 
 
@@ -39,4 +40,4 @@ def twin_of(storage: torch.UntypedStorage, start: int, stop: int) -> torch.Tenso
         # Not a slice: a view would keep a second hold on the storage through its base.
         part = torch._C._VariableFunctions.empty((0,), dtype=torch.uint8, device=storage.device)
         part.set_(storage, start, (stop - start,), (1,))
-        return torch.from_dlpack(part)  # type: ignore[attr-defined]
+        return over_same_memory(part)

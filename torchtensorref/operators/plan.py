@@ -96,7 +96,7 @@ class OpPlan:
     may_alias: bool
     #: Pure address arithmetic: moves no byte, reads no byte, and always aliases argument 0.
     is_true_view: bool
-    #: Reads one number of a tensor: the host waits for it.
+    #: Reads one number of a tensor, or whether two are equal: the host waits for it.
     is_number: bool
     #: Its results, strided operands given, are strided and take the bytes of their elements:
     #: elementwise, a product, a sum, a gathering. The kernel of any other may be made of others and
@@ -290,7 +290,7 @@ def compiled(row: Row) -> OpPlan:
         is_true_view=row.is_view
         if row.is_view is not None
         else is_declared and not (is_composite or writes) and op.is_view and _is_first(schema),
-        is_number=results == ["number"] and not is_composite,
+        is_number=results in (["number"], ["bool"]) and not (is_composite or writes),
         makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,

@@ -148,8 +148,7 @@ class Protocols:
             # Copies that still share their bytes must not look like one tensor.
             tensorsManager.residency.sharing.unshare(self._ttr_block)
             return tensorsManager.ownership.plain_at_home(self).data_ptr()  # type: ignore[no-any-return]
-        tensorsManager.ownership.expose(self, "data_ptr", forever=True)
-        return self.exposed_plain("data_ptr").data_ptr()  # type: ignore[no-any-return]
+        return tensorsManager.ownership.exposed_plain(self, "data_ptr", forever=True).data_ptr()
 
     def as_subclass(self: Any, cls: Any) -> Any:
         """Return a tensor of another class over the same bytes, which stay at home meanwhile."""

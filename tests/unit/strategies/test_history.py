@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +12,7 @@ from torchTensorRef.strategies.flow.history import NEVER, History
 from torchTensorRef.strategies.flow.places import GRAM_LENGTHS
 
 from ...support.cache_model import least_misses
+from ...support.calls import calls_of
 from ...support.traces import TRACES, Trace, back, blocks_of, sweep
 
 
@@ -303,22 +302,6 @@ def test_an_access_costs_a_handful_of_calls(name):
     """Some microseconds, counted in what no other process of the machine can change."""
     trace = TRACES[name][0](random.Random(1))
     assert calls_of(lambda: told(trace)) / len(trace) < 60
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """Count the functions, of Python and of C, that some work calls."""
-    count = 0
-
-    def see(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(see)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 edits = st.lists(

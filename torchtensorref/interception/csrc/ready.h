@@ -249,16 +249,16 @@ class ReadyCall {
     if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage()) return out;
     const auto* storage = out.storage().unsafeGetStorageImpl();
     const c10::Device label = operands_.all[0].ref->device();
-    for (const auto& operand : operands_.all) {
+    const bool is_held = out.use_count() > 1 || out.storage().use_count() > 1;  // else it is nobody's: of long lists each would be compared with all
+    if (is_held) for (const auto& operand : operands_.all) {
       if (operand.plain.is_same(out)) return operand.ref->tensor();
-      if (operand.plain.storage().unsafeGetStorageImpl() == storage)
-        return make_ref(out, operand.block, operands_.device, label);
+      if (operand.plain.storage().unsafeGetStorageImpl() == storage) return make_ref(out, operand.block, operands_.device, label);
     }
-    for (const auto& [its_storage, block] : shared_)
+    if (is_held) for (const auto& [its_storage, block] : shared_)
       if (its_storage == storage) return make_ref(out, block, operands_.device, label);
     at::Tensor made = counted(out, tick, label);
     const RefImpl* ref = made.defined() ? ref_of(made) : nullptr;  // over memory at home, which nobody shares, where it has gone there
-    if (ref && out.storage().use_count() > 1 && (!ref->on || ref->on == operands_.device)) shared_.emplace_back(storage, ref->block);
+    if (ref && is_held && (!ref->on || ref->on == operands_.device)) shared_.emplace_back(storage, ref->block);
     return made;
   }
 
