@@ -65,6 +65,45 @@ def test_by_blocks_what_is_saved_may_leave(ours, strategy):
     assert backend.graph_count == 3
 
 
+class Product(torch.autograd.Function):
+    """A product with a derivative of the program's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, gradient * x
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(x, self.weight)
+
+
+def test_what_a_derivative_of_the_programs_own_saves_is_there_in_the_backward_pass(ours):
+    """It is kept in a closure; with other backends torch's compiler saves it itself."""
+
+    def program() -> Any:
+        module = Scaled()
+        compiled, gradients = torch.compile(module, backend="eager"), []
+        for value in range(4):
+            out = compiled(torch.full((3000,), float(value)) * 1)
+            torch.ones(30000).sum()  # what was saved leaves
+            out.sum().backward()
+            gradients.append(module.weight.grad.clone())
+        return gradients
+
+    ours(program, 160 * 1024, "lru")
+
+
 @pytest.mark.parametrize("backend", usual(["aot_eager"], ["inductor"]))
 def test_gradients_are_those_of_plain_compiled_torch(manage, backend):
     """Bit for bit where all is there, and within the compiler's tolerance of not compiling."""

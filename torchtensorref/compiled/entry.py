@@ -191,7 +191,7 @@ class Entry(Hold):
             if now is plain:
                 registry[name] = ref
             elif now is not None and not isinstance(now, TensorRef):
-                self._doubt(f"it exchanges {name}")
+                self.mistrust(f"it exchanges {name}")
                 registry[name] = self._parameter_for(now)
         if [*map(_count_of_writes, self.plains)] != self.versions or [
             *map(_address_of, self.plains)
@@ -202,7 +202,7 @@ class Entry(Hold):
         several = zip(self.places, self.refs, self.plains, self.versions, strict=True)
         for (_, name), ref, plain, version in several:
             if plain._version != version:
-                self._doubt(f"it writes {name}")
+                self.mistrust(f"it writes {name}")
                 self._note_write(ref, ref._ttr_block)
         pairs = {id(ref): (ref, plain) for ref, plain in zip(self.refs, self.plains, strict=True)}
         for ref, plain in [pair for pair in pairs.values() if self._is_elsewhere(*pair)]:
@@ -216,7 +216,7 @@ class Entry(Hold):
                 registry[name] = ref
         self.exchange.restore()
         self.region.forget()
-        self._doubt("it was interrupted")
+        self.mistrust("it was interrupted")
 
     def _parameter_for(self, plain: torch.Tensor) -> Any:
         ref = self.ref_for(plain)
@@ -225,7 +225,8 @@ class Entry(Hold):
             return as_parameter(ref)
         return ref
 
-    def _doubt(self, why: str) -> None:
+    def mistrust(self, why: str) -> None:
+        """Note what speaks against running such calls natively."""
         self.structure.doubt = self.structure.doubt or why
 
     def _note_write(self, ref: Any, block: Block) -> None:
@@ -242,7 +243,7 @@ class Entry(Hold):
 
     def _follow(self, ref: Any, other: Any) -> None:
         """Let a TensorRef stand for what its stand-in was given."""
-        self._doubt("it gives a tensor other memory")
+        self.mistrust("it gives a tensor other memory")
         self.has_changed = True
         if isinstance(other, TensorRef):
             follow(ref, other)
@@ -264,7 +265,7 @@ class Entry(Hold):
             region.forget()
 
     def _left_behind(self, plain: torch.Tensor) -> Any:
-        self._doubt("it leaves tensors behind in its attributes")
+        self.mistrust("it leaves tensors behind in its attributes")
         key = plain.untyped_storage()._cdata
         # Over the memory of a result it is an alias. Else nobody knows who holds it besides.
         return self.ref_for(plain if self._block_over(key) is not None else plain.clone())
@@ -294,14 +295,14 @@ class Entry(Hold):
         """Let what is given have the layout and the attributes that an unforeseen branch gave."""
         layout = plain.size(), plain.stride(), plain.storage_offset()
         if layout != (ref.size(), ref.stride(), ref.storage_offset()):
-            self._doubt("it changes the layout of what it is given")
+            self.mistrust("it changes the layout of what it is given")
             with torch.no_grad():
                 ref.as_strided_(*layout)
         given, before = attributes_given(plain), attributes_given(ref)
         for name in [name for name in given if name.startswith("_dynamo_") and name not in before]:
             del given[name]  # a mark of the compiler's, on what it has seen
         if not same_state(given, before):
-            self._doubt("it changes the attributes of what it is given")
+            self.mistrust("it changes the attributes of what it is given")
             for name in given:
                 delattr(plain, name)  # the view of it may be kept
             vars(ref).update(self.exchange.wrap(given, self.ref_for))
@@ -316,21 +317,21 @@ class Entry(Hold):
             self.has_changed = True
             self.unseen.add(block)
             if block in self.own:
-                self._doubt("it takes `.data` of a tensor of its own")
+                self.mistrust("it takes `.data` of a tensor of its own")
 
     def operand(self, plain: torch.Tensor) -> Any:
         """Return the TensorRef of a stand-in that meets one from outside; None if it is none."""
         block = self._block_over(plain.untyped_storage()._cdata)
         if block is None:
             return None
-        self._doubt("it uses a tensor from outside")
+        self.mistrust("it uses a tensor from outside")
         return make_ref(plain, block, self.device, _CPU)
 
     def ref_for(self, plain: torch.Tensor) -> Any:
         """Make the TensorRef of a tensor that the module has made or handed on."""
         if not is_plain(plain):
             # A quantized cache's tensors: their own class holds the bytes. From now on intercepted.
-            self._doubt(f"it makes a {type(plain).__name__}")
+            self.mistrust(f"it makes a {type(plain).__name__}")
             return plain
         if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
             return plain

@@ -163,7 +163,7 @@ class CompiledEntry(Entry):
         if isinstance(ref, TensorRef):
             self.results.append((ref, get_gradient_edge(plain)))
             return ref
-        self._doubt("a result with a gradient is not managed")
+        self.mistrust("a result with a gradient is not managed")
         return plain
 
     def _connect(self) -> None:

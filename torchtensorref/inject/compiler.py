@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 from torch.nn.modules import module as module_hooks
+from torch.utils._pytree import tree_map_only
 
 from ..base.interrupts import lets_program_run
 from . import control_flow, hooks
 from .built_before import unwatched
+from .patches import LatePatch, Patch
 
 
 def keep_hook_from_compile(eval_frame: Any) -> Callable[[], None]:
@@ -89,6 +91,31 @@ def tell_of_data(output_graph: Any) -> Callable[[], None]:
     return undo
 
 
+@lets_program_run
+def own_gradient_wrapper(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call an `autograd.Function` inside what is compiled, where the backend leaves it as it is.
+
+    What it saves is in a closure then, where no hook sees it: it is given copies, and the next call
+    is intercepted. One that writes what it is given gets that.
+    """
+    entry = None
+    if torch.is_grad_enabled() and f"{hooks.PACKAGE}.memory.ref" in sys.modules:
+        entry = hooks.load(".memory.manager").tensorsManager.ownership.native_entry()
+    plain = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if entry is None or not all(map(hooks.load(".memory.ref").is_plain, plain)):
+        return wrapped(*args, **kwargs)
+    entry.mistrust("a gradient of its own keeps what it saves where nobody sees it")
+    if kwargs.get("dirty_idx"):
+        return wrapped(*args, **kwargs)
+    return tree_map_only(torch.Tensor, torch.clone, wrapped(*map(_copied, args), **kwargs))
+
+
+def _copied(argument: Any) -> Any:
+    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+
+
 @contextmanager
 def unregistered() -> Iterator[None]:
     """Call no hook of ours when modules are put together: the compiler would stumble over it.
@@ -153,3 +180,32 @@ def let_take_refs(module: Any) -> Callable[[], None]:
         module.HANDLED_TYPES = before
 
     return undo
+
+
+#: What is replaced of the compiler.
+OF_COMPILER = (
+    LatePatch(
+        "torch._dynamo.eval_frame",
+        "OptimizedModule",
+        keep_hook_from_compile,
+        "torch.compile would warn of the hook by which modules made before us are found",
+    ),
+    LatePatch(
+        "torch._dynamo.eval_frame",
+        "_TorchDynamoContext",
+        call_with_refs,
+        "what is compiled runs on plain tensors: the compiler knows no TensorRef",
+    ),
+    LatePatch(
+        "torch._dynamo.output_graph",
+        "OutputGraph",
+        tell_of_data,
+        "what is compiled writes by `.data` where no version counts and Python does not come by",
+    ),
+    Patch(
+        "torch._functorch.autograd_function",
+        "AutogradFunctionApply.__call__",
+        own_gradient_wrapper,
+        "what is compiled keeps what a gradient needs where no hook sees it",
+    ),
+)

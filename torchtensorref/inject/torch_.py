@@ -13,7 +13,7 @@ from ..memory.names import names
 from . import hooks
 from .built_before import watch_modules
 from .classes import materialize_wrapper, parameter_wrapper, subclass_wrapper
-from .compiler import call_with_refs, keep_hook_from_compile, let_take_refs, tell_of_data
+from .compiler import OF_COMPILER, let_take_refs
 from .data_parallel import reducer_wrapper
 from .devices import (
     accelerator_wrapper,
@@ -170,6 +170,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     *OF_GENERATORS,
     *OF_JIT,
     *OF_SHAPES,
+    *OF_COMPILER,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
@@ -292,24 +293,6 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
             "torch.fx.experimental.proxy_tensor",
             "torch._functorch._aot_autograd.runtime_wrappers",
         )
-    ),
-    LatePatch(
-        "torch._dynamo.eval_frame",
-        "OptimizedModule",
-        keep_hook_from_compile,
-        "torch.compile would warn of the hook by which modules made before us are found",
-    ),
-    LatePatch(
-        "torch._dynamo.eval_frame",
-        "_TorchDynamoContext",
-        call_with_refs,
-        "what is compiled runs on plain tensors: the compiler knows no TensorRef",
-    ),
-    LatePatch(
-        "torch._dynamo.output_graph",
-        "OutputGraph",
-        tell_of_data,
-        "what is compiled writes by `.data` where no version counts and Python does not come by",
     ),
     Patch("signal", "signal", set_handler, _HALFWAY),
     Patch("signal", "getsignal", get_handler, "the program sees the handlers that it has set"),

@@ -50,7 +50,7 @@ class Manager(Guarded, Protocol):
         ...
 
 
-@guards(but=("repair", "doubt", "note_data"))
+@guards(but=("repair", "doubt", "note_data", "native_entry"))
 class Ownership:
     """What is done with single tensors and modules: from plain to managed and back."""
 
@@ -125,10 +125,15 @@ class Ownership:
             for tensor in tensors:
                 entry.note_data(tensor)
 
+    def native_entry(self) -> Any:
+        """Return the compiled call that runs natively in this thread; None without."""
+        residency = self._manager._residency
+        entries = residency.holds.native_entries if residency is not None else None
+        return entries.get(threading.get_ident()) if entries else None
+
     def adopt_operand(self, tensor: torch.Tensor) -> Any:
         """Return a TensorRef for a plain operand of one operator, or None if it cannot be one."""
-        entries = self._residency.holds.native_entries
-        entry = entries.get(threading.get_ident()) if entries else None
+        entry = self.native_entry()
         if entry is not None and (inside := entry.operand(tensor)) is not None:
             return inside
         known = ref_behind(tensor)
