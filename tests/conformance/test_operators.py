@@ -81,7 +81,7 @@ def run_on_two(manage):
     torch.set_num_threads(torch.get_num_interop_threads())
 
 
-@pytest.mark.parametrize("name", one_in(2, [name for name in SAMPLE if name not in KNOWN]))
+@pytest.mark.parametrize("name", one_in(4, [name for name in SAMPLE if name not in KNOWN]))
 def test_the_operator_does_so_with_operands_on_two_accelerators(run_on_two, name):
     outcome = run_on_two(name)
     assert not outcome.failures

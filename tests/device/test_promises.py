@@ -13,6 +13,7 @@ from torchTensorRef.memory.ref import TensorRef
 
 from ..support.device_double import LateDevice, LateEvent, LateModule
 from ..support.programs import RandomEviction, assert_same
+from ..support.sweeps import usual
 
 MIB = 1 << 20
 STRATEGIES = {
@@ -23,7 +24,7 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=usual(["flow", "random"], ["lru", "genoa"]))
 def strategy(request: pytest.FixtureRequest) -> Any:
     return STRATEGIES[request.param]()
 

@@ -8,6 +8,7 @@ from torchTensorRef.__main__ import main
 from torchTensorRef.base.options import settings
 
 from ..support import processes
+from ..support.sweeps import only_in_sweeps
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,6 +40,7 @@ def status_of(*arguments):
         return end.code
 
 
+@only_in_sweeps
 def test_a_model_over_several_cards(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -210,6 +210,7 @@ GOES_ON = """
 """
 
 
+@only_in_sweeps
 def test_killed_at_random(script: Any, tmp_path: Path) -> None:
     path, weights = script(GOES_ON), tmp_path / "weights.pt"
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
