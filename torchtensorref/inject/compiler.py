@@ -75,10 +75,9 @@ def tell_of_data(output_graph: Any) -> Callable[[], None]:
 
         @lets_program_run
         def call(*inputs: Any) -> Any:
-            if f"{hooks.PACKAGE}.memory.ref" in sys.modules:
+            if _has_been_used():
                 ownership = hooks.load(".memory.manager").tensorsManager.ownership
-                given = [part for part in inputs if isinstance(part, torch.Tensor)]
-                ownership.note_data(*given)
+                ownership.note_data(*(one for one in inputs if isinstance(one, torch.Tensor)))
             return compiled(*inputs)
 
         return call
@@ -100,20 +99,22 @@ def own_gradient_wrapper(
     What it saves is in a closure then, where no hook sees it: it is given copies, and the next call
     is intercepted. One that writes what it is given gets that.
     """
-    entry = None
-    if torch.is_grad_enabled() and f"{hooks.PACKAGE}.memory.ref" in sys.modules:
-        entry = hooks.load(".memory.manager").tensorsManager.ownership.native_entry()
-    plain = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if entry is None or not all(map(hooks.load(".memory.ref").is_plain, plain)):
+    if not (torch.is_grad_enabled() and _has_been_used()):
+        return wrapped(*args, **kwargs)
+    entry = hooks.load(".memory.manager").tensorsManager.ownership.native_entry()
+    is_plain = hooks.load(".memory.ref").is_plain
+    if entry is None or not all(is_plain(one) for one in args if isinstance(one, torch.Tensor)):
         return wrapped(*args, **kwargs)
     entry.mistrust("a gradient of its own keeps what it saves where nobody sees it")
     if kwargs.get("dirty_idx"):
         return wrapped(*args, **kwargs)
-    return tree_map_only(torch.Tensor, torch.clone, wrapped(*map(_copied, args), **kwargs))
+    copied = functools.partial(tree_map_only, torch.Tensor, torch.clone)
+    return copied(wrapped(*copied(args), **kwargs))
 
 
-def _copied(argument: Any) -> Any:
-    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+def _has_been_used() -> bool:
+    """Whether there has ever been a TensorRef."""
+    return f"{hooks.PACKAGE}.memory.ref" in sys.modules
 
 
 @contextmanager
@@ -158,8 +159,8 @@ def _around(compiled: Any, compile_alike: Callable[[Any], Any]) -> Any:
     @functools.wraps(compiled)
     @lets_program_run
     def call(*args: Any, **kwargs: Any) -> Any:
-        if f"{hooks.PACKAGE}.memory.ref" not in sys.modules:
-            return plain(*args, **kwargs)  # there has never been a TensorRef
+        if not _has_been_used():
+            return plain(*args, **kwargs)
         if not kept:
             made = hooks.load(".compiled.calls").CompiledCall
             kept.append(made(plain, compiled._torchdynamo_orig_callable, compile_alike))
