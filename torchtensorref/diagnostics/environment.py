@@ -165,5 +165,5 @@ def _known() -> Iterator[str]:
     folder = Path(__file__).parent
     folds_case = (folder / "ENVIRONMENT.PY").exists()
     ours = Path(__file__).parents[2]
-    editable = "no" if ours.name in ("site-packages", "dist-packages") else f"yes, {ours.name}"
+    editable = f"yes, {ours.name}" if (ours / "setup.cfg").exists() else "no"
     yield f"case-insensitive file system: {'yes' if folds_case else 'no'}   editable: {editable}"
