@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
 
 import torchTensorRef
 from torchTensorRef import ConfigError, TensorRef, injectTo, tensorsManager
@@ -240,7 +241,8 @@ HOME = {
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu"),
     "to, later": lambda x: x.to("cpu", non_blocking=True),
-    "to a device": lambda x: x.to(device="cpu:0"),
+    "to a device": lambda x: x.to(device="cpu"),
+    "to an index": lambda x: x.to(device="cpu:0"),
     "as_tensor": lambda x: torch.as_tensor(x, device="cpu"),
     "numpy": lambda x: torch.from_numpy(x.numpy(force=True)),
 }
@@ -267,7 +269,8 @@ def test_what_is_brought_home_from_there_is_a_copy(home, of):
     here.fill_(3)
     assert there.unique().tolist() == [7]
     assert there.to("cuda") is there
-    assert HOME[home](here).data_ptr() == here.data_ptr()  # at home already
+    is_copy = home == "to an index"  # torch compares it with `cpu`, which has none
+    assert (HOME[home](here).data_ptr() == here.data_ptr()) is not is_copy  # at home already
 
 
 def test_the_label_of_a_tensor_there_does_not_bring_home():
@@ -496,3 +499,38 @@ def test_to_gpu_names_one_of_those_in_use(manager):
     with pytest.raises(ConfigError, match="'simm' is not in use"):
         x.toGPU("simm")
     assert (x + 1).tolist() == [2, 2, 2, 2]
+
+
+def copied_and_trained(where):
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3).to(where)
+    with torch.no_grad():
+        for number, p in enumerate([*first.parameters(), *second.parameters()]):
+            p.copy_(torch.arange(p.numel()).view_as(p) / (number + 7))
+    second(first(torch.ones(2, 3))).sum().backward()
+    return [p.grad for p in [*first.parameters(), *second.parameters()]]
+
+
+FROM_WHERE = {
+    "to": lambda x, where: x.to(where),
+    "large": lambda x, where: torch.ones(1 << 15).to(where)[:2],
+    "other dtype": lambda x, where: x.to(where, torch.float64),
+    "new_zeros": lambda x, where: x.new_zeros(2, device=where),
+    "empty_like": lambda x, where: torch.zeros_like(x, device=where),
+    "added": lambda x, where: x.to(where) + x,
+    "attended": lambda x, where: nn.functional.scaled_dot_product_attention(
+        x.view(1, 2, 1), x.to(where).view(1, 2, 1), x.view(1, 2, 1)
+    ),
+    "a gradient": lambda x, where: copied_and_trained(where),
+}
+
+
+@pytest.mark.parametrize("where", ["cpu:0", torch.device("cpu", 0)], ids=["name", "object"])
+@pytest.mark.parametrize("made", FROM_WHERE)
+def test_the_host_has_no_index(made, where):
+    """Its tensors say `cpu` whatever index was asked for, and so go together with all others."""
+    found = FROM_WHERE[made](torch.ones(2), where)
+    with torchTensorRef.disabled():
+        wanted = FROM_WHERE[made](torch.ones(2), where)
+    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+        assert one.device == other.device == torch.device("cpu")
+        assert one.tolist() == other.tolist()

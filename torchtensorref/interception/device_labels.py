@@ -18,6 +18,13 @@ from ..memory.sparse import SparseRef
 from ..operators.plan import OpPlan
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CPU = torch.device("cpu")
+
+
+def label_of(asked: Any) -> torch.device:
+    """The device that a tensor says it is on if a call asks for one: the host has no index."""
+    label = torch.device(asked)
+    return _CPU if label.type == "cpu" else label
 
 
 def is_device_operand(tensor: torch.Tensor, accelerator: Device) -> bool:
@@ -41,7 +48,7 @@ def exchange_device(
     asked = holder[key]
     if asked is None:
         return None
-    label = torch.device(asked)
+    label = label_of(asked)
     if label.type not in ("cpu", accelerator.torch_device.type) or label.type == "meta":
         return None  # torch makes it there, or refuses
     holder[key] = device.torch_device

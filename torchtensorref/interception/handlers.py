@@ -19,6 +19,7 @@ from ..memory.ref import TensorRef
 from ..memory.sparse import SparseRef, plain_sparse
 from ..operators.plan import OpPlan
 from ..operators.row import Special
+from .device_labels import label_of
 
 Handler = Callable[[OpPlan, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -31,7 +32,7 @@ def _share(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not isinstance(source, TensorRef) or not keeps_everything(source, kwargs):
         return NotImplemented
-    label = torch.device(kwargs.get("device") or source.device)
+    label = label_of(kwargs.get("device") or source.device)
     return tensorsManager.ownership.copy_of(source, None, label=label)
 
 
