@@ -16,11 +16,12 @@ import torch
 
 from torchTensorRef.base.errors import ExposedError, LostError, TransferError
 from torchTensorRef.interception import slow_path
-from torchTensorRef.memory import copies, core
+from torchTensorRef.memory import copies, core, sharing
 from torchTensorRef.memory.transfer import ATTEMPTS
 from torchTensorRef.operators.plan import plan_of
 
 from ..support.calls import calls_of
+from .test_threads import gated, two_at_once
 
 
 @pytest.fixture
@@ -550,4 +551,136 @@ def test_an_array_among_threads_that_read_and_write_is_over_its_memory(manage):
         assert array.tolist() == expected
     arrays[0][:5] = -1.0
     assert x[:6].tolist() == [-1.0] * 5 + expected[5:6]
+    manager.check()
+
+
+@pytest.mark.parametrize("patience_s", [20.0, 0.0])
+def test_an_operator_reads_what_was_written_while_another_thread_reads(
+    manage, monkeypatch, patience_s
+):
+    """It took the copy on the accelerator of the other thread's operator, from before."""
+    manager = manage("lru", nbytes=1 << 20)
+    monkeypatch.setattr(sharing, "READERS_S", patience_s)
+    x = manager.adopt(torch.zeros(1000))
+    array = x.numpy()
+    gate = gated(monkeypatch, slow_path, "run_kernel")
+
+    def write_and_read() -> list[float]:
+        array[500:] = 1
+        return (x[500:] + 0).tolist()
+
+    first, second = two_at_once(gate, lambda: (x[:500] + 0).tolist(), write_and_read)
+    assert first == [0.0] * 500
+    assert second == [1.0] * 500
+    was_at_home = sum(manager.residency.books.counts.host_fallbacks.values())
+    assert was_at_home == (patience_s == 0)
+    manager.check()
+
+
+def test_what_was_written_while_another_thread_reads_is_seen_when_its_holder_is_gone(
+    manage, monkeypatch
+):
+    manager = manage("lru", nbytes=1 << 20)
+    x = manager.adopt(torch.zeros(1000))
+    arrays = [x.numpy()]
+    gate = gated(monkeypatch, slow_path, "run_kernel")
+
+    def write_and_clone() -> Any:
+        arrays.pop()[:] = 1
+        return x.clone()
+
+    _, clone = two_at_once(gate, lambda: x + 0, write_and_clone)
+    assert (clone + 0).tolist() == (x + 0).tolist() == [1.0] * 1000
+    assert x._ttr_block.exposure is None
+    manager.check()
+
+
+def test_an_operator_is_not_kept_waiting_by_readers_that_begin_later(manager, monkeypatch):
+    """Of threads that read the same tensor again and again one is always there."""
+    x = manager.adopt(torch.zeros(1000))
+    array, rounds = x.numpy(), list[int]()
+    copier, books = manager.residency.copier, manager.residency.books
+    replica = begin_to_read(x, manager)
+
+    def ends_and_begins_again(_seconds: float) -> None:
+        rounds.append(replica.stale_count)
+        replica.pins -= 1
+        copier.refresh(x._ttr_block)
+        replica.pins += 1
+        copier.fetch(x._ttr_block, replica.device)
+
+    array[:5] = 7.0
+    with monkeypatch.context() as patched:
+        patched.setattr(books, "wait_for_release", ends_and_begins_again)
+        assert (x + 0)[:6].tolist() == [7.0] * 5 + [0.0]
+    end_reading(replica, manager)
+    assert len(rounds) == 1, "it waits for who was there"
+    manager.check()
+
+
+def test_a_reader_that_ends_at_any_moment_leaves_nothing_older(manager, monkeypatch):
+    x = manager.adopt(torch.zeros(1000))
+    array, copier = x.numpy(), manager.residency.copier
+    replica, refresh = begin_to_read(x, manager), copier.refresh
+
+    def ends_afterwards(block: Any) -> None:
+        refresh(block)
+        if -1 in manager.residency.holds.pinned:
+            end_reading(replica, manager)
+
+    monkeypatch.setattr(copier, "refresh", ends_afterwards)
+    array[:5] = 7.0
+    assert (x + 0)[:6].tolist() == [7.0] * 5 + [0.0]
+    manager.check()
+
+
+def begin_to_read(x: Any, manager: Any) -> Any:
+    """Do what an operator of another thread does until its kernel runs; return what it holds."""
+    residency, block = manager.residency, x._ttr_block
+    _ = x + 0
+    (replica,) = (r for r in block.replicas.values() if not r.device.is_host)
+    with residency.books.lock:
+        replica.pins += 1
+        residency.holds.pinned[-1] = [replica]
+        residency.copier.fetch(block, replica.device)
+    return replica
+
+
+def end_reading(replica: Any, manager: Any) -> None:
+    residency = manager.residency
+    with residency.books.lock:
+        replica.pins -= 1
+        del residency.holds.pinned[-1]
+
+
+def test_an_operator_inside_one_does_not_wait_for_readers(manage, monkeypatch):
+    """Those may wait for the one around it; the bytes at home are current."""
+    manager = manage("lru", nbytes=1 << 20)
+    monkeypatch.setattr(sharing, "READERS_S", 20.0)
+    x, y = manager.adopt(torch.zeros(1000)), manager.adopt(torch.ones(1000)).toGPU()
+    array, is_read, may_end, found = x.numpy(), threading.Event(), threading.Event(), []
+
+    @torch.library.custom_op("ttr_tests::writes_and_reads", mutates_args=("z",))
+    def writes_and_reads(z: torch.Tensor) -> None:
+        array[:] = 2
+        found.extend((x + 0).tolist())
+        z.add_(1)
+
+    run_kernel = slow_path.run_kernel
+
+    def slowly(staged: Any) -> Any:
+        if threading.current_thread() is reader:
+            is_read.set()
+            may_end.wait(20)
+        return run_kernel(staged)
+
+    monkeypatch.setattr(slow_path, "run_kernel", slowly)
+    reader = threading.Thread(target=lambda: x + 0)
+    reader.start()
+    assert is_read.wait(20)
+    writes_and_reads(y)
+    may_end.set()
+    reader.join(20)
+    assert found == [2.0] * 1000
+    assert y.tolist() == [2.0] * 1000
     manager.check()

@@ -210,6 +210,55 @@ def test_what_was_exchanged_for_another_is_what_it_was(is_module, monkeypatch):
     tensorsManager.check()
 
 
+def before_it_is_written(x, y):
+    torch.utils.swap_tensors(x, y)
+    (x if y.is_inference() else y).add_(1)
+
+
+def after_it_was_written(x, y):
+    x.add_(1)
+    torch.utils.swap_tensors(x, y)
+
+
+def with_what_is_gone(x, y):
+    with torch.inference_mode():
+        other = y * 2
+    torch.utils.swap_tensors(x, other)
+
+
+def in_a_ring(x, y):
+    other = torch.zeros(2)
+    for one in (y, other, y):
+        torch.utils.swap_tensors(x, one)
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize(
+    "swap", [before_it_is_written, after_it_was_written, with_what_is_gone, in_a_ring]
+)
+def test_what_was_exchanged_for_one_of_inference_mode_is_what_it_was(swap, is_inference):
+    """It ended in an error of ours, since those have no versions, and left the rest as it was."""
+    x, last = torch.ones(3), torch.ones(3)
+    with torch.inference_mode(is_inference):
+        y = torch.ones(2) * 2
+    x.mark, y.mark = "x", "y"
+
+    def program():
+        last.add_(5).requires_grad_()
+        swap(x, y)
+
+    for _ in range(2):
+        forecast(program)
+        assert facts(x) == facts(last) == (x.shape, (1,), False, True, 0, [1.0] * 3)
+        assert (x.is_inference(), y.is_inference()) == (False, is_inference)
+        assert (y.tolist(), x.mark, y.mark) == ([2.0, 2.0], "x", "y")
+    w = torch.ones(3, requires_grad=True)
+    (w * x).sum().backward()
+    assert w.grad.tolist() == [1.0] * 3
+    assert x.add_(1)._version == 1
+    tensorsManager.check()
+
+
 @pytest.mark.parametrize("is_exchanged", [True, False])
 def test_what_an_array_holds_of_a_weight_it_holds_afterwards(is_exchanged):
     model, x = nn.Linear(2, 2, bias=False), torch.ones(1, 2)

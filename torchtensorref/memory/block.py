@@ -78,6 +78,7 @@ class Replica:
         "nbytes",
         "number",
         "pins",
+        "stale_count",
         "state",
     )
 
@@ -100,6 +101,8 @@ class Replica:
         )
         #: Operators that hold the replica where it is.
         self.pins = 0
+        #: How often its bytes were given up: what is there at another count was copied since.
+        self.stale_count = 0
         #: The event of the copy that fills it, until an operator has waited for it.
         self.arrival: Event | None = None
         death = Death(self, device.graveyard.note)
@@ -128,6 +131,7 @@ class Replica:
                 f"({why}) is not a legal transition"
             )
         self.state = state
+        self.stale_count += state is INVALID
 
     def __repr__(self) -> str:
         pins = f", pinned {self.pins}" if self.pins else ""

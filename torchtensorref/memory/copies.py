@@ -283,7 +283,7 @@ class Copier:
                 return
             host = self._books.host
             follow_holder(block, host)
-            if not exposure.alive:
+            if not exposure.alive and not any(r.pins for r in block.replicas.values()):
                 block.exposure = None  # after a last look: who has left may have written before
             held = block.replicas[exposure.device]
             for replica in list(block.replicas.values()):

@@ -181,6 +181,13 @@ def replace_metadata(ref: Any, other: Any) -> None:
         _point_at_the_same(ref, other)
 
 
+def exchange(ref: Any, other: Any) -> None:
+    """Give a TensorRef what another one is, its part in autograd as well, and the reverse."""
+    torch._C._swap_tensor_impl(ref, other)
+    if core.library is None:
+        _point_at_the_same(ref, other)
+
+
 def follow(ref: Any, other: Any) -> None:
     """Make a TensorRef that an operator has changed stand for what another one stands for.
 

@@ -200,7 +200,7 @@ class Residency:
     def _pin(self, device: Device, blocks: Sequence[Block]) -> list[Replica]:
         for block in blocks:
             if block.exposure is not None or block.promise is not None:
-                self.copier.refresh(block)
+                self.sharing.renew(block, device)
         with self.books.lock:
             held = [self.copier.replica_on(block, device) for block in blocks]
             self.holds.pin(held)  # all or none: nothing above is held yet, this cannot fail

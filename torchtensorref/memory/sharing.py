@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 
 import torch
 
-from ..base.errors import ExposedError
+from ..base.errors import ExposedError, TransferError
 from ..devices.base import Device
 from ..devices.storages import bytes_of, over_same_memory, storage_of
 from .block import Block, Replica
@@ -15,8 +16,12 @@ from .bookkeeping import Books
 from .copies import Copier
 from .exposure import Exposure
 from .holds import PATIENCE_ROUNDS, PATIENCE_S, Holds
-from .states import CLEAN
+from .states import CLEAN, FILLING
 from .transfer import copy_of
+
+#: How long an operator waits for those of other threads that read an older copy, in seconds: then
+#: it runs at home.
+READERS_S = 1.0
 
 
 class Sharing:
@@ -168,6 +173,49 @@ class Sharing:
         assert exposure.storage is not None
         return exposure.storage
 
+    def renew(self, block: Block, device: Device) -> None:
+        """Let an operator that begins now find nothing older of exposed bytes on a device.
+
+        Operators of other threads that read an older copy are waited for. What is fetched after
+        those is new enough for all who have waited: they go on together, and not in turns.
+
+        Raises
+        ------
+        TransferError
+            The others take too long, or may wait for this thread: the bytes at home are current.
+        """
+        holds, me = self._holds, threading.get_ident()
+        before, until = _stale_count(block, device), time.monotonic() + READERS_S
+        while True:
+            self._copier.refresh(block)
+            with self._books.lock:
+                older = self._older_copy(block, device)
+                if older is None or older.stale_count != before:
+                    return
+                if not older.pins:
+                    continue  # they have just let go of it
+                may_wait_for_us = me in (*holds.pins_by_thread, *holds.native_blocks)
+                if may_wait_for_us or time.monotonic() > until:
+                    break
+                self._books.wait_for_release(PATIENCE_S)
+        host = self._books.host.name
+        raise TransferError(
+            f"No copy of {block.name} to {device.name}: operators of other threads still read what "
+            f"it was there before. Those on {host} can read it.",
+            source=host,
+            destination=device.name,
+            nbytes=block.nbytes,
+        )
+
+    def _older_copy(self, block: Block, device: Device) -> Replica | None:
+        """Return what a device has of exposed bytes, unless it is what counts (lock held)."""
+        replica, exposure = block.replicas.get(device), block.exposure
+        if exposure is None or exposure.device is device or replica is None:
+            return None
+        if replica in self._holds.pinned.get(threading.get_ident(), ()):
+            return None  # an operator inside an operator has what that one has
+        return replica if replica.state in (CLEAN, FILLING) else None
+
     def move_to_shared_memory(self, block: Block) -> None:
         """Exchange bytes at home for a copy that other processes can map.
 
@@ -195,6 +243,11 @@ class Sharing:
                 block.is_rehoused = True
                 self._books.parts.forget(block)
                 home.base = copy_of(home.base)
+
+
+def _stale_count(block: Block, device: Device) -> int:
+    replica = block.replicas.get(device)
+    return 0 if replica is None else replica.stale_count
 
 
 def _refuse_if_elsewhere(block: Block, device: Device, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..base.activation import moving
 from ..interception.operands import Operands
 from ..memory.block import Block
-from ..memory.plain_views import alias_of, bare_ref, replace_metadata
+from ..memory.plain_views import alias_of, bare_ref, exchange, replace_metadata
 from ..memory.ref import TensorRef
 from .graph import Cell, copied
 
@@ -42,9 +43,10 @@ class Before:
         self._histories: dict[int, _History] = {}
         #: Memory that was made meanwhile, by its number, which is kept from becoming another one's.
         self._made: dict[int, StorageWeakRef] = {}
-        #: Tensors that may stand for other memory now, the block of that which they had, a
-        #: TensorRef that stands for it, who holds that outside, whether inference mode made them.
-        self._moved: dict[int, tuple[Any, weakref.ref[Block], Any, Any, bool]] = {}
+        #: Tensors that may stand for other memory now, the number of what the object was, the block
+        #: of the memory which they had, a TensorRef that stands for it, who holds that outside,
+        #: whether inference mode made them.
+        self._moved: dict[int, tuple[Any, int, weakref.ref[Block], Any, Any, bool]] = {}
 
     def cell_of(self, block: Block) -> Cell:
         """Make a cell with the bytes that a block has now, which does not keep that one alive."""
@@ -148,27 +150,41 @@ class Before:
             # Its block may die meanwhile, as it would in the program.
             exposure = self.originals.get(block, block).exposure
             twin = alias_of(ref, self.original_of(block))
-            parts = weakref.ref(block), twin, exposure, ref.is_inference()
+            parts = ref._cdata, weakref.ref(block), twin, exposure, ref.is_inference()
             self._moved[id(ref)] = (ref, *parts)
 
     def put_back(self) -> None:
         """Let all be as it was, once the blocks have their bytes."""
-        for history in self._histories.values():
-            history.put_back_object()
-        for ref, block_of, twin, exposure, is_inference in self._moved.values():
+        self._put_back_objects()
+        for ref, number, block_of, twin, exposure, is_inference in self._moved.values():
             block = block_of()
             if block is None:
                 block = twin._ttr_block
                 block.exposure = exposure
             # It would become of the mode of this one; and no forecast around this one is told.
             with torch.inference_mode(is_inference), moving.entered(None):
-                replace_metadata(ref, alias_of(twin, block))
+                # What the object was is gone where it still is another: that may be of any mode.
+                put = replace_metadata if ref._cdata == number else exchange
+                put(ref, alias_of(twin, block))
         for history in self._histories.values():
             history.put_back()
         for tensor, version in reversed(self._versions):  # those of views are their base's
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+            with suppress(RuntimeError):  # it was another one's, and has none itself
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for history in self._histories.values():  # now: a view of another version asks its base
             history.put_back_leaf()
+
+    def _put_back_objects(self) -> None:
+        """Let objects that were exchanged for one another be what they were (`swap_tensors`)."""
+        exchanged = [history for history in self._histories.values() if history.is_exchanged]
+        for history in exchanged:
+            history.put_back_object()
+        now = {history.tensor._cdata: history.tensor for history in exchanged}
+        for history in exchanged:
+            tensor, other = history.tensor, now.get(history.number)
+            if other is not None and other is not tensor:
+                torch._C._swap_tensor_impl(tensor, other)
+                now[other._cdata] = other
 
     def forget(self) -> list[Block]:
         """Keep nothing of it any longer: what is left of the program are promises without values.
@@ -200,8 +216,9 @@ class _History:
     """Where the gradients of a tensor go, before something is written into it."""
 
     def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self._number = tensor._cdata
+        self.tensor = tensor
+        self.number = tensor._cdata
+        self._was_exchanged = False
         self._class, self._was_plain = type(tensor), not isinstance(tensor, TensorRef)
         self._noted = _noted_on(tensor)
         self._hooks = {name: getattr(tensor, name) for name in _HOOKS}
@@ -213,11 +230,15 @@ class _History:
             with torch.enable_grad():
                 self._carrier = _Carried.apply(tensor)
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether the program has exchanged what the object is: we do where we adopt it."""
+        is_adopted = self._was_plain and isinstance(self.tensor, TensorRef)
+        return bool(self.tensor._cdata != self.number) and not is_adopted
+
     def put_back_object(self) -> None:
-        """Let the object be of its class, with what was noted on it, if it was exchanged."""
-        tensor = self._tensor
-        if tensor._cdata == self._number or (self._was_plain and isinstance(tensor, TensorRef)):
-            return  # or we have adopted it
+        """Let the object be of its class, with what was noted on it."""
+        tensor, self._was_exchanged = self.tensor, True
         tensor.__class__ = self._class
         for name in _noted_on(tensor):
             del tensor.__dict__[name]
@@ -225,7 +246,7 @@ class _History:
 
     def put_back(self) -> None:
         """Let its gradients go where they went, unless it is a view, which does as its base."""
-        tensor = self._tensor
+        tensor = self.tensor
         if tensor._base is None and tensor.grad_fn is not self._grad_fn:
             if self._grad_fn is None:
                 tensor.detach_()
@@ -235,8 +256,8 @@ class _History:
 
     def put_back_leaf(self) -> None:
         """Let a leaf require gradients, and have one, as it did; and call the same hooks."""
-        tensor = self._tensor
-        if tensor._cdata != self._number:
+        tensor = self.tensor
+        if self._was_exchanged:
             for name, hooks in self._hooks.items():
                 setattr(tensor, name, hooks)
         if _is_leaf(tensor):
