@@ -224,6 +224,20 @@ def test_what_an_array_is_over_stays_where_it_is(manage, device, scale):
     assert array[0] == 9
 
 
+def test_what_was_handed_out_once_stays_where_it_is(manage, device, scale):
+    """The next storage object could get the address of the one that was given up: two as one."""
+    manager = manage("lru", scale.nbytes(64 * N))
+    x, y = own_ref(manager, 3.0), own_ref(manager, 4.0)
+    seen = weakref.ref(x.untyped_storage())
+    for _ in range(5):
+        manager.bring_all_home()
+        assert manager.release(x + y).unique().tolist() == [7.0]
+        settle(device)
+    assert is_at_home_in_locked_pages(device, y)
+    assert not is_at_home_in_locked_pages(device, x)
+    assert x.untyped_storage() is seen()
+
+
 def test_a_storage_at_home_in_locked_pages_can_be_shared(manage, device, scale):
     manager = manage("lru", scale.nbytes(64 * N))
     x, y = own_ref(manager, 3.0), own_ref(manager, 4.0)

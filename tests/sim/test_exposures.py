@@ -7,12 +7,15 @@ import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchTensorRef.base.errors import ExposedError, LostError, TransferError
 from torchTensorRef.interception import slow_path
@@ -453,6 +456,140 @@ def test_memory_that_its_holder_gives_up_is_not_read(manager):
     plain.untyped_storage().resize_(4000)
     plain.fill_(5)
     assert x.tolist() == [5.0] * 1000
+
+
+# -- the storage object of a block -----------------------------------------------------------------
+
+
+def staged_by_id(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy each storage once, as torch does for asynchronous checkpoints; keep none of them."""
+    memo: dict[int, torch.UntypedStorage] = {}
+    staged = {}
+    for key, x in state.items():
+        number = id(x.untyped_storage())
+        if number not in memo:
+            memo[number] = x.untyped_storage().clone()
+        x.tolist()  # a look, which finds that nobody holds it any more
+        made = torch.empty(0, dtype=x.dtype)
+        staged[key] = made.set_(memo[number], x.storage_offset(), x.size(), x.stride())
+    return staged
+
+
+def staged_by_torch(state: dict[str, Any]) -> Any:
+    return StateDictStager(pin_memory=False, share_memory=False).stage(state)
+
+
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+@pytest.mark.parametrize("stage", [staged_by_id, staged_by_torch])
+def test_each_tensor_is_staged_with_its_own_bytes(manage, strategy, stage):
+    """`torch.distributed.checkpoint.async_save` wrote the bytes of one tensor for another."""
+    if stage is staged_by_torch and core.library is None:
+        pytest.skip("it copies what the class TensorRef has noted on a tensor, and is refused")
+    manager = manage(strategy, 12 << 10)
+
+    def run(adopt: Callable[[torch.Tensor], Any]) -> Any:
+        several = [adopt(torch.full((256,), float(number))) for number in range(24)]
+        state = {}
+        for number, x in enumerate(several):
+            state[f"{number}"] = x.add_(1)
+            state[f"{number}.part"], state[f"{number}.data"] = x[8:16], x.data
+        staged = stage(state)
+        storages = {id(x.untyped_storage()) for x in staged.values()}
+        return {key: x.tolist() for key, x in staged.items()}, len(storages)
+
+    for _ in range(3):
+        assert run(manager.adopt) == run(lambda x: x)
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda x, others: None,
+        lambda x, others: [other.toGPU().add_(1) for other in others],  # it is evicted
+        lambda x, others: x.toGPU().add_(1),
+        lambda x, others: x.uniform_(),
+        lambda x, others: x.toGPU().target.add_(1),
+        lambda x, others: np.asarray(x)[0],
+        lambda x, others: x.data_ptr(),
+        lambda x, others: x.clone().add_(1),
+        lambda x, others: [copy := x.clone(), x.add_(1), copy.untyped_storage()],
+        lambda x, others: [copy.deepcopy(x), pickle.dumps(x), x.tolist(), repr(x)],
+        lambda x, others: torch.mul(others[0], 2, out=x),
+    ],
+)
+def test_a_block_has_one_storage_object(manage, meanwhile):
+    manager = manage(nbytes=256 << 10)
+    x, *others = (manager.adopt(torch.zeros(1 << 14)) + 1 for _ in range(6))
+    seen = weakref.ref(x.untyped_storage())
+    numbers = [id(x.untyped_storage()), *(id(other.untyped_storage()) for other in others)]
+    for _ in range(2):
+        meanwhile(x, others)
+        for y in (x, x[3:], x.view(2, -1), x.detach(), x.data, x.view(torch.uint8)):
+            assert y.untyped_storage() is seen()
+        assert [id(y.untyped_storage()) for y in (x, *others)] == numbers
+    assert len(set(numbers)) == 6
+    x.untyped_storage().fill_(0)
+    assert (x + 0).sum().item() == 0
+    manager.check()
+
+
+def test_a_block_whose_storage_was_seen_is_exposed_no_longer_than_it_is_held(manager, ref):
+    storage = ref.untyped_storage()
+    _ = ref + 1
+    assert "exposed" in manager.report()
+    del storage
+    _ = ref + 1
+    assert ref._ttr_block.exposure is None
+    assert "exposed" not in manager.report()
+    array = ref.numpy()
+    _ = ref + 1
+    assert ref._ttr_block.exposure.why == "numpy"
+    array[:] = 3
+    assert (ref + 1).tolist() == [4.0] * 8
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda x: x.resize_(1000),
+        lambda x: torch.ones(1000, out=x),
+        lambda x: torch.rand(1000, out=x),
+        lambda x: x.set_(torch.ones(1000)),
+        lambda x: x.share_memory_(),
+    ],
+)
+def test_a_storage_object_ends_with_the_memory_it_is_over(manager, exchange):
+    x = manager.adopt(torch.zeros(8)) + 1
+    seen = weakref.ref(x.untyped_storage())
+    memory = StorageWeakRef(x.untyped_storage())
+    exchange(x)
+    assert seen() is None
+    assert memory.expired()
+    assert x.untyped_storage().nbytes() == 4 * x.numel()
+    x.untyped_storage().fill_(0)
+    assert (x + 0).sum().item() == 0
+
+
+@pytest.mark.parametrize("get", [lambda m, x: m.adopt(x), lambda m, x: m.adopt(x) + 1])
+def test_the_memory_of_a_block_goes_with_it_after_it_was_handed_out(manager, get):
+    x = get(manager, torch.zeros(1000))
+    seen = weakref.ref(x.untyped_storage())
+    x.numpy()
+    home = next(r for d, r in x._ttr_block.replicas.items() if d.is_host)
+    memory = StorageWeakRef(home.base.untyped_storage())
+    _ = x.toGPU() + 1
+    assert seen() is not None
+    assert not memory.expired()
+    gc.disable()
+    try:
+        del x, home
+        manager.check()
+        assert seen() is None
+        assert memory.expired()
+    finally:
+        gc.enable()
 
 
 def test_an_array_that_is_taken_while_an_operator_writes_is_over_its_memory(manager):

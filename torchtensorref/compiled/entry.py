@@ -178,9 +178,9 @@ class Entry(Hold):
                     table.note_base(block.base_on(self.device), block)
         self.exchange.hung = dict(zip(map(id, plains), refs, strict=True))
         versions, addresses = [*map(_count_of_writes, plains)], [*map(_address_of, plains)]
-        # From here on there is something to put back.
-        self.places, self.refs, self.plains = slots.places, refs, plains
-        self.versions, self.addresses = versions, addresses
+        # From here on there is something to put back. In one line: an error comes between two.
+        noted = slots.places, refs, plains, versions, addresses
+        self.places, self.refs, self.plains, self.versions, self.addresses = noted
         for (registry, name), plain in zip(slots.places, plains, strict=True):
             registry[name] = plain
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..devices.base import Device
 from ..devices.storages import storage_of
-from ..memory.block import Block
+from ..memory.block import Block, Replica
 from ..memory.plain_views import follow, make_ref, view_with
 from ..memory.ref import TensorRef, is_plain
 from ..memory.sparse import SparseRef, become, sparse_over
@@ -171,12 +171,12 @@ class _Results:
     def _follow_parts(self, sparse: Any) -> None:
         """Where an operator gave a sparse tensor other parts, sizes or order, follow it."""
         plain, device = self._staged.plain_of_sparse[id(sparse)], self._staged.device
-        grown: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        grown: dict[int, tuple[torch.UntypedStorage, Replica]] = {}
         for part in sparse._ttr_parts:
             storage = self._staged.plain_of[id(part)].untyped_storage()
-            nbytes = part._ttr_block.replicas[device].nbytes
-            if storage.nbytes() != nbytes:
-                grown[storage._cdata] = storage, nbytes
+            replica = part._ttr_block.replicas[device]
+            if storage.nbytes() != replica.nbytes:
+                grown[storage._cdata] = storage, replica
 
         def made(part: torch.Tensor) -> Any:
             if part.untyped_storage()._cdata in grown:
@@ -184,8 +184,8 @@ class _Results:
             return self._wrap_one(part, None)
 
         become(sparse, sparse_over(plain, sparse.device, made))
-        for storage, nbytes in grown.values():
-            storage.resize_(nbytes)
+        for storage, replica in grown.values():
+            replica.take_back_size(storage)
 
     def _follow_metadata(self, original: Any) -> None:
         """Where an operator changed sizes in place (`t_`, `out=`), change the program's, too."""
@@ -204,7 +204,7 @@ class _Results:
         if plain.untyped_storage().nbytes() != replica.nbytes:
             # The kernel has resized the replica's storage: what it made becomes another block's.
             grown = view_with(plain, plain.untyped_storage().clone(), plain.storage_offset())
-            plain.untyped_storage().resize_(replica.nbytes)
+            replica.take_back_size(plain.untyped_storage())
             plain, block, device = settled(
                 grown, self._plan, self._residency, device, has_written=True
             )

@@ -118,9 +118,9 @@ class Staged:
         for ref in self.operands.refs:
             if ref._ttr_block in written:
                 storage = self.plain_of[id(ref)].untyped_storage()
-                nbytes = ref._ttr_block.replicas[self.device].nbytes
-                if storage.nbytes() != nbytes:
-                    storage.resize_(nbytes)
+                replica = ref._ttr_block.replicas[self.device]
+                if storage.nbytes() != replica.nbytes:
+                    replica.take_back_size(storage)
 
     def prepare(self) -> None:
         """Make the plain arguments."""

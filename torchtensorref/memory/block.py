@@ -74,6 +74,7 @@ class Replica:
         "base",
         "block_id",
         "device",
+        "handed_out",
         "holders",
         "nbytes",
         "number",
@@ -91,6 +92,9 @@ class Replica:
         #: A plain tensor that owns the storage: what a kernel returned, or 1-D bytes. It is empty
         #: (a storage of 0 bytes) while the device holds nothing.
         self.base = base
+        #: At home, what the program was last given over the base: each look at the block gives the
+        #: same storage object, whose `id` is no other living block's. It has no more memory.
+        self.handed_out: Exposure | None = None
         self.state = state
         self.nbytes = block.nbytes
         self.block_id = block.block_id
@@ -122,6 +126,16 @@ class Replica:
     def readable(self) -> bool:
         """Whether an operator may read it now."""
         return self.state in READABLE
+
+    def rehouse(self, base: torch.Tensor) -> None:
+        """Exchange the memory at home: what was given away before is over the old one."""
+        self.handed_out = None
+        self.base = base
+
+    def take_back_size(self, storage: torch.UntypedStorage) -> None:
+        """Give the storage of the base the size that it had before a kernel has resized it."""
+        self.handed_out = None
+        storage.resize_(self.nbytes)
 
     def become(self, state: ReplicaState, why: str) -> None:
         """Change the state along a legal transition; anything else is our own fault."""

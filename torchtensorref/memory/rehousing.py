@@ -61,6 +61,8 @@ class Rehousing:
 
     def _move(self, home: Replica, mirror: Mirror) -> bool:
         """Exchange the memory under a home; False where somebody may hold it (lock held)."""
+        if home.handed_out is not None:
+            return True  # its storage object may be known by its `id`: it stays
         if home.state is not CLEAN or home.pins or not self._is_alone():
             return False
         blocks = [block for reference in home.holders if (block := reference()) is not None]

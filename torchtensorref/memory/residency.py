@@ -342,7 +342,8 @@ class Residency:
             self.books.parts.forget(block)
             block.nbytes = nbytes
             for replica in block.replicas.values():
-                replica.nbytes = nbytes
+                if replica.nbytes != nbytes:
+                    replica.handed_out, replica.nbytes = None, nbytes
 
     def given_by_value(self, block: Block) -> None:
         """Count that an operator was given the number in a block instead of its bytes."""

@@ -160,16 +160,22 @@ class Sharing:
     ) -> torch.UntypedStorage:
         """Note that bytes leave us which nobody shares (lock held)."""
         self._books.parts.forget(block)
-        exposure, base = block.exposure, block.replicas[device].base
+        before, replica = block.exposure, block.replicas[device]
+        exposure, base = before, replica.base
         if exposure is None or not exposure.is_over(storage_of(base), device):
-            twin = bytes_of(base)
-            if not (device.is_host and storage_of(base).is_shared()):
-                # Who is given shared memory may hand it on, as what it is.
-                twin = over_same_memory(twin)
-            forever = forever or (exposure is not None and exposure.alive)
-            exposure = Exposure(device, twin.untyped_storage(), why, forever=forever)
-            block.exposure = exposure
+            forever = forever or (before is not None and before.alive)
+            exposure = replica.handed_out
+            if exposure is None or not exposure.is_over(storage_of(base), device):
+                twin = bytes_of(base)
+                if not (device.is_host and storage_of(base).is_shared()):
+                    # Who is given shared memory may hand it on, as what it is.
+                    twin = over_same_memory(twin)
+                exposure = Exposure(device, twin.untyped_storage(), why)
+            exposure.why = why
         exposure.forever = exposure.forever or forever
+        if device.is_host:
+            replica.handed_out = exposure
+        block.exposure = exposure  # last: it is true by now
         assert exposure.storage is not None
         return exposure.storage
 
@@ -232,7 +238,8 @@ class Sharing:
             block.ready = None
             block.is_rehoused = True
             self._books.parts.forget(block)
-            home.base, block.exposure = shared, None
+            home.rehouse(shared)
+            block.exposure = None
 
     def own_home_bytes(self, block: Block) -> None:
         """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
@@ -242,7 +249,7 @@ class Sharing:
                 block.ready = None
                 block.is_rehoused = True
                 self._books.parts.forget(block)
-                home.base = copy_of(home.base)
+                home.rehouse(copy_of(home.base))
 
 
 def _stale_count(block: Block, device: Device) -> int:
