@@ -458,6 +458,58 @@ def test_memory_that_its_holder_gives_up_is_not_read(manager):
     assert x.tolist() == [5.0] * 1000
 
 
+def grown_by_set(storage: torch.UntypedStorage, b: Any) -> Any:
+    return b.set_(storage, 0, (30, 30), (30, 1))
+
+
+def grown_before(storage: torch.UntypedStorage, b: Any) -> Any:
+    storage.resize_(3600)
+    return b.set_(storage, 0, (30, 30), (30, 1))
+
+
+def grown_behind(storage: torch.UntypedStorage, b: Any) -> Any:
+    return b.set_(storage, 40, (30, 30), (30, 1))
+
+
+@pytest.mark.parametrize("strategy", ["lru", "genoa"])
+@pytest.mark.parametrize("grow", [grown_by_set, grown_before, grown_behind])
+@pytest.mark.parametrize("count", [0, 10])
+def test_a_storage_that_tensors_are_set_to_grows(manage, strategy, grow, count):
+    """Its block kept the size of before: no operator could use the larger tensor."""
+    manager = manage(strategy)
+
+    def run(adopt: Callable[[torch.Tensor], Any]) -> Any:
+        storage = torch.UntypedStorage(4 * count)
+        a = adopt(torch.empty(0)).set_(storage, 0, (count,), (1,)).fill_(1)
+        a.add_(a * 2)
+        part = a[2:5]
+        b = grow(storage, adopt(torch.empty(0)))
+        results = [a + 0, part * 2]
+        storage[4 * count :].fill_(0)  # it was nobody's
+        b[1] = 7
+        b[0] += 1
+        part.mul_(2)
+        results += [a + 0, b * 2, part + 1, b.clone()]
+        storage[-4:].fill_(0)
+        whole = adopt(torch.empty(0)).set_(storage, 0, (storage.nbytes() // 4,), (1,))
+        results += [a, b, part, b[1:] + 1, whole.add_(1), b + 0]
+        return [x.tolist() for x in results], storage.tolist()
+
+    assert run(manager.adopt) == run(lambda x: x)
+    manager.check()
+
+
+def test_a_plain_tensor_that_has_grown_is_an_operand(manager):
+    plain = torch.zeros(8)
+    x = manager.adopt(plain).add_(1)
+    plain.resize_(16)[8:] = 5
+    assert (x.repeat(2) + plain).tolist() == [2.0] * 8 + [6.0] * 8
+    whole = manager.adopt(plain).add_(1)
+    assert (whole * 1).tolist() == plain.tolist() == [2.0] * 8 + [6.0] * 8
+    assert x.tolist() == [2.0] * 8
+    manager.check()
+
+
 # -- the storage object of a block -----------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from ..devices.storages import bytes_of, storage_of
 from . import core
 from .block import Block, Replica
 from .bookkeeping import Books
-from .exposure import Exposure
+from .exposure import SHARED, TWIN_USERS, Exposure
 from .readiness import AT_HOME_NBYTES
 from .ref import TensorRef, as_parameter, is_plain
 from .residency import Residency
@@ -25,8 +25,6 @@ from .twins import twin_of
 
 #: Users of an adopted storage that are ours: its object, a tensor over it, and in C++ the block.
 OWN_USERS = 2 if core.library is None else 3
-#: Users of a storage that a twin was made of: the twin's own hold on it, and the exposure's.
-TWIN_USERS = 2
 
 
 def is_adoptable(tensor: torch.Tensor) -> bool:
@@ -118,9 +116,7 @@ class Adopted:
 
     def _exposure_over(self, base: torch.Tensor) -> Exposure | None:
         """Say who else holds the storage under a tensor of ours; None: nobody does."""
-        exposure = Exposure(
-            self._books.host, storage_of(base), "plain tensors share it", own_count=OWN_USERS
-        )
+        exposure = Exposure(self._books.host, storage_of(base), SHARED, own_count=OWN_USERS)
         return exposure if exposure.alive else None
 
 
@@ -129,13 +125,14 @@ class Adoptions:
 
     def __init__(self, table: Table, residency: Residency) -> None:
         self._table = table
+        self._residency = residency
         self.books = residency.books
         self._readiness = residency.readiness
         self._sole = Adopted(self.books, is_sole=True)
         self._shared = Adopted(self.books, is_sole=False)
 
     def block_for(self, tensor: torch.Tensor, *, sole: bool) -> tuple[Block, int] | None:
-        """Find or make the block that stands for a plain tensor's storage (lock held).
+        """Find or make the block that stands for a plain tensor's storage (lock not held).
 
         Parameters
         ----------
@@ -152,7 +149,17 @@ class Adoptions:
             The block, and the byte of the tensor's storage where it begins; None where part of the
             range, or of an element, belongs to a block already: the tensor must stay plain.
         """
-        number, nbytes, is_resizable = core.storage_under(tensor)
+        under = core.storage_under(tensor)
+        with self.books.lock:
+            found = self._find_or_make(tensor, *under, sole=sole)
+        if found is not None and under[1] > found[0].nbytes and _has_grown(found[0], tensor):
+            self._residency.sharing.grow(found[0], storage_of(tensor))
+            self._residency.resized(found[0], storage_of(tensor).nbytes())
+        return found
+
+    def _find_or_make(
+        self, tensor: torch.Tensor, number: int, nbytes: int, is_resizable: bool, *, sole: bool
+    ) -> tuple[Block, int] | None:
         is_shared = storage_of(tensor).is_shared()
         # A mapped file may be one storage under many tensors: each is a block of its own.
         start, stop = (0, nbytes) if is_resizable or is_shared else extent_of(tensor)
@@ -191,12 +198,21 @@ class Adoptions:
             if not storage.is_shared():  # else a twin would not be what other processes are sent
                 base = twin_of(storage, start, stop)
             block.exposure = (
-                Exposure(host, storage, "plain tensors share it", own_count=TWIN_USERS)
+                Exposure(host, storage, SHARED, own_count=TWIN_USERS)
                 if sole
                 else Exposure(host, None, "memory from outside", forever=True)
             )
         block.replicas[host] = Replica(block, host, base, CLEAN)
         return block
+
+
+def _has_grown(block: Block, tensor: torch.Tensor) -> bool:
+    """Whether torch, or who holds it, has given a storage more bytes than its block has."""
+    storage = storage_of(tensor)
+    if not storage.resizable() or storage.is_shared():
+        return False  # the block is a part of it
+    # Else the memory is a replica's: nobody outside has it.
+    return block.exposure is not None or not block.nbytes
 
 
 def _user_count(tensor: torch.Tensor) -> int:

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from ..devices.base import Device
 
 
+#: Users of a storage that a twin was made of: the twin's own hold on it, and the exposure's.
+TWIN_USERS = 2
+#: Why bytes live outside that came from there.
+SHARED = "plain tensors share it"
+
+
 class Exposure:
     """Bytes of a block that also live outside: in an array, a plain tensor, a raw pointer.
 

@@ -151,7 +151,7 @@ class Ownership:
             adoptions = self._adoptions
             if adoptions is None or adoptions.books is not residency.books:
                 adoptions = self._adoptions = Adoptions(self.table, residency)
-            found = adoptions.block_for(tensor, sole=sole)
+        found = adoptions.block_for(tensor, sole=sole)
         if found is None:
             return None
         return self.ref_over(found[0], tensor, found[1])

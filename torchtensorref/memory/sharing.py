@@ -14,10 +14,11 @@ from ..devices.storages import bytes_of, over_same_memory, storage_of
 from .block import Block, Replica
 from .bookkeeping import Books
 from .copies import Copier
-from .exposure import Exposure
+from .exposure import SHARED, TWIN_USERS, Exposure
 from .holds import PATIENCE_ROUNDS, PATIENCE_S, Holds
 from .states import CLEAN, FILLING
 from .transfer import copy_of
+from .twins import twin_of
 
 #: How long an operator waits for those of other threads that read an older copy, in seconds: then
 #: it runs at home.
@@ -240,6 +241,19 @@ class Sharing:
             self._books.parts.forget(block)
             home.rehouse(shared)
             block.exposure = None
+
+    def grow(self, block: Block, storage: torch.UntypedStorage) -> None:
+        """Take all of a storage outside that has more bytes than its block; `resized` follows."""
+        host = self._books.host
+        self.unshare(block)
+        self._copier.bring_home(block)
+        self._copier.written(block, host)  # what others have is too small
+        with self._books.lock:
+            block.ready = None
+            block.is_rehoused = True
+            if block.exposure is None:
+                block.exposure = Exposure(host, storage, SHARED, own_count=TWIN_USERS)
+            block.replicas[host].base = twin_of(storage, 0, storage.nbytes())
 
     def own_home_bytes(self, block: Block) -> None:
         """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
