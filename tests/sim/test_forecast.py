@@ -661,3 +661,19 @@ def test_data_that_the_program_reads_is_let_go_of(values):
     rows = [[1.0] * 16] * 32
     expected = foretold(3, lambda: torch.ones(32, 16))
     assert [foretold(count, lambda: torch.tensor(rows)) for count in (3, 8)] == [expected] * 2
+
+
+def test_the_time_foretold_is_that_of_the_budget_on_a_larger_card_too():
+    def training() -> Any:
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        x = torch.rand(8, 32)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            yield
+
+    cards = [SPEC.scaled(capacity=nbytes) for nbytes in (40_000, 10_000_000)]
+    tight, ample = (torchTensorRef.forecast(training, device=c, budget=40_000) for c in cards)
+    assert [step.time_ns for step in tight.steps] == [step.time_ns for step in ample.steps]

@@ -86,6 +86,22 @@ def test_replay_takes_the_time_that_management_took(manage, tmp_path, strategy):
     assert abs(apart_ns[0]) < 20
 
 
+@pytest.mark.parametrize("is_set", [True, False])
+def test_replay_waits_for_room_as_the_run_did(manage, tmp_path, is_set):
+    """Without a budget a tenth is left to others, and what is freed and still read may be there."""
+    path = tmp_path / "run.json"
+    manager = manage("lru", nbytes=BUDGET)
+    manager.budget = BUDGET * 9 // 10 if is_set else None
+    model = manager.adopt(Decoder())
+    manager.reset_stats()
+    with manager.trace(str(path)), torch.no_grad():
+        for weight in [*model.parameters()] * 3:
+            weight.mul_(0.5)
+    recording = read(path)
+    cost, _ = replay(recording)
+    assert abs(cost.time_ns - recording.stats["time_ns"]) < 20
+
+
 def test_the_command_compares(manage, tmp_path, capsys):
     path = tmp_path / "run.json"
     run(manage, "lru", path)

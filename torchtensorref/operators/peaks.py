@@ -51,20 +51,40 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> int | None:
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
 ) -> int | None:
-    """The weights of each query for each key, before and after softmax, and the operands again."""
+    """The weights of each query for each key, before and after softmax, and the operands again.
+
+    That is in 32 bits at least, for every batch and head that one of the operands has. Where torch
+    has no fused kernel, the operands are copied as they are converted, repeated and scaled, and the
+    mask is converted, too.
+    """
     # Torch takes no fused kernel for a mask that wants gradients.
     for x in (*rest, *more.values()):
         if isinstance(x, torch.Tensor) and x.requires_grad:
             return None
-    wanted, held = query.size(), key.size()
-    if len(wanted) != 4 or len(held) != 4 or 0 in held:
+    if any(len(x.size()) != 4 for x in (query, key, value)) or 0 in key.size():
         return None
-    batches, heads, rows, width = wanted
-    held_rows, value_width = held[2], value.size(-1)
-    weights = heads * rows * held_rows
-    operands = heads * (rows + 2 * held_rows) * max(width, value_width)
-    result = heads * rows * value_width
-    return batches * (3 * weights + operands + result) * query.element_size()
+    batches, heads, _, width = map(max, query.size(), key.size(), value.size())
+    rows, held_rows = query.size(2), key.size(2)
+    weights = rows * held_rows
+    operands = (rows + 2 * held_rows) * width
+    result = rows * value.size(3)
+    each = 3 * weights + operands + result
+    if not _is_fused(query, key, value, *rest[:1], *more.values()):
+        each += weights + 2 * operands
+    return batches * heads * each * max(query.element_size(), 4)
+
+
+def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> bool:
+    """Whether torch has a fused kernel for attention on these, a mask last, if there is one."""
+    wanted, held = query.size(), key.size()
+    if held != value.size() or (wanted[0], wanted[3]) != (held[0], held[3]):
+        return False
+    # One head for several queries may be one that is repeated, which is no group.
+    if not min(wanted[1], 2) <= held[1] <= wanted[1]:
+        return False
+    masks = [x for x in rest if isinstance(x, torch.Tensor)]
+    strides = [x.stride() for x in (query, key, value, *masks)]
+    return all(len(each) in (2, 4) and each[-1] == 1 for each in strides)
 
 
 def norm(x: torch.Tensor, *rest: Any, **more: Any) -> int:

@@ -17,6 +17,7 @@ from ..interception.placement import table_is_away
 from ..memory.block import Block, Replica
 from ..memory.bookkeeping import Books
 from ..memory.budget import SHORTAGES, resolve_budget
+from ..memory.external_pressure import cap_allocator
 from ..memory.op_times import OpCost
 from ..memory.placing import Answer, Call, choose
 from ..memory.residency import Residency
@@ -90,6 +91,7 @@ class Replayer:
             Books(self.host, [self.device], EventLog()), make_strategy(strategy)
         )
         self.residency.books.open_ledger(self.device, resolve_budget(budget, self.device))
+        cap_allocator(self.device.ledger, budget)
         self.blocks: dict[int, Block] = {}
         #: What the results of an operator took the last time.
         self.expected: dict[int, int] = {}

@@ -24,7 +24,8 @@ devices of one `Machine`. The rules of time:
 * Its bytes arrive when its event fires (`wait`, `synchronize`, or `is_done` once the host's clock
   has passed its end), never before. Events of one engine fire in their order, so that waiting for
   one waits for those before it; nothing orders one engine with another but `after` and `wait`.
-* Freed bytes may be written again when their last user has finished (`available`).
+* Freed bytes may be written again when their last user has finished (`available`). Until then they
+  count: with what is held they are no more than the budget (`limit`), or what is new waits.
 """
 
 from __future__ import annotations
@@ -175,6 +176,17 @@ class SimDevice(Device):
 
     def home_memory(self, nbytes: int) -> Tensor | None:  # noqa: D102
         return None if self._bytes_on == "cpu" else empty_bytes(nbytes, self._bytes_on)
+
+    def limit(self, nbytes: int) -> bool:
+        """Let what is beyond wait until what was freed is free; nothing is refused: False."""
+        with self._lock:
+            self._memory.limit_nbytes = min(nbytes, self.capacity_nbytes)
+        return False
+
+    @property
+    def limit_nbytes(self) -> int:
+        """The limit: all that there is where none was set."""
+        return self._memory.limit_nbytes
 
     def free_nbytes(self) -> int:  # noqa: D102
         return self.capacity_nbytes - self.resident_nbytes

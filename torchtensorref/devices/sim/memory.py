@@ -52,9 +52,10 @@ class BusyRoom:
         Parameters
         ----------
         nbytes : int
-            How much is wanted; no more than `spare_nbytes`.
+            How much is wanted.
         spare_nbytes : int
-            All that is not resident, busy bytes included.
+            All that is not resident, busy bytes included; where that is less than what is wanted,
+            since more is held than may be, all that is busy is waited for.
         now_ns : int
             The host's clock.
 
@@ -66,7 +67,7 @@ class BusyRoom:
         self._forget_free(now_ns)
         missing = nbytes - (spare_nbytes - self.busy_nbytes)
         free_at_ns = 0
-        while missing > 0:
+        while missing > 0 and self._freed:
             free_at_ns, piece = heappop(self._freed)
             self.busy_nbytes -= piece
             missing -= piece
@@ -110,6 +111,8 @@ class SimMemory:
         How many allocations were asked for: also refills and kernels' results.
     residents : Residents
         What is here.
+    limit_nbytes : int
+        Of the capacity, what may be used: what is beyond waits for freed bytes to become free.
     arriving, leaving : dict of int to Copy
         The copies to here and from here that were not waited for, by the id of their base.
 
@@ -139,6 +142,7 @@ class SimMemory:
         self._bytes_on = bytes_on
         self._busy = BusyRoom()
         self.alloc_count = 0
+        self.limit_nbytes = capacity_nbytes
         self.residents = Residents()
         self.arriving: dict[int, Copy] = {}
         self.leaving: dict[int, Copy] = {}
@@ -202,7 +206,7 @@ class SimMemory:
         self._count_allocation()
         if id(base) in self.residents.present:
             self.refuse("account", base, "is counted already")
-        if self.residents.nbytes + nbytes + self._busy.busy_nbytes > self._capacity_nbytes:
+        if self.residents.nbytes + nbytes + self._busy.busy_nbytes > self.limit_nbytes:
             self._compute.wait_for(self._take_room(nbytes))
         resident = self.residents.enter(base, nbytes, self.alloc_count)
         resident.used_ns = resident.written_ns = self._compute.end_ns
@@ -238,7 +242,7 @@ class SimMemory:
                 f"Tried to allocate {nbytes:,} bytes; {held:,} of {capacity:,} are in "
                 f"use and {spare:,} are free. Evict something first."
             )
-        return self._busy.take(nbytes, spare, self._machine.now_ns)
+        return self._busy.take(nbytes, self.limit_nbytes - held, self._machine.now_ns)
 
     def _give_room(self, resident: Resident) -> None:
         """Free the bytes of a base that was emptied or died, once they are not used any more."""

@@ -83,6 +83,8 @@ def replay(
         about["budget_nbytes"] if budget is None else budget,
         about["strategy"] if strategy is None else strategy,
     )
+    if budget is None and device is None and about.get("limit_nbytes"):
+        replayer.device.limit(about["limit_nbytes"])
     # In their order: strategies are told of an operator's blocks by their numbers.
     born = {number for op in replayer.record.ops for number in op.births}
     for number in sorted(replayer.record.blocks.keys() - born):

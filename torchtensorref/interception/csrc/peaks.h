@@ -23,19 +23,19 @@ inline int64_t peak_of_linear(const at::Tensor& x, const at::Tensor& weight, boo
 
 inline int64_t peak_of_matmul(const at::Tensor& a, const at::Tensor& b) {
   if (a.dim() == 2 && b.dim() == 2) return 0;
-  if (a.dim() < 3 || b.dim() != a.dim() || !a.size(-1)) return kUnknown;
-  if (a.sizes().slice(0, a.dim() - 2) != b.sizes().slice(0, b.dim() - 2)) return kUnknown;
+  if (a.dim() < 3 || b.dim() != a.dim() || !a.size(-1) || a.sizes().slice(0, a.dim() - 2) != b.sizes().slice(0, b.dim() - 2)) return kUnknown;
   return nbytes_of(a) + nbytes_of(b) + nbytes_of(a) / a.size(-1) * b.size(-1);
 }
 
 inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const IValue& mask) {
-  if (mask.isTensor() && mask.toTensor().requires_grad()) return kUnknown;
-  if (query.dim() != 4 || key.dim() != 4 || !key.numel()) return kUnknown;
-  const int64_t heads = query.size(1), rows = query.size(2), held = key.size(2), width = query.size(3);
-  const int64_t weights = heads * rows * held;
-  const int64_t operands = heads * (rows + 2 * held) * std::max(width, value.size(-1));
-  const int64_t result = heads * rows * value.size(-1);
-  return query.size(0) * (3 * weights + operands + result) * static_cast<int64_t>(query.itemsize());
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !key.numel() || (mask.isTensor() && mask.toTensor().requires_grad())) return kUnknown;
+  auto most = [&](int64_t i) { return std::max({query.size(i), key.size(i), value.size(i)}); };
+  auto fits = [](const at::Tensor& x) { return (x.dim() == 2 || x.dim() == 4) && x.stride(-1) == 1; };
+  const bool is_even = key.sizes() == value.sizes() && query.size(0) == key.size(0) && query.size(3) == key.size(3) && key.size(1) <= query.size(1);
+  const bool is_fused = is_even && key.size(1) >= std::min<int64_t>(query.size(1), 2) && fits(query) && fits(key) && fits(value) && (mask.isNone() || fits(mask.toTensor()));
+  const int64_t rows = query.size(2), weights = rows * key.size(2), operands = (rows + 2 * key.size(2)) * most(3);
+  const int64_t each = rows * value.size(3) + 3 * weights + operands + (is_fused ? 0 : weights + 2 * operands);
+  return most(0) * most(1) * each * std::max<int64_t>(query.itemsize(), 4);
 }
 
 // `arguments` are the operator's, as torch passes them.

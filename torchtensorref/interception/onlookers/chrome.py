@@ -69,6 +69,8 @@ def _about(device: Any, timeline: Any, books: Any) -> dict[str, Any]:
         "spec": _spec_of(device),
         "clock": "virtual" if device.has_virtual_clock else "wall",
         "budget_nbytes": ledger.limit_nbytes if ledger else device.capacity_nbytes,
+        # More than the budget where none was set.
+        "limit_nbytes": getattr(device, "limit_nbytes", None),
         "resident_at_first": timeline.resident_at_first.get(device.name, []),
     }
 

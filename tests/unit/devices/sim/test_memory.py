@@ -208,6 +208,47 @@ def test_room_that_is_free_is_taken_before_room_that_is_read():
     assert room.busy_nbytes == 0
 
 
+def test_more_than_may_be_waits_for_all_that_is_read():
+    room = BusyRoom()
+    room.give(30, free_at_ns=100, now_ns=0)
+    assert room.take(10, -50, 0) == 100
+    assert (room.busy_nbytes, room.take(10, -60, 0)) == (0, 0)
+
+
+def test_room_beyond_the_limit_waits_and_is_not_refused():
+    def filled(capacity_nbytes, limit_nbytes=None):
+        """When the copy into the room of a base that is on its way home may begin."""
+        sim = device(capacity_nbytes)
+        if limit_nbytes is not None:
+            assert not sim.limit(limit_nbytes)
+        base = sim.allocate(60)
+        home = sim.copy_out(base, torch.zeros(60, dtype=torch.uint8))
+        sim.empty(base)
+        room = sim.available(sim.allocate(60))
+        return room is not None and room.end_ns == home.end_ns
+
+    assert [filled(100), filled(200), filled(200, 100)] == [True, False, True]
+    sim = device(200)
+    sim.limit(100)
+    kept = [sim.allocate(90), sim.allocate(90)]
+    assert sim.resident_nbytes == sum(base.nbytes for base in kept)
+    with pytest.raises(torch.OutOfMemoryError, match="180 of 200 are in use"):
+        sim.allocate(21)
+
+
+def test_a_result_beyond_the_limit_waits():
+    sim = device(200)
+    sim.limit(100)
+    base = sim.allocate(60)
+    home = sim.copy_out(base, torch.zeros(60, dtype=torch.uint8))
+    sim.empty(base)
+    result = kernel_result(60)
+    sim.account(result)
+    assert sim.record().end_ns == home.end_ns
+    sim.limit(10**9)
+    assert sim.limit_nbytes == 200
+
+
 def test_threads_do_not_lose_bytes():
     sim = device(10**9)
     torch.set_num_threads(1)
