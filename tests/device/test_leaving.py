@@ -221,3 +221,18 @@ def test_copies_home_of_blocks_end_with_an_operator_that_is_interrupted(
     manager.bring_all_home()
     time.sleep(0.3)  # what is still under way would come
     assert manager.release(x).unique().tolist() == [7.0]
+
+
+@pytest.mark.parametrize(("count", "staged_nbytes"), [(4, 0), (100_000, 400_000)])
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_look_copies_what_it_reads(manager, device, count, staged_nbytes, is_inference):
+    (x,) = dirty(manager, 1)
+    x[9] = 7
+    manager.reset_stats()
+    staged_before = device.staged_nbytes
+    with torch.inference_mode(is_inference):
+        assert x[7 : 7 + count].tolist() == [0.5, 0.5, 7, *[0.5] * (count - 3)]
+    stats = manager.stats()
+    assert (stats["peeked_nbytes"], stats["peek_count"]) == (4 * count, 1)
+    assert device.staged_nbytes - staged_before == staged_nbytes
+    assert x._ttr_block.replicas[device].state is DIRTY

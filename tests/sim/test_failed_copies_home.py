@@ -20,10 +20,10 @@ def fails_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first copy home fails as staged ones do: whoever waits for it is told."""
     copy_out, count = SimDevice.copy_out, []
 
-    def late(device: SimDevice, base: Any, destination: Any, *, after: Any = None) -> Any:
+    def late(device: SimDevice, base: Any, destination: Any, **order: Any) -> Any:
         count.append(1)
         if len(count) > 1:
-            return copy_out(device, base, destination, after=after)
+            return copy_out(device, base, destination, **order)
         copy = StagedCopy(torch.zeros(4), torch.zeros(4), ())
         copy.error = RuntimeError("the link hiccups")
         copy.issued.set(), copy.landed.set()

@@ -155,7 +155,7 @@ def test_a_copy_home_waits_for_what_compute_was_given_just_before(manage, monkey
 
     monkeypatch.setattr(main, "copy_out", copied)
     copier = residency.copier
-    found = copier.peek(block) if way == "peek" else copier.bring_home(block).base
+    found = copier.peek(block)[0] if way == "peek" else copier.bring_home(block).base
     assert found.view(torch.float32).eq(5).all()
     assert_idle(manager)
 

@@ -184,8 +184,15 @@ class Device(PeerLinks, ABC):
         """
 
     @abstractmethod
-    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:
-        """Issue a copy of all bytes of `base` into host memory; return the event of its arrival.
+    def copy_out(
+        self,
+        base: Tensor,
+        destination: Tensor,
+        *,
+        after: Event | None = None,
+        start: int | None = None,
+    ) -> Event:
+        """Issue a copy of bytes of `base` into host memory; return the event of its arrival.
 
         Parameters
         ----------
@@ -196,6 +203,8 @@ class Device(PeerLinks, ABC):
         after : Event, optional
             The copy starts no earlier. Without, it starts when everything is done that compute has
             been given by then, also by other threads.
+        start : int, optional
+            Where in `base` the copy begins, which then has as many bytes as `destination`.
         """
 
     @abstractmethod
@@ -321,6 +330,12 @@ class Device(PeerLinks, ABC):
     @abstractmethod
     def now_ns(self) -> int:
         """The host's clock as this device sees it."""
+
+    def note_wait(self, began_ns: int) -> None:
+        """Note that the host has waited since then for a copy that the program asked for.
+
+        Where the time is virtual: else events count it themselves.
+        """
 
     @property
     def stall_ns(self) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "give_bytes",
     "move_bytes",
     "over_same_memory",
+    "part_of",
     "storage_nbytes",
     "storage_of",
 ]
@@ -59,6 +60,12 @@ def bytes_of(base: Tensor) -> Tensor:
     """All bytes of the storage under a base, as a plain uint8 tensor that shares them."""
     storage = storage_of(base)
     return _alias(storage, 0, storage.nbytes())
+
+
+def part_of(base: Tensor, start: int, nbytes: int) -> Tensor:
+    """Some bytes of the storage under a base, as `bytes_of` gives all; fewer where it ends."""
+    storage = storage_of(base)
+    return _alias(storage, start, max(0, min(nbytes, storage.nbytes() - start)))
 
 
 def over_same_memory(plain: Tensor) -> Tensor:

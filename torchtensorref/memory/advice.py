@@ -56,7 +56,8 @@ def bound_of(stats: dict[str, Any], h2d_bytes_per_s: float, d2h_bytes_per_s: flo
     compute_ns, time_ns, stall_ns = stats["compute_ns"], stats["time_ns"], stats["stall_ns"]
     fetched = stats["fetched_nbytes"] + stats["prefetched_nbytes"]
     to_device_ns = fetched * 1e9 / h2d_bytes_per_s
-    link_ns = int(max(to_device_ns, stats["written_back_nbytes"] * 1e9 / d2h_bytes_per_s))
+    home_nbytes = stats["written_back_nbytes"] + stats.get("peeked_nbytes", 0)
+    link_ns = int(max(to_device_ns, home_nbytes * 1e9 / d2h_bytes_per_s))
     if not compute_ns or not time_ns:
         return Bound("", 0.0, compute_ns, link_ns)
     waits = {

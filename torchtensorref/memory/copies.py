@@ -21,7 +21,7 @@ from .ledger import lost
 from .peers import Peers
 from .rehousing import Rehousing
 from .states import CLEAN, DIRTY, FILLING, INVALID
-from .transfer import Transfer, wait_if_issued
+from .transfer import Looking, Transfer, wait_if_issued
 from .twins import follow_holder
 
 #: Pauses between attempts to copy home what somebody needs there, in seconds: the only copy is on
@@ -365,8 +365,8 @@ class Copier:
         if replica.device is not self._books.host:
             self._holds.give_back(replica)
 
-    def peek(self, block: Block) -> torch.Tensor:
-        """Return host bytes with the current content; changes no state, keeps nothing."""
+    def peek(self, block: Block, look: Looking | None = None) -> tuple[torch.Tensor, int]:
+        """Return host bytes with what is current, and where they begin; changes no state."""
         books = self._books
         if block.promise is not None:
             books.asked(block)
@@ -384,12 +384,12 @@ class Copier:
             else:
                 home = block.readable_on(books.host)
                 if home is not None:
-                    return home.base
+                    return home.base, 0
                 dirty = (r for r in block.replicas.values() if r.state is DIRTY)
                 source = next(dirty, None) or self.bring_home(block)
             self._holds.pin([source])
         try:
-            return self.transfer.peek(source)
+            return self.transfer.peek(source, look)
         finally:
             self._holds.unpin([source])
 

@@ -28,6 +28,7 @@ from .adoption import (
 from .block import Block
 from .budget import OutOfBudgetError
 from .guard import Guarded, guards
+from .looks import look_at
 from .names import names
 from .once import note_held
 from .plain_views import alias_of, bare_ref, make_ref, plain_on, ref_like, view_over, view_with
@@ -294,9 +295,10 @@ class Ownership:
         self._residency.copier.bring_home(value._ttr_block)
         return plain_on(value, self._residency.books.host)
 
-    def peek(self, ref: Any) -> torch.Tensor:
-        """Return a plain look at the values that changes no residency and no recency."""
-        return view_over(ref, self._residency.copier.peek(ref._ttr_block).untyped_storage())
+    def peek(self, ref: Any, edge: int | None = None) -> torch.Tensor:
+        """Return a plain look, at what `look_at` says; changes no residency and no recency."""
+        base, start = self._residency.copier.peek(ref._ttr_block, lambda: look_at(ref, edge))
+        return view_with(ref, storage_of(base), ref.storage_offset() - start // ref.element_size())
 
     def expose(self, ref: Any, why: str, *, forever: bool = False) -> torch.UntypedStorage:
         """Bring a block home, hold it there, and return a storage that may be given away."""

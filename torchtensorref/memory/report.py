@@ -166,6 +166,7 @@ def _totals(stats: dict[str, Any]) -> list[str]:
         f"  evicted    {stats['evict_count']} replicas: {size['dropped_nbytes']} given back, "
         f"{size['written_back_nbytes']} written back",
         *_causes(stats["evicted_nbytes_by_cause"]),
+        *_peeked(stats),
     ]
 
 
@@ -184,6 +185,14 @@ def _causes(by_cause: dict[str, int]) -> list[str]:
     rows = sorted(by_cause.items(), key=lambda row: -row[1])[:CAUSES]
     told = "; ".join(f"{format_nbytes(n)} for {why.partition(': ')[2] or why}" for why, n in rows)
     return [f"             {told}"] if rows else []
+
+
+def _peeked(stats: dict[str, Any]) -> list[str]:
+    """What was copied home only to be looked at; nothing where nothing was."""
+    if not stats["peek_count"]:
+        return []
+    nbytes = format_nbytes(stats["peeked_nbytes"])
+    return [f"  peeked     {nbytes} copied home to be read once, in {stats['peek_count']} copies"]
 
 
 def _devices(books: Any, stats: dict[str, Any]) -> list[str]:

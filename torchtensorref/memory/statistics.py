@@ -33,6 +33,8 @@ def stats_of(manager: Any) -> dict[str, Any]:
             "prefetched_nbytes": copies.prefetched_nbytes,
             "peer_nbytes": copies.peer_nbytes,
             "written_back_nbytes": copies.written_back_nbytes,
+            "peeked_nbytes": sum(copies.peeked_from.values()),
+            "peek_count": copies.peek_count,
             "alloc_retry_count": main.release_count() - manager._first_release_count,
             "dropped_nbytes": counts.dropped_nbytes,
             "fetch_count": copies.fetch_count + copies.prefetch_count,
@@ -72,6 +74,7 @@ def stats_of(manager: Any) -> dict[str, Any]:
                     "host_stall_ns": one.host_stall_ns,
                     "fetched_nbytes": copies.nbytes_to.get(device.name, 0),
                     "written_back_nbytes": copies.nbytes_from.get(device.name, 0),
+                    "peeked_nbytes": copies.peeked_from.get(device.name, 0),
                 }
                 for device, one in times.items()
             },

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from ..base.errors import TransferError
 from ..base.options import settings
 from ..devices.base import Device, Event
 from ..devices.host.readers import host_readers
-from ..devices.storages import as_bytes, bytes_of, empty_bytes, storage_of
+from ..devices.storages import as_bytes, bytes_of, empty_bytes, part_of, storage_of
 from .block import Replica
 from .ledger import given_up
 from .names import names
@@ -47,6 +48,30 @@ class TransferCounts:
     #: To each accelerator, and from it home, by its name.
     nbytes_to: dict[str, int] = field(default_factory=dict)
     nbytes_from: dict[str, int] = field(default_factory=dict)
+    #: From each home to be looked at, where nothing stays of it.
+    peeked_from: dict[str, int] = field(default_factory=dict)
+    peek_count: int = 0
+
+
+class Look(NamedTuple):
+    """What somebody wants to see of a block: `parts` of the bytes from `start` to `stop`.
+
+    What is between the parts is undefined, and is read by nobody.
+    """
+
+    start: int
+    stop: int
+    #: Of each its first byte, and the one behind its last.
+    parts: Sequence[tuple[int, int]]
+
+    @classmethod
+    def at_range(cls, start: int, stop: int) -> Look:
+        """Look at all bytes of a range."""
+        return cls(start, stop, ((start, stop),))
+
+
+#: Asked only if something has to be copied; None is all of the block.
+Looking = Callable[[], Look | None]
 
 
 class Transfer:
@@ -144,14 +169,30 @@ class Transfer:
         self.counts.write_back_count += 1
         return event
 
-    def peek(self, replica: Replica) -> torch.Tensor:
-        """Return a host copy of a replica's bytes; counted nowhere, since nothing becomes of it."""
+    def peek(self, replica: Replica, look: Looking | None) -> tuple[torch.Tensor, int]:
+        """Return a host copy of what is looked at of a replica's bytes, and where it begins there.
+
+        Raises
+        ------
+        TransferError
+            A copy failed `ATTEMPTS` times.
+        """
         if replica.block is None:
             raise given_up(replica)
-        device = replica.device
-        copied = empty_bytes(replica.nbytes)
-        self._retry(lambda: device.copy_out(replica.base, copied)).synchronize()
-        return copied
+        wanted = look() if look is not None else None
+        first, end, parts = wanted or Look.at_range(0, replica.nbytes)
+        copied = empty_bytes(end - first)
+        for start, stop in parts:
+            self._copy_part(replica, start, part_of(copied, start - first, stop - start))
+        return copied, first
+
+    def _copy_part(self, replica: Replica, start: int, destination: torch.Tensor) -> None:
+        device, counts, nbytes = replica.device, self.counts, destination.nbytes
+        began_ns = device.now_ns()
+        self._retry(lambda: device.copy_out(replica.base, destination, start=start)).synchronize()
+        device.note_wait(began_ns)
+        counts.peeked_from[device.name] = counts.peeked_from.get(device.name, 0) + nbytes
+        counts.peek_count += 1
 
     def _issue(self, kind: str, replica: Replica, issue: Callable[[], Event]) -> Event:
         """Issue a copy, a range of its own in the traces of `torch.profiler` if one is at work."""

@@ -34,7 +34,8 @@ def _values_of(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
     if not is_ref(inner) or asks_its_class(inner):
         return wrapped(*args, **kwargs)
     with torch._C._DisableFuncTorch():
-        return getattr(tensorsManager.ownership.peek(inner), wrapped.__name__)(*args, **kwargs)
+        plain = tensorsManager.ownership.peek(inner, edge=0)
+        return getattr(plain, wrapped.__name__)(*args, **kwargs)
 
 
 def _number_of(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ _add_suffixes = torch._tensor_str._add_suffixes
 
 def text_of(ref: Any, tensor_contents: str | None) -> str:
     """Return what `Tensor.__repr__` gives; no operator of the program, and nothing moves."""
+    limits = _limits()
     kind = type(ref)
     is_plain = kind in (Tensor, nn.Parameter, TensorRef)
     name = "tensor" if is_plain else kind.__name__
@@ -28,6 +29,8 @@ def text_of(ref: Any, tensor_contents: str | None) -> str:
             if not is_plain:
                 printed = printed.as_subclass(_class_named(name))
             text = str(_str_intern(printed, tensor_contents=tensor_contents))
+    if _limits() != limits:  # another thread has set others: what it prints may not be read
+        return text_of(ref, tensor_contents)
     suffix = _suffix_of(ref)
     if suffix:
         text = str(_add_suffixes(text[:-1], [suffix], len(name) + 1, force_newline=False))
@@ -40,7 +43,16 @@ def _printed(ref: Any, tensor_contents: str | None) -> Tensor:
     """Return a plain tensor that prints as a TensorRef, but for its class and its gradient."""
     if tensor_contents is None and ref.device.type == "meta":
         return torch.empty_strided(ref.size(), ref.stride(), device="meta")
-    return tensorsManager.ownership.peek(ref)
+    threshold, edge = _limits()
+    is_long = tensor_contents is None and ref.numel() > threshold
+    # Torch reads the ends of each dimension of what is long, and nothing else.
+    return tensorsManager.ownership.peek(ref, edge=edge if is_long else 0)
+
+
+def _limits() -> tuple[float, int]:
+    """Return from how many elements on torch prints the ends only, and how many at each end."""
+    options = torch._tensor_str.PRINT_OPTS
+    return options.threshold, options.edgeitems
 
 
 @functools.cache

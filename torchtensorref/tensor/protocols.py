@@ -49,7 +49,7 @@ class Protocols:
 
     def _peek(self) -> Tensor:
         """A plain look at the current values; moves nothing, and may not be written or kept."""
-        return tensorsManager.ownership.peek(self)
+        return tensorsManager.ownership.peek(self, edge=0)
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Print as a torch.Tensor prints."""

@@ -14,7 +14,7 @@ from ...base.errors import TransferError
 from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
-from ..storages import as_bytes, bytes_of, move_bytes, storage_nbytes
+from ..storages import as_bytes, bytes_of, move_bytes, part_of
 from .events import AcceleratorEvent, StagedEvent, UntilItEnds, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
 from .link_rate import LinkRate
@@ -209,11 +209,13 @@ class LinkCopier:
         else:
             event, queue = self._stage_in(source, target, waits), Queue.STAGED_IN
         host_readers.note_reader(source, event)
-        return self._keep(base, event, queue)
+        return self._keep(base, event, queue, source.nbytes)
 
-    def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
+    def copy_out(
+        self, base: Tensor, destination: Tensor, after: Event | None, start: int | None = None
+    ) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
-        source = as_bytes(base)
+        source = as_bytes(base) if start is None else part_of(base, start, destination.nbytes)
         _check_sizes(source, destination)
         if not self._vendor.has_streams:
             return self._copy_in_order(source, destination, after)
@@ -229,7 +231,7 @@ class LinkCopier:
             return self._keep(base, self._land(source, piece, destination, waits), Queue.OUT)
         copy = StagedCopy(source, destination, waits)
         staged = StagedEvent(self._out_ring.submit(copy), self)
-        return self._keep(base, staged, Queue.STAGED_OUT)
+        return self._keep(base, staged, Queue.STAGED_OUT, source.nbytes)
 
     @functools.cached_property
     def peer_lane(self) -> StreamLane:
@@ -304,12 +306,12 @@ class LinkCopier:
         """Whether copies from host memory need no staging."""
         return self._page_locks.is_locked(memory) or self._vendor.is_pinned(memory)
 
-    def _keep(self, base: Tensor, event: Event, queue: Queue) -> Event:
+    def _keep(self, base: Tensor, event: Event, queue: Queue, nbytes: int = 0) -> Event:
         """Hold a copy's ends until it has fired, even if the caller drops its event."""
         with self._lock:
             self._in_flight.add(id(base), event, queue)
             if queue in (Queue.STAGED_IN, Queue.STAGED_OUT):
-                self.staged_nbytes += storage_nbytes(base)
+                self.staged_nbytes += nbytes
         return event
 
     def finish(self) -> None:

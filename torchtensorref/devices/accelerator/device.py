@@ -299,8 +299,15 @@ class AcceleratorDevice(AcceleratorPeers):
             self._rooms.note_copy(base)
         return event
 
-    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        return self._copier.copy_out(base, destination, after)
+    def copy_out(  # noqa: D102
+        self,
+        base: Tensor,
+        destination: Tensor,
+        *,
+        after: Event | None = None,
+        start: int | None = None,
+    ) -> Event:
+        return self._copier.copy_out(base, destination, after, start)
 
     def home_memory(self, nbytes: int) -> Tensor | None:
         """Page-locked memory for what is about to be copied home, if there is some ready."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...base import forking
 from ..base import DONE, Device, Event
 from ..residents import Residents
-from ..storages import bytes_of, empty_bytes, move_bytes, storage_of
+from ..storages import bytes_of, empty_bytes, move_bytes, part_of, storage_of
 from .readers import host_readers
 
 if TYPE_CHECKING:
@@ -128,8 +128,16 @@ class HostDevice(Device):
     def copy_in(self, source: Tensor, base: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
         return self._copy(source, bytes_of(base), after)
 
-    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
-        return self._copy(bytes_of(base), destination, after)
+    def copy_out(  # noqa: D102
+        self,
+        base: Tensor,
+        destination: Tensor,
+        *,
+        after: Event | None = None,
+        start: int | None = None,
+    ) -> Event:
+        source = bytes_of(base) if start is None else part_of(base, start, destination.nbytes)
+        return self._copy(source, destination, after)
 
     def _copy(self, source: Tensor, destination: Tensor, after: Event | None) -> Event:
         if after is not None:

@@ -44,6 +44,7 @@ class ComputeEngine:
     def __init__(self, spec: DeviceSpec, machine: Machine) -> None:
         self.end_ns = self.awaited_ns = self.unnoted_ns = self.worked_ns = self.stall_ns = 0
         self.host_stall_ns = self.host_ns = 0
+        self._idle_until_ns = 0
         self._machine = machine
         self._dispatch_ns = spec.dispatch_ns
         self._ready_ns = spec.host_costs.ready_ns
@@ -68,6 +69,13 @@ class ComputeEngine:
         """Let management take so much of the host's own time."""
         self._machine.now_ns += took_ns
         self.host_ns += took_ns
+
+    def stood_idle(self, began_ns: int) -> None:
+        """Count a stall: the host has waited since then for a copy, and given it no operator."""
+        now_ns = self._machine.now_ns
+        # Several threads may have waited at the same time.
+        self.stall_ns += max(0, now_ns - max(began_ns, self.end_ns, self._idle_until_ns))
+        self._idle_until_ns = now_ns
 
     def run(self, flops: int, nbytes: int, dtype_name: str) -> int:
         """Issue one operator; return when it ends."""

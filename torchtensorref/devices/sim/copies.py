@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...base.errors import TransferError
 from ..base import Event
 from ..residents import Resident
-from ..storages import bytes_of
+from ..storages import bytes_of, part_of
 from .compute import ComputeEngine
 from .events import Copy, Engine, Landing, SimEvent
 from .faults import FaultPlan
@@ -144,15 +144,17 @@ class CopyEngines:
         landing, _ = self._machine.landing.get(address_of(source), (None, None))
         if landing is not None:
             self._check_order("copy_in", base, landing.end_ns, after, f"its source's {landing}")
-        copy = self._issue(Engine.H2D, resident, after)
+        copy = self._issue(Engine.H2D, resident, after, resident.nbytes)
         copy.source = source
         memory.poison_base(base)
         return copy
 
-    def copy_out(self, base: Tensor, destination: Tensor, after: Event | None) -> Event:
+    def copy_out(
+        self, base: Tensor, destination: Tensor, after: Event | None, start: int | None = None
+    ) -> Event:
         """Issue a copy to the host, as `Device.copy_out` does."""
-        memory = self._memory
-        resident = self._check_ends("copy_out", base, destination)
+        memory, nbytes = self._memory, destination.nbytes
+        resident = self._check_ends("copy_out", base, destination, start)
         if after is None:
             after = self.event_at(self._compute.reached_ns)
         written_ns = resident.written_ns
@@ -160,9 +162,10 @@ class CopyEngines:
         if arriving is not None:
             written_ns = max(written_ns, arriving.end_ns)
         self._check_order("copy_out", base, written_ns, after, "its writer")
-        copy = self._issue(Engine.D2H, resident, after)
-        copy.source, copy.target = bytes_of(base), destination
-        if resident.nbytes:
+        copy = self._issue(Engine.D2H, resident, after, nbytes)
+        copy.source = bytes_of(base) if start is None else part_of(base, start, nbytes)
+        copy.target = destination
+        if nbytes:
             self._machine.expect(copy, destination)
         memory.poison(destination)
         return copy
@@ -213,13 +216,16 @@ class CopyEngines:
             self._compute.wait_for(copy.end_ns)
             del self._memory.leaving[key]
 
-    def _check_ends(self, what: str, base: Tensor, host_side: Tensor) -> Resident:
+    def _check_ends(
+        self, what: str, base: Tensor, host_side: Tensor, start: int | None = None
+    ) -> Resident:
         """Refuse a copy whose base is not here, or whose two ends differ in size."""
         memory = self._memory
         memory.settle()
         resident = memory.resident(what, base)
         nbytes = host_side.numel() * host_side.element_size()
-        if nbytes != resident.nbytes:
+        is_all = nbytes == resident.nbytes
+        if not (is_all if start is None else 0 <= start <= resident.nbytes - nbytes):
             memory.refuse(what, base, f"does not match the {nbytes:,} bytes of the host side")
         if not host_side.is_contiguous():
             memory.refuse(what, base, "cannot be copied: the host side is not contiguous")
@@ -239,19 +245,21 @@ class CopyEngines:
                 f"{free_at_ns:,} ns; pass `after`",
             )
 
-    def _issue(self, direction: Engine, resident: Resident, after: Event | None) -> Copy:
+    def _issue(
+        self, direction: Engine, resident: Resident, after: Event | None, nbytes: int
+    ) -> Copy:
         """Give one copy to its engine."""
         ends = ("cpu", self._name) if direction is Engine.H2D else (self._name, "cpu")
-        self._count_copy(*ends, resident.nbytes)
+        self._count_copy(*ends, nbytes)
         machine, spec, engine = self._machine, self._spec, self._engines[direction]
-        is_urgent = direction is Engine.H2D and 0 < resident.nbytes <= spec.urgent_nbytes
+        is_urgent = direction is Engine.H2D and 0 < nbytes <= spec.urgent_nbytes
         queued_ns = 0 if is_urgent else engine.free_ns
         start_ns = max(queued_ns, machine.now_ns, after.end_ns if after else 0)
         machine.memory.forget_before(machine.now_ns)
         end_ns = math.ceil(
             machine.memory.finish(
                 start_ns + spec.copy_latency_ns,
-                resident.nbytes,
+                nbytes,
                 rate=engine.bytes_per_ns,
                 total_rate=spec.host_memory_bytes_per_s / 1e9,
                 lane=(self._name, id(self), direction, is_urgent),
@@ -259,7 +267,7 @@ class CopyEngines:
         )
         free_ns = end_ns
         if is_urgent:  # what is queued behind it has so much less of the link
-            free_ns = max(end_ns, engine.free_ns + int(resident.nbytes / engine.bytes_per_ns))
+            free_ns = max(end_ns, engine.free_ns + int(nbytes / engine.bytes_per_ns))
         for busy in (engine,) if spec.duplex else self._engines.values():
             busy.free_ns = free_ns
         copy = Copy(

@@ -226,9 +226,16 @@ class SimDevice(Device):
             self._compute.manage(self.spec.host_costs.fetched_ns)
             return self._copies.copy_in(source, base, after)
 
-    def copy_out(self, base: Tensor, destination: Tensor, *, after: Event | None = None) -> Event:  # noqa: D102
+    def copy_out(  # noqa: D102
+        self,
+        base: Tensor,
+        destination: Tensor,
+        *,
+        after: Event | None = None,
+        start: int | None = None,
+    ) -> Event:
         with self._lock:
-            return self._copies.copy_out(base, destination, after)
+            return self._copies.copy_out(base, destination, after, start)
 
     def available(self, base: Tensor) -> Event | None:  # noqa: D102
         with self._lock:
@@ -360,6 +367,10 @@ class SimDevice(Device):
 
     def stopwatch(self) -> SimStopwatch:  # noqa: D102
         return SimStopwatch(self._compute)
+
+    def note_wait(self, began_ns: int) -> None:  # noqa: D102
+        with self._lock:
+            self._compute.stood_idle(began_ns)
 
     def now_ns(self) -> int:  # noqa: D102
         return self.machine.now_ns

@@ -199,6 +199,18 @@ def test_a_copy_out_waits_for_compute_by_itself(device, module):
     assert home.tolist() == [9] * 4
 
 
+@pytest.mark.parametrize("nbytes", [3, 200_000])
+def test_a_part_is_copied_out_alone(device, nbytes):
+    base, home = device.allocate(300_000), torch.zeros(nbytes, dtype=torch.uint8)
+    base.copy_(torch.arange(300_000).to(torch.uint8))
+    staged = device.staged_nbytes
+    device.copy_out(base, home, start=1001).synchronize()
+    assert torch.equal(home, base[1001 : 1001 + nbytes].cpu())
+    assert device.staged_nbytes - staged in (0, nbytes)
+    with pytest.raises(TransferError, match="1 bytes to give"):
+        device.copy_out(base, home, start=299_999)
+
+
 def test_room_of_kernels_waits_for_the_copies_home(device, module):
     base = device.allocate(4)
     event = device.copy_out(base, torch.zeros(4, dtype=torch.uint8))

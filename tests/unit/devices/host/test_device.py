@@ -45,6 +45,8 @@ def test_host_copies_are_done_when_they_return():
     host.copy_out(base, destination, after=event).wait()
     assert event.is_done()
     assert destination.tolist() == [1, 2, 3, 4]
+    host.copy_out(base, destination[:2], start=1).wait()
+    assert destination.tolist() == [2, 3, 3, 4]
     assert (host.available(base), host.record()) == (None, DONE)
 
 

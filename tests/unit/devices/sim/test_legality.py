@@ -154,6 +154,16 @@ def test_both_ends_of_a_copy_have_one_size(sim, direction):
         getattr(sim, direction)(*ends)
 
 
+def test_a_part_is_copied_out_alone_and_has_to_be_within_its_base(sim):
+    base, home = sim.allocate(10), host_bytes(3)
+    sim.copy_in(torch.arange(10, dtype=torch.uint8), base).synchronize()
+    sim.copy_out(base, home, start=4).synchronize()
+    assert home.tolist() == [4, 5, 6]
+    for start in (-1, 8):
+        with pytest.raises(InvariantError, match="does not match the 3 bytes"):
+            sim.copy_out(base, home, start=start)
+
+
 def test_an_emptied_base_gets_nothing_from_a_copy_in_flight(sim):
     base = sim.allocate(10)
     arrival = sim.copy_in(host_bytes(10), base)
