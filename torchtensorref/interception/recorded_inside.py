@@ -7,6 +7,7 @@ on the TensorRefs themselves. Else it runs on plain tensors, as others do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,6 +27,8 @@ from .guards import records_gradient
 
 _Sees = torch._C._SetExcludeDispatchKeyGuard
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_as_at_first: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
 _parse = torch._C._dispatch_key_parse
 _OURS = _parse(KEY_NAME)
 _forward_ad = torch.autograd.forward_ad
@@ -63,7 +66,7 @@ def run_kernel(op: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 @contextmanager
 def _as_the_program_sees() -> Iterator[None]:
     """Let autograd and ourselves see what is called, as where the program has called it."""
-    with as_it_was_called(), _Sees(_parse("ADInplaceOrView"), False), _Sees(_OURS, False):
+    with as_it_was_called(), _Sees(_OURS, False):
         yield
 
 
@@ -76,6 +79,24 @@ def below_autograd() -> Iterator[None]:
 
 def as_it_was_called() -> AbstractContextManager[Any]:
     """Undo that torch shuts out autograd, autocast and us where it calls a subclass's Python."""
-    if core.library is not None or not _is_excluded(_SNAPSHOT):
+    if core.library is not None or not _is_excluded(_SNAPSHOT) or not _was_first():
         return nullcontext()
-    return torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined, no-any-return]
+    return _as_at_first()
+
+
+def _was_first() -> bool:
+    """Whether it is us that torch has called first, and saved the state for.
+
+    Where a mode or another class has called us, it is their Python that all of it is shut out from,
+    in plain torch, too. A mode is not on the stack meanwhile, and torch ends in an error of its own
+    if the state from before comes back. Of a class nothing but the frames tell.
+    """
+    with _as_at_first():
+        if _is_included(torch._C.DispatchKey.Python):
+            return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
