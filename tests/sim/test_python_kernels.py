@@ -274,14 +274,17 @@ for SCHEMA, KERNEL in {
         MINE.squared(x) + torch.autocast("cpu", enabled=False)(MINE.squared)(x)
     ),
     "add_and_square(Tensor(a!) x) -> Tensor": lambda x: x.add_(1) @ x,
+    "cast_before(Tensor x) -> Tensor": lambda x: x.float() @ x.float(),
 }.items():
     LIBRARY.define(SCHEMA)
     LIBRARY.impl(SCHEMA.partition("(")[0], KERNEL, "CPU")
+torch.library.register_autocast("ttr_python_kernels::cast_before", "cpu", torch.bfloat16)
 CAST = {
     "recorded": MINE.squared,
     "nested": MINE.squared_exactly,
     "a formula": product,
     "written": lambda x: MINE.add_and_square(x * 1),
+    "cast before": MINE.cast_before,
 }
 
 
@@ -308,6 +311,25 @@ def test_kernels_find_autocast_as_the_program_has_it(manager, name, wants, is_en
         if one is not None:
             assert one.dtype is other.dtype
             assert not differences(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.einsum("ij,jk->ik", x, x),
+        lambda x: torch.tensordot(x, x, 1),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+        MINE.cast_before,
+    ],
+    ids=["einsum", "tensordot", "attention", "cast before"],
+)
+def test_in_inference_mode_autocast_finds_what_composite_operators_are_made_of(manager, compute):
+    torch.manual_seed(0)
+    plain = torch.rand(8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        one, other = compute(plain), compute(manager.adopt(plain))
+    assert one.dtype is other.dtype
+    assert not differences(one, other)
 
 
 class Passing(TorchDispatchMode):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import KEY_NAME
 from ..memory.ref import TensorRef, is_plain
 from ..operators.plan import OpPlan
-from ..operators.python_kernels import is_for_accelerators, recorded_inside
+from ..operators.python_kernels import has_kernel, is_for_accelerators, recorded_inside
 from ..operators.substitutes import itself
 from .guards import records_gradient
 
@@ -32,6 +32,10 @@ _as_at_first: Any = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defi
 _parse = torch._C._dispatch_key_parse
 _OURS = _parse(KEY_NAME)
 _forward_ad = torch.autograd.forward_ad
+_AUTOCAST = {
+    name: torch._C.DispatchKeySet(_parse(name))
+    for name in ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS")
+}
 #: Where autograd, autocast and we are shut out, this is.
 _SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
 
@@ -59,29 +63,31 @@ def run_kernel(op: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         is_adopted = is_plain(value) and not value.requires_grad
         return tensorsManager.adopt(value) if is_adopted else value
 
-    with _as_the_program_sees():
+    with as_it_was_called(op), _Sees(_OURS, False):
         return tree_map(wrapped, op._op_dk(key, *args, **kwargs))
 
 
 @contextmanager
-def _as_the_program_sees() -> Iterator[None]:
-    """Let autograd and ourselves see what is called, as where the program has called it."""
-    with as_it_was_called(), _Sees(_OURS, False):
+def below_autograd(op: Any) -> Iterator[None]:
+    """Let a kernel on plain tensors find what the program has switched on, but for autograd."""
+    with as_it_was_called(op), torch._C._AutoDispatchBelowADInplaceOrView():
         yield
 
 
 @contextmanager
-def below_autograd() -> Iterator[None]:
-    """Let a kernel on plain tensors find what the program has switched on, but for autograd."""
-    with as_it_was_called(), torch._C._AutoDispatchBelowADInplaceOrView():
-        yield
+def as_it_was_called(op: Any) -> Iterator[None]:
+    """Undo that torch shuts out autograd, autocast and us where it calls a subclass's Python.
 
-
-def as_it_was_called() -> AbstractContextManager[Any]:
-    """Undo that torch shuts out autograd, autocast and us where it calls a subclass's Python."""
+    An operator that autocast knows has had its turn: its kernel runs without.
+    """
     if core.library is not None or not _is_excluded(_SNAPSHOT) or not _was_first():
-        return nullcontext()
-    return _as_at_first()
+        yield
+        return
+    done = torch._C.DispatchKeySet.from_raw_repr(0)
+    for name, keys in _AUTOCAST.items():
+        done = done | keys if has_kernel(op, name) else done
+    with _as_at_first(), torch._C._ExcludeDispatchKeyGuard(done):
+        yield
 
 
 def _was_first() -> bool:
