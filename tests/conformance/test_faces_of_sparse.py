@@ -195,6 +195,36 @@ def test_resized_in_place(right):
     right(program)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_resized_in_place_is_for_all_that_are_made_of_it(right, layout):
+    """Torch empties and grows indices and values themselves, but for those of COO tensors."""
+
+    def parts(s: Any) -> list[Any]:
+        names = ["_indices"] if layout == "coo" else ["crow_indices", "col_indices"]
+        if layout in ("csc", "bsc"):
+            names = ["ccol_indices", "row_indices"]
+        names.append("_values" if layout == "coo" else "values")
+        return [getattr(s, name)() * 1 for name in names]
+
+    def program(bring: Bring) -> Any:
+        dense, results = bring(torch.rand(6, 4)), []
+        for share in (lambda s: s.detach(), lambda s: s.data, lambda s: nn.Parameter(s).detach()):
+            for write in (
+                lambda s, t: t.zero_(),
+                lambda s, t: (s.mul_(2), t.mul_(3), s.zero_()),
+                lambda s, t: (t.zero_(), failure(lambda: t.copy_(s)), s.mul_(2)),
+                lambda s, t: t.sparse_resize_((8, 4), 2, 0) if layout == "coo" else t.resize_(8, 4),
+                lambda s, t: t.copy_(s * 2),
+            ):
+                s = sparse(layout, dense)
+                t = share(s)
+                write(s, t)
+                results += [*parts(s), *parts(t), s.size(), t.size(), s._nnz()]
+        return results
+
+    right(program)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_operators(right, dtype):
     def program(bring: Bring) -> Any:

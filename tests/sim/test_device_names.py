@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
@@ -351,6 +352,7 @@ def _taken(of, there, device, options):
 @pytest.mark.parametrize(
     ("there", "device", "is_excluded"),
     [
+        ("cpu", "cpu", False),
         ("cpu", "cuda", False),
         ("cuda", "cpu", False),
         ("cuda", "cuda", False),
@@ -370,6 +372,32 @@ def test_what_is_taken_there_has_the_gradient_that_is_asked_for(of, there, devic
         if made.is_leaf and made.requires_grad:
             (made * 2).sum().backward()
             assert made.grad.tolist() == [2, 2, 2]
+
+
+class Calls(TorchFunctionMode):
+    """Notes what is called, and with what."""
+
+    def __init__(self):
+        """Begin with nothing."""
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Note it."""
+        self.seen.append((function.__name__, len(args), kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("take", [torch.as_tensor, torch.asarray])
+@pytest.mark.parametrize("of", SOURCES)
+def test_what_is_taken_there_is_one_call_to_a_mode(of, take):
+    for there, device in (("cpu", "cpu"), ("cuda", "cuda"), ("cpu", "cuda")):
+        source = SOURCES[of](there)
+        with Calls() as calls:
+            take(source, device=device)
+        assert [name for name, *_ in calls.seen] == [take.__name__]
+        if device == "cpu":
+            assert calls.seen == [(take.__name__, 1, {"device": "cpu"})]
 
 
 def test_where_the_default_device_is_there_an_array_is_still_shared():

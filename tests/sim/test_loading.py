@@ -240,6 +240,40 @@ def test_torch_load_of_a_tuple_at_two_places(injected, tmp_path):
     assert kind_of(loaded["a"][0]) is TensorRef
 
 
+def cycles():
+    """Tuples, and what holds them that they hold, each from its own side."""
+    x, inside, named, held = torch.ones(2), [], {}, []
+    pair, both = (inside, x), Pair(named, x)
+    around = (pair, held)
+    inside += [pair, around, x]
+    named.update(both=both, inside=inside)
+    held += [around, named]
+    return [pair, around, inside, both, named, held]
+
+
+def paths_of(value):
+    """Each object that a value is made of, as the places in it where it is."""
+    found, waiting = {}, [((), value)]
+    for place, one in waiting:
+        if isinstance(one, (int, str)):
+            continue
+        places = found.setdefault(id(one), [])
+        places.append(place)
+        if len(places) == 1 and not isinstance(one, torch.Tensor):
+            items = one.items() if isinstance(one, dict) else enumerate(one)
+            waiting += [((*place, key), part) for key, part in items]
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("side", range(6))
+def test_torch_load_of_tuples_in_what_they_hold(injected, tmp_path, side):
+    torch.save(cycles()[side], tmp_path / "file.pt")
+    with torchTensorRef.disabled():
+        expected = torch.load(tmp_path / "file.pt", weights_only=False)
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+    assert paths_of(loaded) == paths_of(expected)
+
+
 @pytest.mark.parametrize("as_parameter", [False, True])
 def test_what_is_mapped_to_be_written_is_written_to_the_file(injected, tmp_path, as_parameter):
     path = tmp_path / "file.pt"

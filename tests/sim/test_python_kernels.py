@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from torchTensorRef.interception.recorded_inside import key_of_kernel
 from torchTensorRef.operators.plan import plan_of
@@ -272,14 +274,17 @@ for SCHEMA, KERNEL in {
         MINE.squared(x) + torch.autocast("cpu", enabled=False)(MINE.squared)(x)
     ),
     "add_and_square(Tensor(a!) x) -> Tensor": lambda x: x.add_(1) @ x,
+    "cast_before(Tensor x) -> Tensor": lambda x: x.float() @ x.float(),
 }.items():
     LIBRARY.define(SCHEMA)
     LIBRARY.impl(SCHEMA.partition("(")[0], KERNEL, "CPU")
+torch.library.register_autocast("ttr_python_kernels::cast_before", "cpu", torch.bfloat16)
 CAST = {
     "recorded": MINE.squared,
     "nested": MINE.squared_exactly,
     "a formula": product,
     "written": lambda x: MINE.add_and_square(x * 1),
+    "cast before": MINE.cast_before,
 }
 
 
@@ -306,6 +311,88 @@ def test_kernels_find_autocast_as_the_program_has_it(manager, name, wants, is_en
         if one is not None:
             assert one.dtype is other.dtype
             assert not differences(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.einsum("ij,jk->ik", x, x),
+        lambda x: torch.tensordot(x, x, 1),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+        MINE.cast_before,
+    ],
+    ids=["einsum", "tensordot", "attention", "cast before"],
+)
+def test_in_inference_mode_autocast_finds_what_composite_operators_are_made_of(manager, compute):
+    torch.manual_seed(0)
+    plain = torch.rand(8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        one, other = compute(plain), compute(manager.adopt(plain))
+    assert one.dtype is other.dtype
+    assert not differences(one, other)
+
+
+class Passing(TorchDispatchMode):
+    """A mode that does what it is told of."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Run it."""
+        return function(*args, **(kwargs or {}))
+
+
+class Around(torch.Tensor):
+    """A tensor that holds another."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        """Say of itself what the other one says."""
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        """Run it on the other one."""
+        out = function(*tree_map_only(cls, lambda x: x.inner, args), **(kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, out)
+
+
+def in_a_mode(function, x):
+    with Passing():
+        return function(x)
+
+
+CALLED = {
+    "a mode": in_a_mode,
+    "another class": lambda function, x: function(Around(x)).inner,
+    "a mode in another class": lambda function, x: in_a_mode(function, Around(x)).inner,
+}
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("name", ["recorded", "nested", "a formula"])
+@pytest.mark.parametrize("by", CALLED)
+def test_kernels_that_others_call_find_what_torch_leaves_to_these(manager, by, name, wants):
+    torch.manual_seed(0)
+    plain = torch.rand(8, 8)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = CALLED[by](CAST[name], x.requires_grad_(wants))
+            return out.detach(), out.requires_grad
+
+    (one, *noted), (other, *noted_too) = run(plain.clone()), run(manager.adopt(plain.clone()))
+    assert one.dtype is other.dtype
+    assert noted == noted_too
+    assert not differences(one, other)
+
+
+def test_what_a_kernel_writes_in_a_mode_counts_as_in_plain_torch(manager):
+    def program(x):
+        in_a_mode(MINE.double, x)
+        return x._version, x.tolist()
+
+    assert program(manager.adopt(torch.arange(3.0))) == program(torch.arange(3.0))
 
 
 def test_versions_and_views_of_kernels_in_python(manager):

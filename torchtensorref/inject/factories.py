@@ -20,7 +20,7 @@ from ..base.errors import ConfigError
 from ..base.options import settings
 from ..devices.out_of_memory import is_out_of_memory
 from ..interception.tracebacks import hides
-from ..tensor.device_names import canonical, is_foreign, note_asked
+from ..tensor.device_names import asked_of, canonical, is_foreign, note_asked
 from .hooks import disabled, is_disabled, is_ref, load, state
 from .inject_to import check_known, injectTo
 
@@ -143,15 +143,25 @@ def shared_memory_factory(
     is_ours = takes_part(_getframe(1).f_globals.get("__name__"))
     if not is_ours and (not state.active or _is_disabled()):
         return wrapped(*args, **kwargs)
-    if asked is None or wrapped.__name__ != "asarray":
-        return _taken_there(wrapped, args, known, asked, is_ours)
-    # Autograd is to note the copy only if it would note one of what is given. What the program says
-    # of gradients is said of the copy.
     given = args[0] if args else kwargs.get("obj")
-    as_given = {**known, "requires_grad": getattr(given, "requires_grad", False)}
-    made = _taken_there(wrapped, args, as_given, asked, is_ours)
+    with torch._C.DisableTorchFunction():  # a mode is to see the program's call alone
+        is_moved = wrapped.__name__ == "asarray" and _is_moved(given, asked)
+        # Autograd is to note the copy only if it would note one of what is given.
+        as_given = {"requires_grad": getattr(given, "requires_grad", False)} if is_moved else {}
+    made = _taken_there(wrapped, args, {**known, **as_given}, asked, is_ours)
+    if not is_moved:
+        return made
+    # What the program says of gradients is said of the copy.
     said = {name: known[name] for name in ("device", "requires_grad") if name in known}
-    return wrapped(made, **said)
+    with torch._C.DisableTorchFunction():
+        return wrapped(made, **said)
+
+
+def _is_moved(given: Any, asked: Any) -> bool:
+    """Whether something is to be where torch cannot bring it, or comes from there."""
+    if asked is None or not is_ref(given):
+        return is_foreign(asked)
+    return is_foreign(asked) or bool(asked_of(given)) or str(given.device) != str(asked)
 
 
 def _taken_there(
@@ -159,9 +169,11 @@ def _taken_there(
 ) -> Any:
     if is_ours:
         made = _call_and_wrap(wrapped, args, known, _adopted)
-        return made.to(asked) if asked is not None and is_ref(made) else made
+        with torch._C.DisableTorchFunction():
+            return made.to(asked) if asked is not None and is_ref(made) else made
     made = wrapped(*args, **known)
-    return made.clone() if is_foreign(asked) else made
+    with torch._C.DisableTorchFunction():
+        return made.clone() if is_foreign(asked) else made
 
 
 #: Factories of that kind that go to the default device.

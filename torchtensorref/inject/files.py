@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
 from sys import _getframe
 from typing import Any
@@ -56,6 +57,8 @@ class Adoption:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
         self._wholes: list[Any] = []
+        #: Containers that are still to be changed: a tuple in one of its own is made before.
+        self._waiting: deque[Any] = deque()
         self._manager = _core().manager
         # Who maps a file so has others see what is written.
         shared: Any = torch.serialization.MAP_SHARED  # type: ignore[attr-defined]
@@ -65,13 +68,20 @@ class Adoption:
         """Hold nothing of what was read any longer."""
         self._known.clear()
         self._wholes.clear()
+        self._waiting.clear()
 
     def of(self, value: Any) -> Any:
         """Return `value` with its tensors adopted."""
+        result = self._of(value)
+        while self._waiting:
+            self._fill(self._waiting.popleft())
+        return result
+
+    def _of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._once(value, self._tensor)
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
-            return self._once(value, self._in_place)
+            return self._once(value, self._later)
         if isinstance(value, tuple):
             return self._once(value, self._tuple)
         if isinstance(value, torch.nn.Module):
@@ -79,7 +89,7 @@ class Adoption:
         return value
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
-        parts = [self.of(part) for part in value]
+        parts = [self._of(part) for part in value]
         is_same = all(part is before for part, before in zip(parts, value, strict=True))
         return value if is_same else tuple_like(value, parts)
 
@@ -91,7 +101,6 @@ class Adoption:
     def _once(self, value: Any, make: Any) -> Any:
         known = self._known.get(id(value))
         if known is None:
-            self._known[id(value)] = (value, value)  # a container may hold itself
             self._known[id(value)] = known = (value, make(value))
         return known[1]
 
@@ -112,13 +121,16 @@ class Adoption:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=self._is_sole))
 
-    def _in_place(self, container: Any) -> Any:
+    def _later(self, container: Any) -> Any:
+        self._waiting.append(container)
+        return container
+
+    def _fill(self, container: Any) -> None:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
         for key, before in list(items):
-            after = self.of(before)
+            after = self._of(before)
             if after is not before:
                 container[key] = after
-        return container
 
 
 #: What adopts what is being read from a file; None: nothing is.

@@ -27,7 +27,7 @@ from .guards import below_function_modes
 from .higher_order import run_higher_order
 from .onlookers.passing import deliver, note_written, pass_onlookers
 from .ready_path import SLOW, WAYS, known_peak
-from .recorded_inside import below_autograd, key_of_kernel, run_kernel
+from .recorded_inside import as_it_was_called, below_autograd, key_of_kernel, run_kernel
 from .slow_path import SlowPath
 from .tracebacks import shorten
 from .watched_path import run_watched
@@ -68,7 +68,7 @@ def dispatch(
                 key = key_of_kernel(plan, args, kwargs or {})
                 if key is not None:
                     return run_kernel(op, key, args, kwargs or {})
-                with below_autograd():  # in C++ nothing is shut out yet
+                with below_autograd(op):  # in C++ nothing is shut out yet
                     return _run(plan, args, kwargs)
             in_parts = (
                 plan.comes_in_parts
@@ -77,11 +77,11 @@ def dispatch(
                 and _is_for_parts(plan, args, kwargs)
             )
             if in_parts:
-                with _Sees(_VIEWS, False), _Sees(_OURS, False):
+                with as_it_was_called(op), _Sees(_VIEWS, False), _Sees(_OURS, False):
                     # Not `decompose`: some operators have another in Python, preferred there.
                     return op._op_dk(_COMPOSITE, *args, **(kwargs or {}))
             if plan.has_kernel_in_python and core.library is None:
-                with below_autograd():
+                with below_autograd(op):
                     return _run(plan, args, kwargs)
             return _run(plan, args, kwargs)
     except BaseException as error:

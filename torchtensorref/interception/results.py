@@ -169,16 +169,23 @@ class _Results:
         return made if any(storage_of(one.base)._cdata == key for one in replicas) else None
 
     def _follow_parts(self, sparse: Any) -> None:
-        """Where an operator gave a sparse tensor other parts, sizes or order, follow it."""
+        """Where an operator gave a sparse tensor other parts, sizes or order, follow it.
+
+        What it has resized of its own parts is resized for all that are made of them.
+        """
         plain, device = self._staged.plain_of_sparse[id(sparse)], self._staged.device
+        kept = {_view_of(self._staged.plain_of[id(part)]): part for part in sparse._ttr_parts}
         grown: dict[int, tuple[torch.UntypedStorage, Replica]] = {}
         for part in sparse._ttr_parts:
             storage = self._staged.plain_of[id(part)].untyped_storage()
             replica = part._ttr_block.replicas[device]
+            self._follow_metadata(part)
             if storage.nbytes() != replica.nbytes:
                 grown[storage._cdata] = storage, replica
 
         def made(part: torch.Tensor) -> Any:
+            if _view_of(part) in kept:
+                return kept[_view_of(part)]
             if part.untyped_storage()._cdata in grown:
                 part = part.clone()  # the kernel has resized a replica's storage
             return self._wrap_one(part, None)
@@ -215,3 +222,10 @@ class _Results:
             follow(ref, make_ref(plain, block, device, ref.device))
         else:
             original.set_(plain)
+
+
+def _view_of(plain: torch.Tensor) -> tuple[Any, ...]:
+    """What tells the views of one storage apart."""
+    bits = plain.dtype, plain.is_conj(), plain.is_neg()
+    where = plain.size(), plain.stride(), plain.storage_offset()
+    return (plain.untyped_storage()._cdata, *bits, *where)

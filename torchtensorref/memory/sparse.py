@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..operators.layouts import SPARSE, parts_of, sparse_of, without_elements
-from .plain_views import alias_of
 from .ref import TensorRef
 
 _Made = Callable[[torch.Tensor], Any]
@@ -68,8 +67,8 @@ def plain_sparse(ref: Any, plain: Callable[[Any], torch.Tensor]) -> torch.Tensor
 
 
 def alias_of_sparse(ref: Any) -> Any:
-    """Make another SparseRef over the same indices and values."""
-    return make_sparse(ref._ttr_hollow, [alias_of(part) for part in ref._ttr_parts])
+    """Make another SparseRef of the same indices and values, whose sizes it has, too, as torch."""
+    return make_sparse(ref._ttr_hollow, ref._ttr_parts)
 
 
 def become(ref: Any, other: Any) -> None:
