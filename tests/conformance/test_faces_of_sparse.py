@@ -225,6 +225,19 @@ def test_what_is_resized_in_place_is_for_all_that_are_made_of_it(right, layout):
     right(program)
 
 
+def test_what_grows_at_home_is_not_fetched_meanwhile(manage):
+    dense = torch.arange(1.0, 37).view(6, 6)
+    some, more = (dense * (dense % 3 == 0)).to_sparse_csr(), dense.to_sparse_csr()
+    expected = torch.add(some, more, out=some.clone())
+    manager = manage(strategy="lru")
+    manager.budget = 1024
+    mine, all_of_it = manager.adopt(some), manager.adopt(more)
+    out = mine.clone()
+    torch.add(mine, all_of_it, out=out)
+    assert torch.equal(manager.release(out).to_dense(), expected.to_dense())
+    manager.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 def test_operators(right, dtype):
     def program(bring: Bring) -> Any:

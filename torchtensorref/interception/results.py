@@ -190,9 +190,10 @@ class _Results:
                 part = part.clone()  # the kernel has resized a replica's storage
             return self._wrap_one(part, None)
 
-        become(sparse, sparse_over(plain, sparse.device, made))
+        followed = sparse_over(plain, sparse.device, made)
         for storage, replica in grown.values():
             replica.take_back_size(storage)
+        become(sparse, followed)  # by an operator that may fetch what it was made of
 
     def _follow_metadata(self, original: Any) -> None:
         """Where an operator changed sizes in place (`t_`, `out=`), change the program's, too."""
