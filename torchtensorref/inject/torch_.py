@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..base.at_once import items_at_once
 from ..memory.names import names
 from . import hooks
 from .built_before import watch_modules
@@ -345,7 +346,7 @@ def rebind(prefix: str) -> None:
 def _modules_under(prefix: str) -> list[tuple[str, ModuleType]]:
     return [
         (name, module)
-        for name, module in list(sys.modules.items())
+        for name, module in items_at_once(sys.modules)
         if (name == prefix or name.startswith(f"{prefix}."))
         and isinstance(module, ModuleType)
         # There the table is the only one to change anything.
@@ -358,7 +359,7 @@ def taken_names() -> list[str]:
     originals = {id(p.original): p for p in PATCHES if isinstance(p, Patch) and p.installed}
     return sorted(
         f"{module_name}.{name}"
-        for module_name, module in list(sys.modules.items())
+        for module_name, module in items_at_once(sys.modules)
         if isinstance(module, ModuleType) and injectTo.decisions[module_name]
         for name, value in list(vars(module).items())
         if id(value) in originals and originals[id(value)].original is value

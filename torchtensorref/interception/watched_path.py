@@ -140,8 +140,8 @@ def may_be_fetched(residency: Residency) -> bool:
 def _may_be_written(block: Block, device: Device) -> bool:
     """Whether nobody else has the bytes of a block that is there: what they have would be stale."""
     return all(
-        replica.state is INVALID or other is device
-        for other, replica in list(block.replicas.items())
+        replica.state is INVALID or replica.device is device
+        for replica in list(block.replicas.values())
     )
 
 

@@ -267,7 +267,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
 
     def accelerator(self) -> Device | None:
         """Return an accelerator that holds it, or will before long; None if none does."""
-        there = (d for d, r in list(self.replicas.items()) if r.state is not INVALID)
+        there = (r.device for r in list(self.replicas.values()) if r.state is not INVALID)
         return next((device for device in there if not device.is_host), None)
 
     @property
@@ -328,8 +328,8 @@ class Block(core.BlockBase):  # type: ignore[misc]
             before[:] = [reference for reference in before if reference() is not self]
 
     def __repr__(self) -> str:
-        replicas = list(self.replicas.items())
-        where = ", ".join(f"{device.name} {replica.state.value}" for device, replica in replicas)
+        replicas = list(self.replicas.values())
+        where = ", ".join(f"{one.device.name} {one.state.value}" for one in replicas)
         return f"<Block {self.name} {self.nbytes} bytes: {where or 'no replica'}>"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
+from ..base.at_once import items_at_once
 from ..devices.base import Device
 from . import core
 from .block import Block, Replica
@@ -140,7 +141,7 @@ class Holds:
         """How many replicas on accelerators each thread has pinned, if any."""
         counts = {
             ident: sum(not replica.device.is_host for replica in replicas)
-            for ident, replicas in list(self.pinned.items())
+            for ident, replicas in items_at_once(self.pinned)
         }
         return {ident: count for ident, count in counts.items() if count}
 
@@ -185,7 +186,7 @@ class Holds:
         me = threading.get_ident()
         held = {
             operand._ttr_block
-            for ident, args in list(self.announced.items())
+            for ident, args in items_at_once(self.announced)
             if ident != me
             for operand in args
             if hasattr(operand, "_ttr_block")
@@ -210,10 +211,10 @@ class Holds:
             for ident, pinned in self.pinned.items()
             if not replicas.isdisjoint(pinned)
         }
-        for ident, args in list(self.announced.items()):
+        for ident, args in items_at_once(self.announced):
             if any(getattr(arg, "_ttr_block", None) is block for arg in args):
                 found["announced", ident] = True
-        for ident, blocks in list(self.native_blocks.items()):
+        for ident, blocks in items_at_once(self.native_blocks):
             if block in blocks:
                 found["compiled", ident] = True
         me = threading.get_ident()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..base import forking
+from ..base.at_once import items_at_once
 from .ref import TensorRef
 
 #: Between two looks for names that may have come, at least so many times what a look takes.
@@ -165,12 +166,12 @@ def _modules_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in list(module._modules.items()) if child is not None]
+    return [(name, child) for name, child in items_at_once(module._modules) if child is not None]
 
 
 def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     for registry in (module._parameters, module._buffers):
-        for name, tensor in list(registry.items()):
+        for name, tensor in items_at_once(registry):
             if isinstance(tensor, TensorRef):
                 yield name, tensor._ttr_block.block_id
 
@@ -178,10 +179,10 @@ def _blocks_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 def _states_of(optimizer: Any) -> Iterator[tuple[int, str, int]]:
     """Yield the parameter's block, the name, and the block of what an optimizer keeps."""
     kept = vars(optimizer).get("state")  # none where it was refused its parameters; or its own kind
-    for parameter, state in list(kept.items()) if isinstance(kept, Mapping) else ():
+    for parameter, state in items_at_once(kept) if isinstance(kept, Mapping) else ():
         if not (isinstance(parameter, TensorRef) and isinstance(state, dict)):
             continue
-        for name, value in list(state.items()):
+        for name, value in items_at_once(state):
             if isinstance(value, TensorRef):
                 yield parameter._ttr_block.block_id, str(name), value._ttr_block.block_id
 
