@@ -331,7 +331,7 @@ def rebind(prefix: str) -> None:
     patched |= {id(p.patched): p for p in tuple(patched.values())}
     for module_name, module in _modules_under(prefix):
         rule = injectTo.rule(module_name)
-        for name, value in list(vars(module).items()):
+        for name, value in items_at_once(vars(module)):
             patch = patched.get(id(value))
             if patch is None or (patch.original is not value and patch.patched is not value):
                 continue
@@ -361,7 +361,7 @@ def taken_names() -> list[str]:
         f"{module_name}.{name}"
         for module_name, module in items_at_once(sys.modules)
         if isinstance(module, ModuleType) and injectTo.decisions[module_name]
-        for name, value in list(vars(module).items())
+        for name, value in items_at_once(vars(module))
         if id(value) in originals and originals[id(value)].original is value
     )
 

@@ -253,7 +253,7 @@ class Sharing:
             block.is_rehoused = True
             if block.exposure is None:
                 block.exposure = Exposure(host, storage, SHARED, own_count=TWIN_USERS)
-            block.replicas[host].base = twin_of(storage, 0, storage.nbytes())
+            block.replicas[host].rehouse(twin_of(storage, 0, storage.nbytes()))
 
     def own_home_bytes(self, block: Block) -> None:
         """Exchange borrowed bytes at home for a copy of our own, if nobody outside holds them."""
