@@ -107,13 +107,14 @@ def test_array_protocols(right):
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="it means another thing")
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_no_array_is_a_copy_where_none_is_wanted(right):
-    """Plain torch refuses there whatever is asked for."""
+@pytest.mark.parametrize("options", [{}, {"dtype": "f8"}, {"requires_grad": True}])
+def test_no_array_is_given_where_no_copy_is_wanted(right, options):
+    """Plain torch's tensors say nothing of copies, so that numpy refuses whatever is asked for."""
 
     def program(bring: Bring) -> Any:
-        x = bring(torch.ones(2)) + 1
-        kind, text = failure(lambda: np.asarray(x, dtype="f8", copy=False))
-        return [kind, text.partition(".")[0], x]
+        x = bring(torch.ones(2, requires_grad="requires_grad" in options)) * 2
+        wanted = {"dtype": options.get("dtype"), "copy": False}
+        return [failure(lambda: np.asarray(x, **wanted)), failure(lambda: x.__array__(**wanted)), x]
 
     right(program)
 

@@ -111,17 +111,16 @@ class Protocols:
 
         Raises
         ------
-        ValueError
-            It wants no copy (`copy=False`), and another dtype needs one.
+        TypeError
+            It wants no copy (`copy=False`): torch's takes no such argument, so that numpy refuses.
         """
+        if copy is False:
+            raise TypeError("Tensor.__array__() got an unexpected keyword argument 'copy'")
         if self.requires_grad and torch.is_grad_enabled():
             return self.numpy()  # raises
         plain = self._peek().clone() if copy else self.exposed_plain("__array__")
         array = plain.numpy()
-        made = array if dtype is None else array.astype(dtype, copy=False)
-        if copy is False and made is not array:
-            raise ValueError("Unable to avoid copy while creating an array as requested.")
-        return made
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def apply_(self: Any, function: Any) -> Any:
         """Exchange each element, at home, for what a function makes of it."""
