@@ -549,10 +549,14 @@ FROM_WHERE = {
         x.view(1, 2, 1), x.to(where).view(1, 2, 1), x.view(1, 2, 1)
     ),
     "a gradient": lambda x, where: copied_and_trained(where),
+    "a parameter": lambda x, where: nn.Parameter(x).to(where),
+    "of a module": lambda x, where: nn.LayerNorm(2).to(where).weight,
+    "as_tensor": lambda x, where: torch.as_tensor(x, device=where),
+    "ones": lambda x, where: torch.ones(2, device=where),
 }
 
 
-@pytest.mark.parametrize("where", ["cpu:0", torch.device("cpu", 0)], ids=["name", "object"])
+@pytest.mark.parametrize("where", ["cpu:0", "cpu:1", torch.device("cpu", 0)])
 @pytest.mark.parametrize("made", FROM_WHERE)
 def test_the_host_has_no_index(made, where):
     """Its tensors say `cpu` whatever index was asked for, and so go together with all others."""

@@ -25,7 +25,10 @@ PACKAGE = Path(__file__).parents[1]
 SOURCES = PACKAGE / "interception" / "csrc"
 #: The module that the library is, and its file.
 NAME = "torchTensorRef_core"
-#: What the compiler is told beside the usual: another library. For sanitizers (`tests/stress`).
+#: What the compiler is told: torch's own libraries, too, are without the assertions in its headers,
+#: and go on where one does not hold (a host with an index).
+_USUAL = ["-O2", "-DNDEBUG"]
+#: What it is told beside that: another library. For sanitizers (`tests/stress`).
 FLAGS: list[str] = []
 
 _BUILD = """
@@ -73,7 +76,7 @@ def of_this_process() -> Build:
     """Say where the library for the torch, Python and compiler of this process is kept."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     torch = _torch_version()
-    key = [torch, sys.version, sys.platform, *FLAGS]
+    key = [torch, sys.version, sys.platform, *_USUAL, *FLAGS]
     if compiler is not None:
         found = os.stat(compiler)
         key += [os.path.realpath(compiler), str(found.st_size), str(found.st_mtime_ns)]
@@ -184,7 +187,7 @@ def begin(wanted: Build) -> bool:
 
 def _command(work: Path) -> list[str]:
     source = str(SOURCES / "core.cpp")
-    return [sys.executable, "-c", _BUILD, NAME, source, str(work), "-O2", *FLAGS]
+    return [sys.executable, "-c", _BUILD, NAME, source, str(work), *_USUAL, *FLAGS]
 
 
 def _environment() -> dict[str, str]:
