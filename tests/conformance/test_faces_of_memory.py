@@ -464,6 +464,21 @@ def test_copies(right):
     right(program)
 
 
+@pytest.mark.parametrize("storage", ["untyped_storage", "storage"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_a_storage_and_its_tensors_share_their_memory_in_a_deep_copy(right, storage, order):
+    def program(bring: Bring) -> Any:
+        x = bring(torch.arange(12.0)) * 2
+        all_ = [x, x[3:9], getattr(x, storage)()]
+        made = dict(zip(order, copy.deepcopy([all_[i] for i in order]), strict=True))
+        made[0].add_(1)
+        made[1].mul_(2)
+        made[2][0] = 7
+        return [x, made[0], made[1], list(made[2]), made[1].storage_offset()]
+
+    right(program)
+
+
 def test_a_shallow_copy_counts_its_versions_by_itself(right):
     def program(bring: Bring) -> Any:
         x = bring(torch.rand(3, requires_grad=True))

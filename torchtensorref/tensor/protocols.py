@@ -250,7 +250,8 @@ class Protocols:
             memo[id(self)] = twin = torch.nn.Parameter(twin, self.requires_grad)
             return twin
         # Views that shared memory go on sharing it in the copy: the memo maps blocks too.
-        twin = tensorsManager.ownership.copy_of(self, memo.get(id(self._ttr_block)))
+        block = memo.get(id(self._ttr_block)) or _copied_with_storage(self, memo)
+        twin = tensorsManager.ownership.copy_of(self, block)
         memo[id(self._ttr_block)] = twin._ttr_block
         with torch.no_grad():
             twin = twin.resolve_conj().resolve_neg()  # as torch, whose copy has memory of its own
@@ -319,6 +320,18 @@ class Protocols:
         """Ask for the host: changes the label and moves no bytes; see `to`."""
         made: Any = _cpu(self, *args, **kwargs)
         return self._own_copy() if made is self and asked_of(self) else made
+
+
+def _copied_with_storage(ref: Any, memo: Any) -> Any:
+    """Copy a block as torch does, where the program has its storage, which may be copied too."""
+    exposure = ref._ttr_block.exposure
+    if exposure is None or not exposure.device.is_host or not exposure.held:
+        return None
+    copied = torch.empty(0, dtype=torch.uint8, device="cpu")
+    copied.set_(copy.deepcopy(ref.untyped_storage(), memo))
+    block = tensorsManager.adopt(copied)._ttr_block
+    block.is_persistent = ref._ttr_block.is_persistent
+    return block
 
 
 def _asker() -> str:
