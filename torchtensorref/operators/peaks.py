@@ -54,8 +54,8 @@ def attention(
     """The weights of each query for each key, before and after softmax, and the operands again.
 
     That is in 32 bits at least, for every batch and head that one of the operands has. Where torch
-    has no fused kernel, the operands are copied as they are converted, repeated and scaled, and the
-    mask is converted, too.
+    takes no fused kernel, the operands are copied as they are converted, repeated and scaled, and
+    the mask and what dropout leaves out are made, too.
     """
     # Torch takes no fused kernel for a mask that wants gradients.
     for x in (*rest, *more.values()):
@@ -69,13 +69,16 @@ def attention(
     operands = (rows + 2 * held_rows) * width
     result = rows * value.size(3)
     each = 3 * weights + operands + result
-    if not _is_fused(query, key, value, *rest[:1], *more.values()):
-        each += weights + 2 * operands
+    dropout = more.get("dropout_p", rest[1] if len(rest) > 1 else 0.0)
+    if dropout or not _is_fused(query, key, value, *rest[:1], *more.values()):
+        each += 2 * weights + 2 * operands
     return batches * heads * each * max(query.element_size(), 4)
 
 
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> bool:
-    """Whether torch has a fused kernel for attention on these, a mask last, if there is one."""
+    """Whether torch takes a fused kernel for attention on these, a mask last, if there is one."""
+    if not torch.backends.cuda.flash_sdp_enabled():  # it says so for the host, too
+        return False
     wanted, held = query.size(), key.size()
     if held != value.size() or (wanted[0], wanted[3]) != (held[0], held[3]):
         return False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from torchTensorRef.operators import peaks
@@ -59,14 +60,16 @@ def calls(sizes: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Any, ..
     }
 
 
+@pytest.mark.parametrize("how", ["as torch chooses", "math", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_attention_takes_no_more_than_its_rule_says(tmp_path, sizes, dtype):
+def test_attention_takes_no_more_than_its_rule_says(tmp_path, sizes, dtype, how):
+    backends = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * (how != "math")
     for name, (*args, last) in calls(sizes, dtype).items():
-        more = last if isinstance(last, dict) else {}
-        args = args if more else [*args, last]
-        said = peaks.attention(*args, **more)
-        with torch.no_grad():
+        more = {"dropout_p": 0.5 if how == "dropout" else 0.0}
+        args, more = (args, more | last) if isinstance(last, dict) else ([*args, last], more)
+        with torch.no_grad(), sdpa_kernel(backends):
+            said = peaks.attention(*args, **more)
             call = functools.partial(F.scaled_dot_product_attention, *args, **more)
             taken = taken_nbytes(tmp_path / "events.json", call)
         assert said is not None, name

@@ -27,14 +27,15 @@ inline int64_t peak_of_matmul(const at::Tensor& a, const at::Tensor& b) {
   return nbytes_of(a) + nbytes_of(b) + nbytes_of(a) / a.size(-1) * b.size(-1);
 }
 
-inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const IValue& mask) {
+inline int64_t peak_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const IValue& mask, bool drops) {
   if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4 || !key.numel() || (mask.isTensor() && mask.toTensor().requires_grad())) return kUnknown;
   auto most = [&](int64_t i) { return std::max({query.size(i), key.size(i), value.size(i)}); };
   auto fits = [](const at::Tensor& x) { return (x.dim() == 2 || x.dim() == 4) && x.stride(-1) == 1; };
   const bool is_even = key.sizes() == value.sizes() && query.size(0) == key.size(0) && query.size(3) == key.size(3) && key.size(1) <= query.size(1);
-  const bool is_fused = is_even && key.size(1) >= std::min<int64_t>(query.size(1), 2) && fits(query) && fits(key) && fits(value) && (mask.isNone() || fits(mask.toTensor()));
+  const bool may_fuse = !drops && at::globalContext().userEnabledFlashSDP();
+  const bool is_fused = may_fuse && is_even && key.size(1) >= std::min<int64_t>(query.size(1), 2) && fits(query) && fits(key) && fits(value) && (mask.isNone() || fits(mask.toTensor()));
   const int64_t rows = query.size(2), weights = rows * key.size(2), operands = (rows + 2 * key.size(2)) * most(3);
-  const int64_t each = rows * value.size(3) + 3 * weights + operands + (is_fused ? 0 : weights + 2 * operands);
+  const int64_t each = rows * value.size(3) + 3 * weights + operands + (is_fused ? 0 : 2 * weights + 2 * operands);
   return most(0) * most(1) * each * std::max<int64_t>(query.itemsize(), 4);
 }
 
@@ -45,7 +46,7 @@ inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
     case Peak::kNotWhole: break;
     case Peak::kLinear: return peak_of_linear(tensor(0), tensor(1), arguments[2].isTensor());
     case Peak::kMatmul: return peak_of_matmul(tensor(0), tensor(1));
-    case Peak::kAttention: return peak_of_attention(tensor(0), tensor(1), tensor(2), arguments[3]);
+    case Peak::kAttention: return peak_of_attention(tensor(0), tensor(1), tensor(2), arguments[3], arguments[4].isDouble() && arguments[4].toDouble() != 0);
     case Peak::kNorm: return 3 * tensor(0).numel() * std::max<int64_t>(tensor(0).itemsize(), 4);
   }
   return kUnknown;
@@ -53,8 +54,7 @@ inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
 
 // The same of a call; the rules know nothing of other classes and layouts.
 inline int64_t peak_nbytes(const Plan& plan, const IValue* arguments) {
-  const bool are_ours = plan.each_tensor(arguments, [](const at::Tensor& tensor, bool) { return !tensor.defined() || is_ref(tensor); });
-  return are_ours ? peak_nbytes(plan.peak, arguments) : kUnknown;
+  return plan.each_tensor(arguments, [](const at::Tensor& tensor, bool) { return !tensor.defined() || is_ref(tensor); }) ? peak_nbytes(plan.peak, arguments) : kUnknown;
 }
 
 }  // namespace ttr
