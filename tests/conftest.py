@@ -18,6 +18,11 @@ import pytest
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# What processes that tests start begin with; it says why. Where a test names a path, that one holds.
+_IN_PROCESSES = str(Path(__file__).parent / "support" / "in_processes")
+if _IN_PROCESSES not in (_before := os.environ.get("PYTHONPATH", "")).split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_IN_PROCESSES, _before)))
+
 #: What a managed test gets unless it asks for more: small enough that everything is evicted often.
 DEFAULT_NBYTES = 1 << 20
 #: So many objects that are there before a test begins are libraries.

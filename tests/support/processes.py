@@ -10,6 +10,8 @@ from typing import Any
 
 #: As a user starts a program that has never heard of us.
 RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
+#: Variables of a process that is to end as Python ends, with what its collector finds at last.
+AS_FOR_A_USER = {"PYTEST_CURRENT_TEST": ""}
 
 
 def python(

@@ -16,6 +16,7 @@ import pytest
 
 from torchTensorRef.devices.background import Background
 
+from ...support.processes import AS_FOR_A_USER
 from ...support.sweeps import usual
 
 ROOT = Path(__file__).parents[3]
@@ -319,7 +320,7 @@ def test_python_ends_while_we_work(name):
         timeout=120,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "TTR_DEVICE": "sim"},
+        env={**os.environ, "TTR_DEVICE": "sim", **AS_FOR_A_USER},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("there") == there_count
