@@ -2,12 +2,13 @@
 
 import json
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from ..support import processes
-from ..support.processes import RUN
+from ..support.processes import AS_FOR_A_USER, RUN
 from ..support.sweeps import only_in_sweeps, usual
 
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -93,36 +94,40 @@ def test_options_that_exclude_each_other():
 
 
 def test_a_child_finds_what_python_alone_would_have_given_it(script, tmp_path):
-    """Its own `sitecustomize`, a clean path, and nothing of ours before it imports torch."""
+    """Its own `sitecustomize`, a clean path, and nothing of ours before it imports torch.
+
+    A child of a child does, too, and is managed as well.
+    """
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import builtins\nbuiltins.OWN = __file__\n")
-    child = script(
-        """
+    finds = """
         import sys
         print(OWN, sys.modules["sitecustomize"].__file__, [p for p in sys.path if "Ref" in p])
         print([p for p in sys.path if p.endswith("in_children")], sys.argv)
-        print([name for name in sys.modules if name.startswith("torchTensorRef")])
-        import torch
-        print("ref" if hasattr(torch.zeros(1), "proxyInfo") else "plain")
-        """,
-        "child.py",
-    )
-    program = script(
-        "import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]], check=True)"
-    )
+        print([name for name in sys.modules if name.startswith("torchTensorRef")], flush=True)
+        """
+    starts = """
+        import subprocess, sys
+        subprocess.run([sys.executable, *sys.argv[1:]], check=True)
+        """
+    uses_torch = """
+        if sys.argv[1:]:
+            import torch
+            print("ref" if hasattr(torch.zeros(1), "proxyInfo") else "plain")
+        """
+    child, grandchild = script(finds + starts, "child.py"), script(finds + uses_torch, "last.py")
+    program = script(starts)
     environ = {"PYTHONPATH": str(own)}
-    ours = python(*RUN, program, child, "a", **environ)
-    plain = python(program, child, "a", **environ)
-    assert plain.stdout.splitlines()[-1] == "plain"
-    assert ours.stdout.splitlines() == [*plain.stdout.splitlines()[:-1], "ref"]
+    plain = python(program, child, grandchild, **environ)
+    ours = python(*RUN, "--report", "none", program, child, grandchild, "a", **environ)
+    expected = plain.stdout.replace("last.py']", "last.py', 'a']")
+    assert len(expected.splitlines()) == 6
+    assert ours.stdout == f"{expected}ref\n"
     # Isolated from its environment, it is isolated from us, too.
     assert (
         python(*RUN, program, "-I", "-c", "import sys; print(sys.flags.isolated)").stdout == "1\n"
     )
-    # A child of a child is managed as well.
-    grandchild = python(*RUN, "--report", "none", program, program, child, **environ)
-    assert grandchild.stdout.splitlines()[-1] == "ref"
 
 
 KILLED = """
@@ -171,16 +176,22 @@ def test_a_child_that_sets_a_budget_keeps_it(script):
 
 
 SPAWNS = """
-    import os
+    import os, sys
     import torch
+    import torch.distributed
     import torch.multiprocessing
 
     def kind(x):
         return "ref" if hasattr(x, "proxyInfo") else "plain"
 
-    def work(rank, total):
+    def work(rank, model, folder):
         text = f"worker {kind(torch.zeros(2) + rank)}\\n"
         os.write(1, text.encode())
+        options = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 1}
+        torch.distributed.init_process_group("gloo", **options)
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(torch.ones(3, 4)).sum().backward()
+        os.write(1, f"{model.weight.grad.tolist()}\\n".encode())
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self):
@@ -190,17 +201,31 @@ SPAWNS = """
             return torch.zeros(2) + i, kind(torch.zeros(1))
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(work, args=(2,), nprocs=1)
+        torch.multiprocessing.spawn(work, args=(torch.nn.Linear(4, 2), sys.argv[1]), nprocs=1)
         options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "spawn"}
         for batch, kinds in torch.utils.data.DataLoader(Rows(), **options):
             print("loader", *set(kinds), batch.sum().item())
 """
 
 
-def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(script):
-    ours = python(*RUN, script(SPAWNS))
-    assert ours.stdout.splitlines() == ["worker ref", "loader plain 12.0"]
-    assert ours.stderr.count("torchTensorRef: child ") == 1
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spawned")
+    (folder / "program.py").write_text(textwrap.dedent(SPAWNS))
+    # Tensors that are shared say goodbye to the module of theirs, so it may not go before them.
+    return python(*RUN, folder / "program.py", folder, **AS_FOR_A_USER)
+
+
+def test_spawned_processes_are_managed_and_a_loaders_workers_are_not(spawned):
+    lines = spawned.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("worker ref", "loader plain 12.0")
+    assert spawned.stderr.count("torchTensorRef: child ") == 1
+
+
+def test_a_model_sent_to_another_process_is_trained_in_parallel(spawned):
+    """Its parameters are plain there, and their gradients are not (Lightning's `ddp_spawn`)."""
+    # gloo, in torch 2.9, has a word before them
+    assert spawned.stdout.splitlines()[-2] == str([[3.0] * 4] * 2)
 
 
 PRELOADED = """
@@ -234,30 +259,6 @@ def test_a_server_that_forks_is_plain_and_takes_no_part_of_the_budget(script, tm
     ours = python(*RUN, "--budget", "6000B", script(SERVED), PYTHONPATH=str(tmp_path))
     assert ours.stdout.splitlines() == ["plain plain 4.0 ref", "6000"]
     assert "torchTensorRef: child " not in ours.stderr
-
-
-SENT = """
-    import os
-    import torch
-    import torch.distributed
-
-    def train(rank, model, folder):
-        options = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 1}
-        torch.distributed.init_process_group("gloo", **options)
-        parallel = torch.nn.parallel.DistributedDataParallel(model)
-        parallel(torch.ones(3, 4)).sum().backward()
-        os.write(1, f"{model.weight.grad.tolist()}\\n".encode())
-
-    if __name__ == "__main__":
-        import sys, torch.multiprocessing
-        torch.multiprocessing.spawn(train, args=(torch.nn.Linear(4, 2), sys.argv[1]), nprocs=1)
-"""
-
-
-def test_a_model_sent_to_another_process_is_trained_in_parallel(script, tmp_path):
-    """Its parameters are plain there, and their gradients are not (Lightning's `ddp_spawn`)."""
-    ours = python(*RUN, script(SENT), tmp_path)
-    assert ours.stdout.splitlines()[-1] == str([[3.0] * 4] * 2)  # gloo, in torch 2.9, has a word
 
 
 @only_in_sweeps  # `accelerate launch` is such a launcher
