@@ -18,7 +18,7 @@ import pytest
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# What processes that tests start begin with; it says why. Where a test names a path, that one holds.
+# What processes that tests start begin with; it says why. Where a test names a path, that holds.
 _IN_PROCESSES = str(Path(__file__).parent / "support" / "in_processes")
 if _IN_PROCESSES not in (_before := os.environ.get("PYTHONPATH", "")).split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_IN_PROCESSES, _before)))
