@@ -48,6 +48,18 @@ TRAINS = """
                 parameter.grad = None
     print(loss.item().hex(), [p.sum().item().hex() for p in model.parameters()])
 """
+SAVES = """
+    import sys, torch
+
+    x = torch.arange(4000.0) * 2
+    try:
+        torch.save({"x": x}, sys.argv[1])
+    except Exception as error:
+        print(type(error).__name__)
+    print(x.sum().item(), (x + 1).sum().item())
+"""
+#: Less than a report in JSON has, and that file of 16,000 bytes; enough for some steps.
+FILE_NBYTES = 3000
 
 
 def python(
@@ -67,13 +79,32 @@ def python(
 
 
 @pytest.fixture(scope="module")
-def plain_trains(tmp_path_factory: Any) -> str:
-    """What `TRAINS` prints with plain torch, where there is room."""
-    path = tmp_path_factory.mktemp("plain") / "program.py"
-    path.write_text(textwrap.dedent(TRAINS))
-    plain = python(str(path))
-    assert plain.returncode == 0, plain.stderr
-    return str(plain.stdout)
+def plain(tmp_path_factory: Any) -> str:
+    """What `TRAINS` and then `SAVES` print with plain torch, where files may have so many bytes."""
+    folder = tmp_path_factory.mktemp("plain")
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(TRAINS + SAVES))
+    done = python(str(path), str(folder / "saved"), file_nbytes=FILE_NBYTES)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3, done.stderr
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def plain_trains(plain: str) -> str:
+    """What `TRAINS` prints with plain torch."""
+    return plain.splitlines(keepends=True)[0]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: Any) -> Any:
+    """Where both programs ran managed, with a trace and a report, on such a disk; what came out."""
+    folder = tmp_path_factory.mktemp("full")
+    (folder / "program.py").write_text(textwrap.dedent(TRAINS + SAVES))
+    (folder / "report.json").write_text("of yesterday\n")
+    options = ("--report", str(folder / "report.json"), "--trace", str(folder / "trace.jsonl"))
+    program = (str(folder / "program.py"), str(folder / "saved"))
+    return folder, python(*RUN, *options, *program, file_nbytes=FILE_NBYTES)
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -83,19 +114,33 @@ def events_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(
-    script: Any, tmp_path: Path, plain_trains: str
-) -> None:
-    path, trace = script(TRAINS), tmp_path / "trace.jsonl"
-    ours = python(*RUN, "--report", "none", "--trace", str(trace), path, file_nbytes=3000)
-    assert (ours.returncode, ours.stdout) == (0, plain_trains)
+def test_a_full_disk_ends_the_trace_and_nothing_else(full: Any, plain: str) -> None:
+    folder, ours = full
+    assert (ours.returncode, ours.stdout) == (0, plain)
     assert ours.stderr.count("ends before step") == 1
     assert any(words in ours.stderr for words in NO_SPACE)
     told = [line for line in ours.stderr.splitlines() if line.startswith("torchTensorRef: ")]
     assert len(told) == 1
-    steps = [event["step"] for event in events_of(trace)]
+    steps = [event["step"] for event in events_of(folder / "trace.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
     assert f"before step {len(steps) + 1}:" in ours.stderr
+
+
+def test_a_report_is_whole_or_as_it_was(full: Any) -> None:
+    folder, ours = full
+    assert (folder / "report.json").read_text() == "of yesterday\n"
+    told, report = ours.stderr.splitlines()[-2:]
+    assert told.startswith("torchtensorref: the report is not in ")
+    assert any(words in told for words in NO_SPACE)
+    assert json.loads(report)["strategy"] == "flow"  # it is not lost
+    names = ["program.py", "report.json", "saved", "trace.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == names
+
+
+def test_what_a_program_cannot_save_it_still_has(full: Any, plain: str) -> None:
+    error, numbers = plain.splitlines()[1:]
+    assert error.endswith("Error")
+    assert full[1].stdout.splitlines()[1:] == [error, numbers]
 
 
 @needs_full_device
@@ -114,10 +159,19 @@ def test_a_report_that_cannot_be_written_is_told(script: Any, plain_trains: str)
     assert "torchTensorRef: flow on sim:0" in report.stderr
 
 
+#: What `env` finds is told alike with torch, which takes ten times as long.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from torchTensorRef.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @needs_full_device
 def test_what_was_found_and_cannot_be_written_is_told() -> None:
     with open("/dev/full", "w") as full:
-        found = python("-m", "torchTensorRef", "env", stdout=full)
+        found = python("-c", WITHOUT_TORCH, "env", stdout=full)
     assert found.returncode == 1
     assert found.stderr.count("\n") == 1
     assert "could not be written: [Errno 28]" in found.stderr
@@ -147,17 +201,6 @@ def test_a_variable_with_a_bad_path_is_refused_by_the_import(tmp_path: Path) -> 
     assert (disabled.returncode, disabled.stderr) == (0, "")
 
 
-def test_a_report_is_whole_or_as_it_was(script: Any, tmp_path: Path) -> None:
-    path, report = script(TRAINS), tmp_path / "report.txt"
-    report.write_text("of yesterday\n")
-    ours = python(*RUN, "--report", str(report), path, file_nbytes=100)
-    assert ours.returncode == 0
-    assert report.read_text() == "of yesterday\n"
-    assert "torchTensorRef: flow on sim:0" in ours.stderr  # it is not lost
-    assert any(words in ours.stderr for words in NO_SPACE)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["program.py", "report.txt"]
-
-
 @only_in_sweeps
 def test_the_folder_of_a_report_is_that_of_the_start(script: Any, tmp_path: Path) -> None:
     path = script("import os, torch\nos.chdir('/')\ntorch.zeros(1)")
@@ -172,26 +215,6 @@ def test_a_report_is_printed_once(script: Any) -> None:
     path = script("import torch\ntorch.zeros(1)")
     ours = python(*RUN, path, environ={"TTR_TRACE": "1"})
     assert ours.stderr.count("torchTensorRef: flow on sim:0") == 1
-
-
-SAVES = """
-    import sys, torch
-
-    x = torch.arange(4000.0) * 2
-    try:
-        torch.save({"x": x}, sys.argv[1])
-    except Exception as error:
-        print(type(error).__name__)
-    print(x.sum().item(), (x + 1).sum().item())
-"""
-
-
-def test_what_a_program_cannot_save_it_still_has(script: Any, tmp_path: Path) -> None:
-    path, target = script(SAVES), str(tmp_path / "saved")
-    plain = python(path, target, file_nbytes=5000)
-    ours = python(*RUN, "--report", "none", path, target, file_nbytes=5000)
-    assert len(plain.stdout.splitlines()) == 2, plain.stderr
-    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
 
 
 GOES_ON = """
@@ -251,7 +274,8 @@ def test_nobody_reads_what_was_found(command: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
-        done = python("-m", "torchTensorRef", command, stdout=pipe)
+        program = ("-c", WITHOUT_TORCH) if command == "env" else ("-m", "torchTensorRef")
+        done = python(*program, command, stdout=pipe)
     assert (done.returncode, done.stderr) == (1, "")
 
 
