@@ -15,8 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ def main(job: Job, parser: argparse.ArgumentParser) -> int:
         return 0
     names = (chosen.strategy,) if chosen.strategy else STRATEGIES
     if chosen.strategy:  # before the runs, which take long: it says what is wrong with the name
-        use(chosen.strategy)
+        from torchTensorRef.strategy.choice import make_strategy
+
+        with refused_in_a_sentence():
+            make_strategy(chosen.strategy)  # without torch, which the runs import
     with tempfile.TemporaryDirectory() as folder:
         # One process for all strategies: it takes longer to load what a job needs than to run it.
         runs = run_in_a_process((PLAIN,), Path(folder)) + run_in_a_process(names, Path(folder))
@@ -112,10 +115,19 @@ def use(strategy: str, **settings: str) -> None:
     """Set the manager's strategy and more; end with a sentence where one is not understood."""
     import torchTensorRef
 
-    try:
+    with refused_in_a_sentence():
         for name, value in {**settings, "strategy": strategy}.items():
             setattr(torchTensorRef.tensorsManager, name, value)
-    except torchTensorRef.TensorRefError as error:
+
+
+@contextmanager
+def refused_in_a_sentence() -> Iterator[None]:
+    """End with what is wrong with a setting, and nothing else."""
+    from torchTensorRef import TensorRefError
+
+    try:
+        yield
+    except TensorRefError as error:
         raise SystemExit(str(error)) from None
 
 

@@ -10,10 +10,10 @@ from torchTensorRef.__main__ import main
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
 from torchTensorRef.base.listeners import listeners
+from torchTensorRef.base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from torchTensorRef.base.units import format_nbytes, format_ns
 from torchTensorRef.diagnostics.traces.picture import draw, used_blocks
 from torchTensorRef.diagnostics.traces.recording import read
-from torchTensorRef.interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from torchTensorRef.interception.onlookers.passing import recorders
 
 #: A layer of 40,400 bytes, six of them.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...base.errors import ConfigError
+from ...base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS
 from ...base.units import format_nbytes, format_ns
-from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS
 from .recording import Recording
 
 #: Rows of blocks at most; more are put together by the modules that they are in.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
-from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, VERSION
+from ...base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS, VERSION
 
 #: How the file of a timeline begins.
 BEGINNING = '{"traceEvents"'

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...base.text import fitted
+from ...base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from ...base.units import format_nbytes, format_ns
-from ...interception.onlookers.chrome import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from .recording import Recording
 
 #: Rows of each table.

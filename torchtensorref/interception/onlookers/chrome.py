@@ -14,11 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-#: Of what stands under `torchTensorRef`; a reader refuses others.
-VERSION = 1
-#: Tracks by their numbers, in the order in which they are shown.
-TRACKS = {1: "compute", 2: "stalls", 3: "host to device", 4: "device to host", 5: "host"}
-COMPUTE, STALLS, H2D, D2H, HOST = TRACKS
+from ...base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS, VERSION
+
 #: Of the first accelerator; the others follow.
 _PID = 1
 
