@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from torchTensorRef.devices.sim.host_costs import HOST_COSTS, HostCosts
 from torchTensorRef.devices.sim.spec import DeviceSpec
 from torchTensorRef.inject import hooks
 
+from ..support import processes
 from ..support.sweeps import by_pairs, in_turn, one_in
 
 SPEC = DeviceSpec(name="foretold", capacity_nbytes=1 << 20)
@@ -511,51 +510,53 @@ def test_what_was_foretold_is_fetched_ahead_in_the_first_pass():
         seen.teach(nn.Linear(3, 3))
 
 
-WARM = """
-    import sys
-    import torchTensorRef
-    from torchTensorRef import tensorsManager
-    import torch
+STACK = """
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
 
-    torch.nn.functional.relu(torch.ones(3))  # other operators come first: they number kinds
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
-    class Stack(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+model = Stack()
+budget = sum(p.nbytes for p in model.parameters()) // 2
+"""
+WARM = f"""
+import sys
+import torchTensorRef
+from torchTensorRef import tensorsManager
+import torch
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model, what = Stack(), sys.argv[1]
-    budget = sum(p.nbytes for p in model.parameters()) // 2
-    if what == "save":
-        torchTensorRef.forecast(model, torch.ones(2, 64), device="rtx4060", budget=budget,
-                                steps=2).save(sys.argv[2])
-    tensorsManager.device, tensorsManager.strategy = "sim", "flow"
-    tensorsManager.budget = budget
-    if what == "warm":
-        tensorsManager.history = sys.argv[2]
-        assert tensorsManager.history.record.is_from_file
-    with torch.no_grad():
-        model(torch.ones(2, 64))
-    print(tensorsManager.stats()["prefetched_nbytes"])
-    tensorsManager.strategy = "lru"
-    assert tensorsManager.history is None
+torch.nn.functional.relu(torch.ones(3))  # other operators come first: they number kinds
+{STACK}
+tensorsManager.device, tensorsManager.strategy = "sim", "flow"
+tensorsManager.budget = budget
+tensorsManager.history = sys.argv[1]
+assert tensorsManager.history.record.is_from_file
+with torch.no_grad():
+    model(torch.ones(2, 64))
+print(tensorsManager.stats()["prefetched_nbytes"])
+tensorsManager.strategy = "lru"
+assert tensorsManager.history is None
 """
 
 
-def test_history_comes_from_the_file_of_another_process(script, tmp_path):
-    path, kept = script(WARM), str(tmp_path / "flow.json")
-
-    def run(what: str) -> str:
-        command = [sys.executable, path, what, kept]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    assert int(run("save")) == 0, "it was asked, and nobody was taught"
-    assert int(run("warm")) > 4 * 64 * 64  # a fourth of the weights, and more
+def test_history_comes_from_the_file_of_another_process(manage, script, tmp_path):
+    kept, names = str(tmp_path / "flow.json"), {"torch": torch}
+    exec(STACK, names)
+    model, budget = names["model"], names["budget"]
+    asked = {"device": "rtx4060", "budget": budget, "steps": 2}
+    torchTensorRef.forecast(model, torch.ones(2, 64), **asked).save(kept)
+    manager = manage("flow", budget)
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    assert manager.stats()["prefetched_nbytes"] == 0, "it was asked, and nobody was taught"
+    done = processes.python(script(WARM), kept)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 4 * 64 * 64  # a fourth of the weights, and more
 
 
 def test_a_history_that_cannot_be_one(manage, tmp_path):

@@ -21,6 +21,7 @@ from torchTensorRef.strategies import venice
 
 from ..support.differential import bits
 from ..support.over_host import adapters
+from ..support.processes import printed_by_plain_torch
 from ..support.several import assert_plain_torchs, on_several, tower
 from ..support.sweeps import usual
 
@@ -177,8 +178,8 @@ def test_the_command_line_takes_devices_and_budgets_in_order(tmp_path):
             list(map(str, command)), capture_output=True, text=True, env=environment, check=False
         )
 
-    plain, ours = done(sys.executable, script), done(*run, *both, script)
-    assert (ours.stdout, ours.returncode) == (plain.stdout, 0), ours.stderr
+    plain, ours = printed_by_plain_torch(str(script)), done(*run, *both, script)
+    assert (ours.stdout, ours.returncode) == (plain, 0), ours.stderr
     report = json.loads(wanted.read_text())
     assert report["strategy"] == "venice"
     refused = done(*run, "--device", "sim:0,sim:1", "--budget", "1KiB,2KiB,3KiB", script)

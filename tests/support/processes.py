@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torchTensorRef
 
 #: As a user starts a program that has never heard of us.
 RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
+#: A folder with what Python loads as it starts, which says why.
+IN_PROCESSES = Path(__file__).parent / "in_processes"
 #: Variables of a process that is to end as Python ends, with what its collector finds at last.
 AS_FOR_A_USER = {"PYTEST_CURRENT_TEST": ""}
 
@@ -36,3 +44,15 @@ def python(
         check=False,
         **{**usual, **(options or {})},
     )
+
+
+def printed_by_plain_torch(path: str, *arguments: str) -> str:
+    """Run a program in this process, switched off; another one takes three seconds to begin."""
+    told, before = io.StringIO(), sys.argv
+    sys.argv = [path, *arguments]
+    try:
+        with torchTensorRef.disabled(), contextlib.redirect_stdout(told):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before
+    return told.getvalue()

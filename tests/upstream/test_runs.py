@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..support.processes import IN_PROCESSES
 from . import page, runs
 from .suites import SUITES, Suite
 
@@ -31,7 +32,7 @@ def test_a_suite_is_compared_test_by_test(tmp_path, monkeypatch):
     (cache / "thing" / "tests" / "test_it.py").write_text(TESTS)
     monkeypatch.setattr(runs, "CACHE", cache)
     monkeypatch.setattr(runs, "unpacked", lambda requirement: cache / "thing")
-    monkeypatch.setattr(runs, "install", lambda requirements: cache)
+    monkeypatch.setattr(runs, "install", lambda requirements: IN_PROCESSES)
     monkeypatch.setattr(runs, "BUDGETS", {"tight": "4KiB"})
     compared = runs.compare(Suite("thing==1.0", ("tests",)))
     assert compared.plain.counts == {"passed": 4, "failure": 1}
