@@ -9,15 +9,12 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torchTensorRef
 
 #: As a user starts a program that has never heard of us.
 RUN = ("-m", "torchTensorRef", "run", "--device", "sim")
-#: A folder with what Python loads as it starts, which says why.
-IN_PROCESSES = Path(__file__).parent / "in_processes"
 #: Variables of a process that is to end as Python ends, with what its collector finds at last.
 AS_FOR_A_USER = {"PYTEST_CURRENT_TEST": ""}
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..support.processes import IN_PROCESSES
+from pathlib import Path
+
 from . import page, runs
 from .suites import SUITES, Suite
 
+#: With what processes that tests start begin with; it says why.
+SITE = Path(__file__).parents[1] / "support" / "in_processes"
 TESTS = """
 import torch, pytest, warnings
 
@@ -32,7 +35,7 @@ def test_a_suite_is_compared_test_by_test(tmp_path, monkeypatch):
     (cache / "thing" / "tests" / "test_it.py").write_text(TESTS)
     monkeypatch.setattr(runs, "CACHE", cache)
     monkeypatch.setattr(runs, "unpacked", lambda requirement: cache / "thing")
-    monkeypatch.setattr(runs, "install", lambda requirements: IN_PROCESSES)
+    monkeypatch.setattr(runs, "install", lambda requirements: SITE)
     monkeypatch.setattr(runs, "BUDGETS", {"tight": "4KiB"})
     compared = runs.compare(Suite("thing==1.0", ("tests",)))
     assert compared.plain.counts == {"passed": 4, "failure": 1}
