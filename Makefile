@@ -20,6 +20,8 @@ RUN_TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --max-worke
 # Test files run side by side in so many processes. If one of them crashes, the run ends and says
 # which test it was in. Three use two cores: a fifth of the time one waits for a child, or sleeps.
 WORKERS ?= 3
+# Of what waits for no child: another one would only import torch once more.
+BUSY_WORKERS ?= 2
 # Of each of them in torch's kernels: with more than there are cores, they wait for each other.
 THREADS ?= 1
 # Names of models or families; without any, all of them, and docs/compatibility.md is written.
@@ -65,7 +67,7 @@ test: $(VENV)/test.stamp core
 	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=$(or $(CORE),c++) $(RUN_TESTS) $(PYTEST_ARGS)
 ifeq ($(CORE)$(PYTEST_ARGS),)
 	@echo "==> pytest, what touches operators (operators: python)"
-	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=python $(RUN_TESTS) $(IN_PYTHON)
+	@OMP_NUM_THREADS=$(THREADS) TTR_CORE=python $(RUN_TESTS) -n $(BUSY_WORKERS) $(IN_PYTHON)
 endif
 
 # The library in C++; where it cannot be built that is said, and everything runs without it.

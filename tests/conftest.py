@@ -29,6 +29,17 @@ DEFAULT_NBYTES = 1 << 20
 MANY_OBJECTS = 10_000
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import libraries without the collector, which finds next to nothing, and set them aside."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def libraries_are_set_aside() -> None:
     """Keep the collector from walking through imported libraries, which every test has it run.

@@ -18,7 +18,7 @@ LLAMA = """
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64)).eval()
     ids = torch.arange(1, 9).view(1, 8)
     with torch.no_grad():
-        found = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
+        found = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
         logits = model(found).logits
     print(found.tolist(), logits.double().sum().item().hex())
 """
