@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Of what stands under `torchTensorRef`; a reader refuses others.
-VERSION = 1
+VERSION = 2
 #: Tracks by their numbers, in the order in which they are shown.
 TRACKS = {1: "compute", 2: "stalls", 3: "host to device", 4: "device to host", 5: "host"}
 COMPUTE, STALLS, H2D, D2H, HOST = TRACKS

@@ -48,6 +48,8 @@ def _op_of(one: Slice) -> OpRecord:
         packs="packs" in facts,
         waits="waits" in facts,
         shares="shares" in facts,
+        form=args["form"],
+        fetched_form=args["form"],
     )
 
 

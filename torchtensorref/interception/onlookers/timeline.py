@@ -53,6 +53,8 @@ class Ran(NamedTuple):
     facts: tuple[str, ...]
     #: Blocks of which parts move alone while they are away, the first byte of each, and its bytes.
     parts: tuple[tuple[int, int, int], ...]
+    #: Calls of the same form, one operator on equal sizes, are expected to make as many bytes.
+    form: int
 
 
 class Timeline(AbstractContextManager["Timeline"]):
@@ -79,6 +81,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._manager = manager
         self._limit = limit
         self._dead: deque[int] = deque()
+        self._forms: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         #: Copies of a real device that were not seen to end: their places among the events.
         self._open_copies: list[tuple[int, Event]] = []
@@ -157,6 +160,8 @@ class Timeline(AbstractContextManager["Timeline"]):
         for block in (*reads, *made):
             self._meet(block)
         flops, nbytes, dtype_name = operator_cost(plan, args, kwargs, result)
+        refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
+        form = (plan.number, *(tuple(ref.size()) for ref in refs[:3]))
         ran = Ran(
             plan.kind,
             tuple(dict.fromkeys(block.block_id for block in reads)),
@@ -169,6 +174,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             _peak_nbytes(plan, args, kwargs),
             _facts(plan, args, kwargs),
             parts_of(plan, args, kwargs),
+            self._forms.setdefault(form, len(self._forms)),
         )
         self.events.append((happening, ran))
         self._count(happening.device, happening.end_ns)
