@@ -16,6 +16,8 @@ BIRTHS_PER_SLOT = 256
 #: Share by which what is made anew at one place may differ in size: caches that grow.
 GROWTH = 0.5
 
+_NONE: array[int] = array("q")
+
 
 class AllocationSites:
     """A record of where blocks were made, and the symbols that follow from it.
@@ -31,7 +33,10 @@ class AllocationSites:
         self.made: dict[int, int] = {}
         #: Of results that were accessed as persistent ones: symbol -> slots of the births.
         self.born_at: dict[int, array[int]] = {}
+        #: Of those that were not, and were recognised.
+        self.others_born_at: dict[int, array[int]] = {}
         self._births: dict[int, list[tuple[int, int, int]]] = {}  # slot -> place, nbytes, symbol
+        self._slots_lived: dict[int, int] = {}  # symbol -> how many its last bearer was alive
 
     def birth(self, block_id: int, nbytes: int, place: int, *, slot: int, before: int) -> bool:
         """Note that an operator has made a block; say whether such a one stayed before.
@@ -53,6 +58,8 @@ class AllocationSites:
             self.symbol_of[block_id] = symbol
             self.bearer_of[symbol] = block_id
         if symbol not in self.born_at:
+            if symbol != block_id:
+                self.others_born_at.setdefault(symbol, array("q")).append(slot)
             return False
         self.born_at[symbol].append(slot)
         return True
@@ -74,10 +81,12 @@ class AllocationSites:
                 rank -= 1
         return otherwise
 
-    def death(self, block_id: int) -> None:
+    def death(self, block_id: int, slot: int) -> None:
         """Note that a block is gone."""
-        self.made.pop(block_id, None)
+        made = self.made.pop(block_id, None)
         symbol = self.symbol_of.pop(block_id, block_id)
+        if made is not None:
+            self._slots_lived[symbol] = slot - made
         if self.bearer_of.get(symbol) == block_id:
             del self.bearer_of[symbol]
 
@@ -85,7 +94,8 @@ class AllocationSites:
         """Note an access to a persistent block; say whether it is a result that is new as one."""
         if symbol in self.born_at or block_id not in self.made:
             return False
-        self.born_at[symbol] = array("q", [self.made[block_id]])
+        slots = self.others_born_at.pop(symbol, None)
+        self.born_at[symbol] = slots or array("q", [self.made[block_id]])
         return True
 
     def is_alike(self, symbol: int, nbytes: int) -> bool:
@@ -129,9 +139,38 @@ class AllocationSites:
 
     def next_birth(self, symbol: int, cursor: int) -> float:
         """Return the slot, after that at the cursor, in which the next bearer was made."""
-        slots = self.born_at[symbol]
+        slots = self.born_at.get(symbol) or self.others_born_at.get(symbol, _NONE)
         index = bisect_right(slots, cursor)
         return slots[index] if index < len(slots) else math.inf
+
+    def is_another(self, block_id: int, symbol: int, cursor: int, use: int, end: int) -> bool:
+        """Whether what the record has used in a slot was made after that at the cursor.
+
+        Parameters
+        ----------
+        end : int
+            The slot that there is now.
+
+        Notes
+        -----
+        Of what need not last it is also asked how long the last one lived: it may be used in the
+        slot in which the other is made from it, as states are, or be taken for another's.
+        """
+        if self.next_birth(symbol, cursor) > use:
+            return False
+        return symbol in self.born_at or self._next_death(block_id, symbol) - end < use - cursor
+
+    def next_end(self, block_id: int, symbol: int, cursor: int, end: int) -> float:
+        """Return after how many slots a block is likely to be gone, or another in its place."""
+        birth = self.next_birth(symbol, cursor) - cursor
+        if symbol in self.born_at:
+            return birth
+        death = self._next_death(block_id, symbol) - end
+        return death if 0 <= death < birth else birth
+
+    def _next_death(self, block_id: int, symbol: int) -> float:
+        """Return the slot in which a result goes, if it lives as long as the last at its site."""
+        return self.made.get(block_id, math.inf) + self._slots_lived.get(symbol, math.inf)
 
     @property
     def birth_count(self) -> int:
@@ -141,11 +180,16 @@ class AllocationSites:
     def forget_before(self, start: int, symbols: Container[int]) -> None:
         """Forget births up to a slot, and symbols that are not used any more."""
         self._births = {slot: born for slot, born in self._births.items() if slot > start}
-        self.born_at = {
-            symbol: kept
-            for symbol, slots in self.born_at.items()
-            if symbol in symbols and (kept := slots[bisect_left(slots, start) :])
-        }
+        self.born_at, self.others_born_at = (
+            {
+                symbol: kept
+                for symbol, slots in born_at.items()
+                if symbol in symbols and (kept := slots[bisect_left(slots, start) :])
+            }
+            for born_at in (self.born_at, self.others_born_at)
+        )
+        lived = self._slots_lived
+        self._slots_lived = {symbol: lived[symbol] for symbol in lived if symbol in symbols}
 
 
 def _is_alike(nbytes: int, before_nbytes: int) -> bool:

@@ -44,7 +44,7 @@ class Forecaster(Protocol):
         """Say whether the data chooses if a block is used where it is foreseen."""
 
     def next_end(self, block_id: int) -> float:
-        """Return after how many accesses another block takes the place of one."""
+        """Return after how many accesses a block is gone, or another takes its place."""
 
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (distance, block) of the accesses to come, from `first` to before `limit`."""

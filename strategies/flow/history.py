@@ -141,7 +141,7 @@ class History:
     def death(self, block_id: int) -> None:
         """Note that the program has let go of a block: it is forecast no more."""
         self.living_nbytes -= self._nbytes.pop(block_id, 0)
-        self._names.death(block_id)
+        self._names.death(block_id, self.end)
 
     def _access_made(
         self, block_id: int, symbol: int, nbytes: int, struct: int, *, is_new: bool
@@ -314,19 +314,22 @@ class History:
         if cursor < 0 or not uses or uses[-1] < cursor:
             return NEVER, 1.0
         use = uses[bisect_left(uses, cursor)]
-        if symbol in self._names.born_at and self._names.next_birth(symbol, cursor) <= use:
-            return NEVER, 1.0  # that use is of another one, to be made there
+        names = self._names
+        if (symbol in names.born_at or symbol in names.others_born_at) and names.is_another(
+            block_id, symbol, cursor, use, self.end
+        ):
+            return NEVER, 1.0  # to be made there until then
         # A temporary's may be behind the record's last access.
         kind = self._structs[use - self.start] if use < self.end else -1
         is_routed = kind in self._routing.kinds
         return use - cursor, self._routing.odds(kind, symbol) if is_routed else 1.0
 
     def next_end(self, block_id: int) -> float:
-        """Return after how many accesses another one is to be made in a block's place."""
+        """Return after how many accesses a result is likely to be gone, or another in its place."""
         symbol = self._symbol_of.get(block_id, block_id)
-        if self.cursor < 0 or symbol not in self._names.born_at:
+        if self.cursor < 0:
             return NEVER
-        return self._names.next_birth(symbol, self.cursor) - self.cursor
+        return self._names.next_end(block_id, symbol, self.cursor, self.end)
 
     def upcoming(self, limit: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the accesses forecast, as (distance, block), from `first` to before `limit`.

@@ -8,6 +8,8 @@ from .scores import UNFORESEEN
 
 #: How far ahead the next use of a small block counts as being where none is foreseen.
 UNFORESEEN_PERIODS = 4
+#: What goes by itself within so many accesses is not copied home to fetch something ahead.
+GOES_SOON = 24
 
 
 def position_of(
@@ -17,6 +19,7 @@ def position_of(
     last_use: int,
     *,
     is_dirty: bool,
+    is_temporary: bool,
     decision_nbytes: int,
 ) -> tuple[float, float | None, bool]:
     """Return where a block stands now.
@@ -25,6 +28,8 @@ def position_of(
     ----------
     last_use : int
         Position of its last access.
+    is_temporary : bool
+        An operator has made it, and it need not last.
     decision_nbytes : int
         What is smaller is copied in less time than it takes to decide about it.
 
@@ -40,6 +45,9 @@ def position_of(
     cursor, distance = forecaster.cursor, forecaster.next_use(block_id)
     if distance != NEVER:
         return cursor + distance, cursor + distance, True
+    if is_temporary and (end := forecaster.next_end(block_id)) != NEVER:
+        # It is used no more, and takes a copy home if it does not go by itself.
+        return cursor + max(end, forecaster.period), cursor + end, False
     if nbytes <= decision_nbytes:
         # To give it back frees little: rather a larger one that is used again.
         ahead = UNFORESEEN_PERIODS * forecaster.period
@@ -48,3 +56,10 @@ def position_of(
         # It goes by itself then, and takes no copy home.
         return cursor + end, cursor + end, False
     return UNFORESEEN - last_use, None, False
+
+
+def is_foreseen(forecaster: Forecaster, block_id: int) -> bool:
+    """Whether a use of a temporary is foreseen, or its end."""
+    if forecaster.next_use(block_id) != NEVER:
+        return True
+    return GOES_SOON < forecaster.next_end(block_id) != NEVER

@@ -15,7 +15,7 @@ from .by_next_use import ByKey
 from .eviction_order import EvictionOrder, Placed
 from .forecaster import Forecaster, Look, Wanted
 from .history import NEVER
-from .positions import position_of
+from .positions import is_foreseen, position_of
 from .scores import SMALL_TOTAL_SHARE, small_limit_nbytes
 
 #: The next victims, as a share of the budget, are copied home early.
@@ -106,7 +106,7 @@ class Stock:
 
     def _use_temporary(self, block_id: int, nbytes: int) -> None:
         """Put a temporary where it is foreseen, or else by its age."""
-        if self._forecaster.next_use(block_id) != NEVER:
+        if is_foreseen(self._forecaster, block_id):
             self._temporaries.add(block_id)
             self.arrive(block_id, nbytes)
         elif block_id not in self._there:
@@ -229,7 +229,7 @@ class Stock:
         self._small.clear()
         self._small_nbytes = 0
         for block_id in self._order.fresh.numbers():
-            if forecaster.next_use(block_id) != NEVER:
+            if is_foreseen(forecaster, block_id):
                 self._order.forget(block_id)
                 self._temporaries.add(block_id)
                 self._there[block_id] = (0, forecaster.nbytes(block_id))
@@ -241,8 +241,7 @@ class Stock:
                 placed.append((block_id, nbytes, position, is_dirty, block_id in self._small))
                 if again is not None:
                     due[block_id] = again
-        least = self._decision_nbytes
-        dirty = {block[0]: -block[2] for block in placed if block[3] and block[1] > least}
+        dirty = {b[0]: -b[2] for b in placed if b[3] and b[1] > self._decision_nbytes}
         self._order.fill(placed)
         self._due.fill(due)
         self._dirty.fill(dirty)
@@ -254,8 +253,8 @@ class Stock:
         self._missing.fill(missing)
 
     def _is_over(self, block_id: int) -> bool:
-        """Whether a temporary is foreseen no more; then it goes by its age from now on."""
-        if block_id not in self._temporaries or self._forecaster.next_use(block_id) != NEVER:
+        """Whether nothing is foreseen of a temporary; then it goes by its age from now on."""
+        if block_id not in self._temporaries or is_foreseen(self._forecaster, block_id):
             return False
         del self._there[block_id]
         self._temporaries.discard(block_id)
@@ -277,10 +276,11 @@ class Stock:
         """Return a block's position, the one at which it is put anew, and whether it is dirty."""
         is_dirty = block_id in self.may_be_dirty
         last_use, least = self._there[block_id][0], self._decision_nbytes
-        position, again, is_foreseen = position_of(
-            self._forecaster, block_id, nbytes, last_use, is_dirty=is_dirty, decision_nbytes=least
+        state = {"is_dirty": is_dirty, "is_temporary": block_id in self._temporaries}
+        position, again, is_used = position_of(
+            self._forecaster, block_id, nbytes, last_use, decision_nbytes=least, **state
         )
-        if is_foreseen and nbytes <= self._small_limit:
+        if is_used and nbytes <= self._small_limit:
             self._note_small(block_id, nbytes)
         return position, again, is_dirty
 

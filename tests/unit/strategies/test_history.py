@@ -159,6 +159,27 @@ def test_temporaries_are_known_by_their_birth_place():
     assert history.period == 3
 
 
+def test_what_was_used_last_is_foreseen_to_go_and_not_to_be_used_as_the_next_one_made_there():
+    """An activation: made, used twice within a layer, and dead a few accesses later."""
+    history = History()
+    for step in range(4):
+        for layer in range(10):
+            made = 100 + 10 * step + layer
+            history.access(layer, 100, 1)
+            history.birth(made, 100)
+            history.access(20 + layer, 100, 1)
+            history.access(made, 100, 2, is_persistent=False)
+            history.death(made - 1)
+    assert (history.next_use(made), history.next_end(made)) == (0, 2), "as its use just now"
+    assert history.next_end(0) == NEVER, "no operator has made it"
+    for left, accessed in ((1, 0), (0, 20)):
+        history.access(accessed, 100, 1)
+        # The next that the record has used there was made there before.
+        assert (history.next_use(made), history.next_end(made)) == (NEVER, left)
+    history.access(1, 100, 1)
+    assert history.next_end(made) > 10, "it has lived longer than those before: till the next one"
+
+
 def test_caches_that_grow_are_known_although_no_operator_looks_the_same():
     """As keys and values do: of another size at each token, and read once before they are gone."""
     history, caches = History(), dict[int, int]()

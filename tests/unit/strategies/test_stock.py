@@ -282,3 +282,29 @@ def test_what_goes_by_itself_is_copied_home_later_than_what_is_used_later(is_dir
     look = {block.block_id: block for block in there}.__getitem__
     victims = [block.block_id for block in stock.all_victims(look, 0)]
     assert victims.index(gradient) == (0 if not is_dirty else 8)
+
+
+@pytest.mark.parametrize(("lives", "is_first"), [(4, False), (45, True)])
+def test_a_result_that_is_used_no_more_is_given_back_if_it_does_not_go_soon(lives, is_first):
+    """Activations: made and used once in each step, and dead so many accesses later."""
+    history, stock = flow_of(list(range(60)), 1)
+    for made in range(100, 105):
+        for block_id in range(60):
+            history.access(block_id, 512, block_id)
+            stock.use(Access(block_id, 512, block_id, True, False, True))
+            if block_id == 10:
+                stock.birth(made, 512, stays=history.birth(made, 512))
+            if block_id == 11:
+                history.access(made, 512, 99, is_persistent=False)
+                stock.use(Access(made, 512, 99, False, False, True))
+            if block_id == 10 + lives and made < 104:
+                history.death(made)
+                stock.death(made)
+            if (made, block_id) == (104, 12):
+                break
+    there = [snapshot(n, 512) for n in range(60)]
+    there.append(snapshot(104, 512, is_dirty=True)._replace(is_persistent=False))
+    assert stock.is_in_order(there, is_all=True)
+    look = {block.block_id: block for block in there}.__getitem__
+    ahead_of_need = {block.block_id: distance for distance, block in stock.victims(look, 0)}
+    assert ahead_of_need.get(104, 0) >= 60 if is_first else 104 not in ahead_of_need
