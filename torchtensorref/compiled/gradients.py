@@ -180,13 +180,15 @@ class CompiledEntry(Entry):
 
 
 class Bundle(CompiledEntry):
-    """A layer's run: what it uses is fetched as one bundle, whether memory is short or not."""
+    """A layer's run: where nothing is fetched ahead, what it uses is fetched as one bundle."""
 
     #: Whether room is made for gradients, too: what is fetched ahead must not take it.
     has_gradients = False
 
     def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
-        return True
+        # What is fetched ahead, one by one, needs room before a layer before it is through.
+        ahead = self.residency.feed.looks_ahead
+        return not ahead or super()._is_worth_it(ledger, passing_nbytes)
 
     def acquire(self) -> bool:
         """Hold the layer's blocks; what comes after it is fetched while it is computed."""
