@@ -54,6 +54,30 @@ def test_in_groups_that_fit_they_compute_what_they_do_in_one(manage: Any, name: 
     assert not manager.stats()["host_fallback_count"]
 
 
+@pytest.mark.parametrize("what", ["momentum that some lack, fused", "sparse gradients"])
+def test_a_step_that_torch_refuses_has_changed_nothing(manage: Any, what: str) -> None:
+    def program(bring: Any) -> Any:
+        parameters = [bring(nn.Parameter(torch.rand(WIDTH, WIDTH))) for _ in range(DEPTH)]
+        loss = sum((p * p).sum() for p in parameters[:-1])
+        if what == "sparse gradients":
+            optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1, foreach=True)
+            rows = torch.tensor([1, 2])
+            loss = loss + nn.functional.embedding(bring(rows), parameters[-1], sparse=True).sum()
+        else:
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+            loss.backward()
+            optimizer.step()
+            loss = sum((p * p).sum() for p in parameters)
+        loss.backward()
+        before = [p.detach().clone() for p in parameters]
+        with pytest.raises((TypeError, RuntimeError)):
+            optimizer.step()
+        assert all(torch.equal(p, one) for p, one in zip(parameters, before, strict=True))
+        return parameters
+
+    assert_right(program, manage("lru", 2 * MODEL_NBYTES))
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_are_clipped_in_groups_that_fit(manage: Any, norm_type: float) -> None:
     def program(bring: Any) -> Any:

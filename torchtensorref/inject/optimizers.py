@@ -56,7 +56,8 @@ def groups_wrapper(
         return groups
     found: dict[Any, Any] = {}
     for key, (lists, indices) in groups.items():
-        if not is_pressed and _roughly_nbytes(lists) <= limit_nbytes:
+        has_room = not is_pressed and _roughly_nbytes(lists) <= limit_nbytes
+        if has_room or not all(map(_is_of_one_kind, lists)):
             found[key] = lists, indices
             continue
         for part in _parts(_sizes_of(lists), GROUP_SHARE * limit_nbytes):
@@ -73,6 +74,11 @@ def _room() -> tuple[int, bool]:
     residency = manager._residency
     ledger = None if residency is None else residency.books.ledgers.get(residency.books.main)
     return (0, False) if ledger is None else (ledger.limit_nbytes, residency.books.is_pressed)
+
+
+def _is_of_one_kind(tensors: Sequence[Any]) -> bool:
+    """Whether a list is of one layout, or empty: torch refuses others before it writes anything."""
+    return len({None if x is None else x.layout for x in tensors}) <= 1
 
 
 def _roughly_nbytes(lists: Sequence[Sequence[Any]]) -> int:
