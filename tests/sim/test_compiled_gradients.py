@@ -48,7 +48,8 @@ def test_training_runs_natively(ours):
     assert backend.graph_count == 2  # once for plain torch, once for us
 
 
-def test_by_blocks_what_is_saved_may_leave(ours):
+@pytest.mark.parametrize("strategy", usual(["flow"], ["lru"]))
+def test_by_blocks_what_is_saved_may_leave(ours, strategy):
     backend, count = Backend(), 8
     nbytes = sum(p.nbytes for p in Model(count).parameters())
 
@@ -56,7 +57,8 @@ def test_by_blocks_what_is_saved_may_leave(ours):
         model = Model(count)
         return trained(model, torch.compile(model, fullgraph=True, backend=backend), 5)
 
-    manager = ours(program, nbytes // 2, "lru")
+    with options(compiled="forced"):
+        manager = ours(program, nbytes // 2, strategy)
     # The whole is learned, then its layers.
     assert manager.stats()["native_call_count"] == 2 * count * 3
     assert manager.stats()["peak_resident_nbytes"] <= nbytes // 2

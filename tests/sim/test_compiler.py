@@ -141,9 +141,10 @@ def test_nothing_stays_exchanged(ours):
     ours(program)
 
 
-@pytest.mark.parametrize(("strategy", "is_by_blocks"), [("lru", True), ("flow", False)])
-def test_a_model_that_does_not_fit_runs_by_blocks_unless_they_are_fetched_ahead(
-    ours, strategy, is_by_blocks
+@pytest.mark.parametrize("strategy", ["lru", "flow"])
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_a_model_that_does_not_fit_is_intercepted_or_forced_to_run_by_blocks(
+    ours, strategy, is_forced
 ):
     backend = Backend()
     nbytes = sum(p.nbytes for p in Model().parameters())
@@ -154,11 +155,12 @@ def test_a_model_that_does_not_fit_runs_by_blocks_unless_they_are_fetched_ahead(
         with torch.no_grad():
             return [compiled(x) for x in batches(5)]
 
-    manager = ours(program, nbytes // 2, strategy)
-    assert (manager.stats()["native_call_count"] >= 4 * 3) is is_by_blocks
+    with options(compiled="forced" if is_forced else "on"):
+        manager = ours(program, nbytes // 2, strategy)
+    assert (manager.stats()["native_call_count"] >= 4 * 3) is is_forced
     assert manager.stats()["peak_resident_nbytes"] <= nbytes // 2
     # Plain torch's whole, and one for all layers.
-    assert backend.graph_count == 1 + is_by_blocks
+    assert backend.graph_count == 1 + is_forced
 
 
 @pytest.mark.parametrize(("width", "rows"), usual([(WIDTH, 5)], [(512, 256)]))

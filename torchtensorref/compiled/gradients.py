@@ -180,18 +180,13 @@ class CompiledEntry(Entry):
 
 
 class Bundle(CompiledEntry):
-    """A layer's run: where nothing is fetched ahead, what it uses is fetched as one bundle."""
+    """A layer's run; what comes after it is fetched while it is computed."""
 
     #: Whether room is made for gradients, too: what is fetched ahead must not take it.
     has_gradients = False
 
-    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
-        # What is fetched ahead, one by one, needs room before a layer before it is through.
-        ahead = self.residency.feed.looks_ahead
-        return not ahead or super()._is_worth_it(ledger, passing_nbytes)
-
     def acquire(self) -> bool:
-        """Hold the layer's blocks; what comes after it is fetched while it is computed."""
+        """Hold the layer's blocks, and let the strategy ask for what comes next."""
         if not super().acquire():
             return False
         residency = self.residency
@@ -336,6 +331,9 @@ class _BackwardEntry(Bundle):
     has_gradients = True
     keeps_views = False
     unpacked: list[Saved]
+
+    def _is_worth_it(self, ledger: Ledger, passing_nbytes: int) -> bool:
+        return True  # else it runs at home
 
     @lets_program_run
     def _run_plain(self, args: Any, kwargs: Any) -> Any:
