@@ -346,7 +346,7 @@ def test_half_precision_is_cut_where_tiles_have_the_bits_of_the_whole(manage, mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sums_are_cut_where_nothing_else_fits(manage, dtype):
     manager = manage(nbytes=2_000_000)
-    tensors = [rand(200, 9000, dtype=dtype), rand(9000, 300, dtype=dtype)]
+    tensors = [rand(130, 9000, dtype=dtype), rand(9000, 130, dtype=dtype)]
     with options(blocks="any"):
         plain, ours = both(manager, torch.mm, tensors)
     stats = manager.stats()
@@ -417,8 +417,8 @@ def test_no_tile_at_all_fits(manage):
 
 def test_the_copies_of_the_next_tile_go_on_while_one_is_computed(manage):
     """One after the other they would take as long as both."""
-    size = 2048
-    manager = manage(nbytes=24 << 20, flops_per_s={"default": 4e12})
+    size = 1024
+    manager = manage(nbytes=6 << 20, flops_per_s={"default": 2e12})
     ours = [manager.adopt(rand(size, size)) for _ in range(2)]
     device = manager.residency.books.main
     began = device.now_ns()
