@@ -303,7 +303,7 @@ class Constant(History):
 @pytest.mark.parametrize("share", usual([0.5], [0.25, 0.75]))
 def test_experts_that_the_data_chooses_are_not_fetched_ahead(manage, share):
     """None is likelier than another: no more than LRU moves, and matrices of every token stay."""
-    layers, experts, before = 6, 24, 20
+    layers, experts, before = 4, 24, 20
     draw, order = random.Random(1), list[int]()
     for _ in range(2 * before):
         for layer in range(layers):
@@ -332,10 +332,10 @@ class TestWrongForecast:
     def order() -> list[int]:
         """Some layers are used far more often than others: LRU does well."""
         draw = random.Random(5)
-        return [min(int(draw.expovariate(0.25)), 23) for _ in range(600)]
+        return [min(int(draw.expovariate(0.25)), 23) for _ in range(400)]
 
     def test_results_are_identical_and_bytes_are_lrus(self, manage, forecaster):
-        order, after = self.order(), 300
+        order, after = self.order(), 200
         moved = {}
         expected = [use_in_order(stack(24), part) for part in (order[:after], order[after:])]
         for strategy in (LeastRecentlyUsed(), Flow(forecaster())):
