@@ -14,7 +14,7 @@ from torchTensorRef.operators.blocked import probe, products
 
 from ..support.differential import bits, differences
 from ..support.processes import python
-from ..support.sweeps import usual
+from ..support.sweeps import in_turn, usual
 
 aten = torch.ops.aten
 
@@ -131,8 +131,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["lru", "genoa", "flow"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(CASES, ["lru", "genoa", "flow"], each=1))
 def test_it_runs_in_blocks_with_the_bits_of_plain_torch(manage, name, strategy):
     function, operands, share = CASES[name]
     tensors = [make(*sizes) for make, *sizes in operands]
@@ -347,7 +346,7 @@ def test_half_precision_is_cut_where_tiles_have_the_bits_of_the_whole(manage, mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sums_are_cut_where_nothing_else_fits(manage, dtype):
     manager = manage(nbytes=2_000_000)
-    tensors = [rand(200, 9000, dtype=dtype), rand(9000, 300, dtype=dtype)]
+    tensors = [rand(130, 9000, dtype=dtype), rand(9000, 130, dtype=dtype)]
     with options(blocks="any"):
         plain, ours = both(manager, torch.mm, tensors)
     stats = manager.stats()
@@ -418,8 +417,8 @@ def test_no_tile_at_all_fits(manage):
 
 def test_the_copies_of_the_next_tile_go_on_while_one_is_computed(manage):
     """One after the other they would take as long as both."""
-    size = 2048
-    manager = manage(nbytes=24 << 20, flops_per_s={"default": 4e12})
+    size = 1024
+    manager = manage(nbytes=6 << 20, flops_per_s={"default": 2e12})
     ours = [manager.adopt(rand(size, size)) for _ in range(2)]
     device = manager.residency.books.main
     began = device.now_ns()
@@ -635,12 +634,18 @@ def test_a_sparse_gradient_that_shares_an_operands_indices_survives_an_eviction(
     manager.check()
 
 
-def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
-    """Torch foretells results in Python, and imports its compiler for it: a second and more."""
+def test_what_takes_a_process_of_its_own(script, monkeypatch):
+    """The first elementwise operator loads no compiler; where a part begins changes no bit.
+
+    Torch foretells results in Python, and imports its compiler for it: a second and more. Parts as
+    torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins. And as
+    attention's matrices, each of which begins elsewhere.
+    """
     program = """
         import sys
         import torchTensorRef, torch
-        from torchTensorRef import tensorsManager
+        from torch.nn import functional as F
+        from torchTensorRef import disabled, tensorsManager
         torch.set_num_threads(1)  # several may share it otherwise than its tiles: on the host then
         tensorsManager.device, tensorsManager.budget = "sim", 100_000
         x = torch.ones(200, 200)
@@ -648,8 +653,35 @@ def test_the_first_elementwise_operator_in_blocks_loads_no_compiler(script):
         assert y.dtype is torch.float32 and (x > y).dtype is torch.bool
         assert tensorsManager.stats()["blocked_op_count"] >= 4
         assert "torch._dynamo" not in sys.modules, "the compiler"
+        del x, y
+
+        tensorsManager.strategy = "lru"
+        parts = [
+            lambda x, w: F.linear(x[1:33].view(2, 16), w),
+            lambda x, w: F.linear(w[:2], x[5:517].view(32, 16)),
+            lambda x, _: F.scaled_dot_product_attention(*x[1:721].view(3, 1, 1, 20, 12)),
+        ]
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            tensorsManager.budget = 1800 * dtype.itemsize
+            for part in parts:
+                with disabled():
+                    x, w = torch.randn(3001).to(dtype), torch.randn(32, 16).to(dtype)
+                    expected = part(x, w)
+                found = part(tensorsManager.adopt(x.clone()), tensorsManager.adopt(w.clone()))
+                assert torch.equal(expected, tensorsManager.release(found)), (dtype, part)
+
+        # Each of several matrices, of an odd number of tokens: a tile's rows begin elsewhere in it.
+        cases = [((33, 715, 17), 5, 0.31), ((5, 715, 16), 5, 0.32), ((5, 257, 64), 5, 0.61)]
+        for size, columns, share in cases:
+            with disabled():
+                x, y = torch.rand(size), torch.rand(size[0], size[2], columns)
+                expected = torch.bmm(x, y)
+            tensorsManager.budget = int(x.nbytes * share) + 4096
+            found = torch.bmm(tensorsManager.adopt(x.clone()), tensorsManager.adopt(y.clone()))
+            assert torch.equal(expected, tensorsManager.release(found)), size
         """
-    done = python(script(program))
+    monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
+    done = python("-W", "ignore", script(program))
     assert done.returncode == 0, done.stderr
 
 
@@ -682,43 +714,3 @@ def test_threads_share_a_product_otherwise_than_its_tiles(manage, threads):
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, manager.release(other)), (rows, inner, columns)
     manager.check()
-
-
-def test_where_a_part_begins_changes_no_bit(script, monkeypatch):
-    """As torchdiffeq's state, or flat parameters: MKL's own ways mind where an operand begins.
-
-    And as attention's matrices, each of which begins elsewhere.
-    """
-    program = """
-        import torchTensorRef, torch
-        from torch.nn import functional as F
-        from torchTensorRef import disabled, tensorsManager
-        torch.set_num_threads(1)
-        tensorsManager.device, tensorsManager.strategy = "sim", "lru"
-        parts = [
-            lambda x, w: F.linear(x[1:33].view(2, 16), w),
-            lambda x, w: F.linear(w[:2], x[5:517].view(32, 16)),
-            lambda x, _: F.scaled_dot_product_attention(*x[1:721].view(3, 1, 1, 20, 12)),
-        ]
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            tensorsManager.budget = 1800 * dtype.itemsize
-            for part in parts:
-                with disabled():
-                    x, w = torch.randn(3001).to(dtype), torch.randn(32, 16).to(dtype)
-                    expected = part(x, w)
-                found = part(tensorsManager.adopt(x.clone()), tensorsManager.adopt(w.clone()))
-                assert torch.equal(expected, tensorsManager.release(found)), (dtype, part)
-
-        # Each of several matrices, of an odd number of tokens: a tile's rows begin elsewhere in it.
-        cases = [((33, 715, 17), 5, 0.31), ((5, 715, 16), 5, 0.32), ((5, 257, 64), 5, 0.61)]
-        for size, columns, share in cases:
-            with disabled():
-                x, y = torch.rand(size), torch.rand(size[0], size[2], columns)
-                expected = torch.bmm(x, y)
-            tensorsManager.budget = int(x.nbytes * share) + 4096
-            found = torch.bmm(tensorsManager.adopt(x.clone()), tensorsManager.adopt(y.clone()))
-            assert torch.equal(expected, tensorsManager.release(found)), size
-        """
-    monkeypatch.delenv("MKL_CBWR", raising=False)  # which has it not mind
-    done = python("-W", "ignore", script(program))
-    assert done.returncode == 0, done.stderr

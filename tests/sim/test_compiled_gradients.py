@@ -16,7 +16,7 @@ from torchTensorRef import TensorRef, options, tensorsManager
 from ..support.differential import differences
 from ..support.injection import injected, one_thread, plain_result, seed
 from ..support.sweeps import usual
-from .test_compiler import WIDTH, Backend, Model, batches, fresh_compiler, ours
+from .test_compiler import WIDTH, Backend, Model, batches, fresh_compiler, ours, plainly
 
 __all__ = ["fresh_compiler", "ours"]
 
@@ -102,7 +102,7 @@ def test_what_a_derivative_of_the_programs_own_saves_is_there_in_the_backward_pa
             gradients.append(module.weight.grad.clone())
         return gradients
 
-    ours(program, 160 * 1024, "lru")
+    ours(program, 160 * 1024, "lru", by=plainly)
 
 
 @pytest.mark.parametrize("backend", usual(["aot_eager"], ["inductor"]))
@@ -163,7 +163,7 @@ def test_a_backward_pass_that_does_not_fit_runs_at_home(ours):
             losses.append(loss.detach())
         return [losses, [p.grad for p in model.parameters()]]
 
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] == 3  # one there and back, one there
 
 
@@ -200,7 +200,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(ours, name):
-    manager = ours(of_function(FUNCTIONS[name]))
+    manager = ours(of_function(FUNCTIONS[name]), by=plainly)
     assert manager.stats()["native_call_count"] >= 2 * 2
 
 
@@ -239,7 +239,7 @@ def test_the_graph_can_be_kept_and_is_freed(ours):
             found.append(raised_by(loss.backward))
         return [found, [p.grad for p in model.parameters()]]
 
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] == 2 * 3
 
 
@@ -303,7 +303,7 @@ def test_a_transform_inside_is_intercepted(ours, name, has_gradient):
         return found
 
     disables_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] == 0
     assert torch.autograd.graph.disable_saved_tensors_hooks is disables_hooks
 
@@ -318,7 +318,7 @@ def test_what_it_writes_and_has_a_gradient_is_intercepted(ours):
             found.append([given.detach(), x.grad])
         return found
 
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from .test_compiler import Backend, fresh_compiler, ours
+from .test_compiler import Backend, fresh_compiler, ours, plainly
 
 __all__ = ["fresh_compiler", "ours"]
 
@@ -114,7 +114,7 @@ def test_attributes_of_arguments_parameters_and_results(ours):
             found += [y, y.scale, x.scale, module.weight.scale]
         return found
 
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] == 2 * ROUNDS - 1
 
 
@@ -259,7 +259,7 @@ def test_a_mapping_that_cannot_be_changed(ours, mapping):
             found += [type(given) is mapping, given["sum"], held["b"]]
         return found
 
-    assert ours(program).stats()["native_call_count"]
+    assert ours(program, by=plainly).stats()["native_call_count"]
 
 
 def test_a_queue_is_given_back_as_it_was(ours):
@@ -273,7 +273,7 @@ def test_a_queue_is_given_back_as_it_was(ours):
             found += [*queue, queue.maxlen]
         return found
 
-    assert ours(program).stats()["native_call_count"]
+    assert ours(program, by=plainly).stats()["native_call_count"]
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
@@ -288,7 +288,7 @@ def test_a_flag_in_such_a_mapping_decides(ours, mapping):
             found += [call(held), held["x"], held["x"] + 0]
         return found
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
@@ -298,7 +298,7 @@ def test_such_a_mapping_beside_the_arguments(ours, mapping):
         call = compiled(lambda x: x * held["w"], Backend())
         return [call(torch.rand(3)) for _ in range(ROUNDS)]
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 @pytest.mark.parametrize("is_given", [False, True])
@@ -315,7 +315,7 @@ def test_what_is_held_by_a_module_of_python(ours, is_given):
             call = compiled(function, Backend())
             return [call(*given) for _ in range(ROUNDS)]
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 def _exchanged(x: torch.Tensor, is_large: bool) -> torch.Tensor:
@@ -392,7 +392,7 @@ def test_what_is_given_is_written_or_exchanged_by_data(ours, function, has_gradi
             found += [x.detach(), x.detach() + 0, x.tolist(), alias + 0]
         return found
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 class _Counting(nn.Module):
@@ -534,7 +534,7 @@ def test_whoever_writes_a_parameter_by_data_is_seen(ours, kinds, backend):
             found += [module.sum, module.weight.detach(), len(others)]
         return found
 
-    manager = ours(program, 1 << 16)
+    manager = ours(program, 1 << 16, by=plainly)
     assert manager.stats()["native_call_count"] == 2 * len(kinds)  # then it is known
 
 
@@ -548,7 +548,7 @@ def test_what_a_module_has_is_written_or_exchanged_by_data(ours, kind):
         others = [torch.ones(4000) for _ in range(20)]
         return [*found, module.sum, module.weight.detach(), len(others)]
 
-    ours(program, 1 << 16)
+    ours(program, 1 << 16, by=plainly)
 
 
 class _Keeping(dict):
@@ -619,7 +619,7 @@ def test_an_argument_that_is_kept_each_time(ours, keep, has_gradient):
             found += [result.detach(), last is x, last.detach() + 0, len(others)]
         return found
 
-    ours(program, 1 << 16)
+    ours(program, 1 << 16, by=plainly)
 
 
 def test_an_argument_that_a_module_keeps_which_is_the_result(ours):
@@ -669,7 +669,7 @@ def test_arguments_that_are_kept_where_they_are_seen(ours, has_gradient):
                 found += [results["view"], results["y"].detach()]
         return found
 
-    assert ours(program).stats()["native_call_count"]
+    assert ours(program, by=plainly).stats()["native_call_count"]
 
 
 def test_an_argument_that_is_the_result(ours):
@@ -758,7 +758,7 @@ def test_what_a_call_takes_by_its_shape_or_a_number_is_learned(ours, function, c
                 found += [call(torch.rand(rows, columns), number) for _ in range(3)]
         return found
 
-    manager = ours(program, 1 << 18)
+    manager = ours(program, 1 << 18, by=plainly)
     assert manager.stats()["native_call_count"] == 2  # what does not fit is intercepted
 
 
@@ -770,5 +770,5 @@ def test_a_call_that_is_a_little_larger_is_not_learned_anew(ours):
         with torch.no_grad():
             return [call(torch.rand(rows, 1), 0) for rows in (140, 143, 146, 150, 176, 176)]
 
-    manager = ours(program, 1 << 18)
+    manager = ours(program, 1 << 18, by=plainly)
     assert manager.stats()["native_call_count"] == 4  # a quarter more is learned again

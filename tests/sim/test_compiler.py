@@ -76,12 +76,31 @@ def fresh_compiler() -> Iterator[None]:
     gc.collect()
 
 
+def plainly(program: Callable[[], Any]) -> Any:
+    """What plain torch makes of a program without compiling, which takes most of the time."""
+
+    def not_compiled() -> Any:
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(torch, "compile", lambda function, **_: function)
+            return program()
+
+    return plain_result(not_compiled)
+
+
 @pytest.fixture
 def ours(manage) -> Callable[..., Any]:
-    """Give `ours(program, nbytes)`: its results, which are plain torch's to the bit."""
+    """Give `ours(program, nbytes)`: its results, which are plain torch's to the bit.
 
-    def run(program: Callable[[], Any], nbytes: int = 1 << 20, strategy: str = "lru") -> Any:
-        plain = plain_result(program)
+    With `by=plainly` they are those without a compiler, where that must change nothing.
+    """
+
+    def run(
+        program: Callable[[], Any],
+        nbytes: int = 1 << 20,
+        strategy: str = "lru",
+        by: Callable[[Callable[[], Any]], Any] = plain_result,
+    ) -> Any:
+        plain = by(program)
         torch._dynamo.reset()
         manager = manage(strategy, nbytes)
         seed()
@@ -113,7 +132,7 @@ def test_what_is_compiled_runs_natively(ours, way):
     backend = Backend()
 
     def program() -> Any:
-        model = Model().eval()
+        model = Model(2).eval()
         compiled = WAYS[way](model, backend)
         with torch.no_grad():
             return [compiled(x, scale=2.0) for x in batches()]
@@ -126,7 +145,7 @@ def test_what_is_compiled_runs_natively(ours, way):
 
 def test_nothing_stays_exchanged(ours):
     def program() -> Any:
-        model = Model()
+        model = Model(2)
         compiled = torch.compile(model, fullgraph=True, backend=Backend())
         kinds = [type(p) for p in model.parameters()]
         with torch.no_grad():
@@ -138,7 +157,7 @@ def test_nothing_stays_exchanged(ours):
         }
         return [results, [p.detach() for p in model.parameters()]]
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 @pytest.mark.parametrize("strategy", ["lru", "flow"])
@@ -260,7 +279,7 @@ def test_what_is_written_is_seen(ours):
                 results.append(cache.clone())
         return [results, cache]
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 class Changing(nn.Module):
@@ -311,7 +330,7 @@ def test_what_the_program_changes_between_calls_is_seen(ours, change):
             results += [compiled(x) for x in batches(3)]
         return [results, [p.detach() for p in model.parameters()], [*model.buffers()]]
 
-    manager = ours(program)
+    manager = ours(program, by=plainly)
     assert manager.stats()["native_call_count"] >= 3
 
 
@@ -370,7 +389,7 @@ def test_what_a_region_was_made_of_can_be_compiled(ours):
             compiled = torch.compile(model, fullgraph=True, backend=Backend())
             return [before, [compiled(x) for x in batches()], [model(x) for x in batches()]]
 
-    ours(program)
+    ours(program, by=plainly)
 
 
 def test_copies_and_pickles_of_what_is_compiled(ours):
@@ -542,12 +561,7 @@ def of_a_module_in_an_object() -> Any:
 def test_what_is_reached_through_objects_is_intercepted(manage, program):
     """Torch's own compiler asked a TensorRef for memory that it has not got, in C++."""
 
-    def not_compiled() -> Any:
-        with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(torch, "compile", lambda function: function)
-            return program()
-
-    plain, manager = plain_result(not_compiled), manage("lru", 1 << 14)
+    plain, manager = plainly(program), manage("lru", 1 << 14)
     seed()
     with injected(), one_thread():
         found = program()
@@ -586,8 +600,7 @@ def test_what_an_object_holds_is_used_later_only(manage, is_module):
             results += [result.detach(), x.grad]
         return results
 
-    plain = plain_result(program)
-    torch._dynamo.reset()
+    plain = plainly(program)
     manage("lru")
     seed()
     with injected(), one_thread():

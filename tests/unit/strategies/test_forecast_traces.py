@@ -70,7 +70,7 @@ def test_what_cannot_be_foreseen_costs_no_more_than_lru(name, share, seed, looks
 )
 def test_looking_ahead_saves_time_and_moves_less_than_lru(name, share):
     trace, distinct = made(name, seed=1)
-    trace = trace[:3000]
+    trace = trace[:2000]
     models = [
         CacheModel(strategy, int(distinct * share) * NBYTES)
         for strategy in (LeastRecentlyUsed(), Flow())
@@ -131,7 +131,7 @@ def moved_by_lru_in_the_second_half(name: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "forecaster"),
-    in_turn(["decode", "training", "rollouts", "random"], [Reversed, Shuffled, Constant]),
+    in_turn(["decode", "training", "rollouts", "random"], [Reversed, Shuffled, Constant], each=1),
 )
 def test_a_wrong_forecast_is_dropped(name, forecaster):
     """Bytes of the second half, when the forecast has been weighed, are those of LRU."""
@@ -146,5 +146,5 @@ def test_a_forecast_that_becomes_good_is_followed_again():
     model.run(uses(trace[:640], NBYTES, COMPUTE_NS))
     strategy.referee._weigh(10**9, 25 * NBYTES)
     assert not strategy.referee.is_followed
-    model.run(uses(trace[640:6400], NBYTES, COMPUTE_NS))
+    model.run(uses(trace[640:3200], NBYTES, COMPUTE_NS))
     assert strategy.referee.is_followed
