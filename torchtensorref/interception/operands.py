@@ -281,3 +281,9 @@ def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
     for position in plan.writes:
         value: Any = args[position] if position < len(args) else ()
         yield from value if type(value) in (list, tuple) else (value,)
+
+
+def sizes_of_call(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what calls of an operator on operands of equal sizes have in common."""
+    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
+    return (plan.number, *(ref.size() for ref in refs[:3]))

@@ -33,7 +33,7 @@ from ..memory.spreading import choose_among
 from ..memory.states import INVALID
 from ..operators.plan import OpPlan
 from .onlookers.passing import deliver
-from .operands import flattened, targets
+from .operands import flattened, sizes_of_call, targets
 from .read_alone import LEAST_NBYTES, groups_of, is_short
 from .ready_path import SLOW, WAYS, all_owned, known_peak
 
@@ -245,7 +245,7 @@ def _run_fetched(
         if books.main is not device:
             return SLOW
         residency.feed.tell_uses(device, operands, written, plan.kind, ahead=1)
-        sizes = _sizes_of(plan, args)
+        sizes = sizes_of_call(plan, args)
         try:
             expected_nbytes = residency.times.result_nbytes.get(sizes, 0)
             held = residency.acquire(device, operands, written, expected_nbytes)
@@ -295,11 +295,5 @@ def _has_room_for_result(
     half of the weights, is 1.10 with it.
     """
     ledger = residency.books.ledgers[device]
-    result_nbytes = residency.times.result_nbytes.get(_sizes_of(plan, args), 0)
+    result_nbytes = residency.times.result_nbytes.get(sizes_of_call(plan, args), 0)
     return ledger.resident_nbytes + result_nbytes <= ledger.most_nbytes
-
-
-def _sizes_of(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what calls of an operator on operands of equal sizes have in common."""
-    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
-    return (plan.number, *(ref.size() for ref in refs[:3]))

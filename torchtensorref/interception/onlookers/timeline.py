@@ -25,7 +25,7 @@ from ...memory.ref import TensorRef
 from ...operators.costs import operator_cost
 from ...operators.plan import OpPlan, ReadyWay
 from ..handlers import keeps_everything
-from ..operands import flattened, overwritten_of
+from ..operands import flattened, overwritten_of, sizes_of_call
 from ..read_alone import parts_of
 from .chrome import chrome_trace, write_json
 from .passing import recorders
@@ -160,8 +160,6 @@ class Timeline(AbstractContextManager["Timeline"]):
         for block in (*reads, *made):
             self._meet(block)
         flops, nbytes, dtype_name = operator_cost(plan, args, kwargs, result)
-        refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
-        form = (plan.number, *(tuple(ref.size()) for ref in refs[:3]))
         ran = Ran(
             plan.kind,
             tuple(dict.fromkeys(block.block_id for block in reads)),
@@ -174,7 +172,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             _peak_nbytes(plan, args, kwargs),
             _facts(plan, args, kwargs),
             parts_of(plan, args, kwargs),
-            self._forms.setdefault(form, len(self._forms)),
+            self._forms.setdefault(sizes_of_call(plan, args), len(self._forms)),
         )
         self.events.append((happening, ran))
         self._count(happening.device, happening.end_ns)
