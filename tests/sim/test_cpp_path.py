@@ -240,6 +240,38 @@ def test_python_sees_no_ready_operator(adapter, handed_over):
     assert stats["slow_op_count"] == 0 < stats["ready_op_count"]
 
 
+COPIES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "all of it": (lambda x: x.clone(), True),
+    "in its own order": (lambda x: x.t().clone(), True),
+    "to what it is": (lambda x: x.to(torch.float32, copy=True), True),
+    "laid out anew": (lambda x: x.t().contiguous(), False),
+    "of another dtype": (lambda x: x.double(), False),
+    "a part": (lambda x: x[1:].clone(), False),
+    "repeated": (lambda x: x[0].expand(64, 128).clone(), False),
+    "channels last": (
+        lambda x: x.view(2, 2, 64, 128).contiguous(memory_format=torch.channels_last),
+        False,
+    ),
+}
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", COPIES)
+def test_only_copies_that_share_their_bytes_are_for_python(adapter, handed_over, name):
+    copy_of, is_shared = COPIES[name]
+    manager, plain = adapter(), r(256, 128)
+    (ref,) = ready(manager, plain)
+    handed_over.clear()
+    made = copy_of(ref)
+    assert bool(handed_over) == is_shared
+    expected = copy_of(plain)
+    ref.add_(1)
+    made.mul_(2)
+    assert made.stride() == expected.stride()
+    assert made.target.equal(expected * 2)
+    assert ref.target.equal(plain + 1)
+
+
 @needs_cpp
 def test_what_is_ready_on_any_accelerator_runs_there(adapter, handed_over):
     manager = adapter(count=2)

@@ -38,10 +38,6 @@ py::dict attributes() {
 
 PyMethodDef is_ref_method = {"is_ref", is_python_ref, METH_O, "Whether an object is a TensorRef."};
 
-at::Tensor ref_over(const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
-  return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);
-}
-
 // Another TensorRef with the same metadata, over the same or, if it is not None, another block.
 at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
   const RefImpl* ref = ref_of(tensor);
@@ -58,11 +54,6 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   auto made = c10::make_intrusive<RefImpl>(like, BlockPtr(core_of(block.ptr())), label);
   made->set_sizes_and_strides(sizes, strides, offset);
   return at::Tensor(std::move(made));
-}
-
-int64_t peak_of(int kind, const std::vector<std::optional<at::Tensor>>& arguments) {
-  const Stack values(arguments.begin(), arguments.end());
-  return peak_nbytes(static_cast<Peak>(kind), values.data());
 }
 
 // In a forked child, which has none of the other threads: what they counted, and the locks that they may have held.
@@ -92,7 +83,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("set_up", &set_up);
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
-  module.def("make_ref", &ref_over);
+  module.def("make_ref", [](const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
+    return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);
+  });
   module.def("alias_of", &alias_of);
   // The number of the storage under a plain tensor, to be held from now on or not; its bytes, and whether they may change.
   module.def("storage_under", [](const at::Tensor& plain, bool is_held) {
@@ -114,5 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return function(*args, **kwargs);
   });
   module.def("take_uses", [] { return use_log.take(); });
-  module.def("peak_nbytes", &peak_of);
+  module.def("peak_nbytes", [](int kind, const std::vector<std::optional<at::Tensor>>& arguments) {
+    return peak_nbytes(static_cast<Peak>(kind), Stack(arguments.begin(), arguments.end()).data());
+  });
 }

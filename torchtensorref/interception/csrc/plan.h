@@ -19,10 +19,7 @@ using torch::jit::Stack;
 enum class Peak : int8_t { kNotWhole, kLinear, kMatmul, kAttention, kNorm };
 
 struct Plan {
-  struct Slot {
-    uint16_t index;
-    bool is_list, is_written;
-  };
+  struct Slot { uint16_t index; bool is_list, is_written; };
   c10::SmallVector<Slot, 4> slots;        // arguments that are tensors, or lists of them
   c10::SmallVector<uint16_t, 2> devices;  // arguments that name a device
   c10::SmallVector<int16_t, 2> twins;     // for each result, the argument that it hands back; -1

@@ -155,9 +155,18 @@ class ReadyCall {
     if (device->is_seen_by_python || operands_.is_without_plain || world.is_watched.load()) return false;
     const auto& first = operands_.all[0];
     if (plan_.is_for_host && !first.plain.is_cpu()) return false;
-    if (plan_.shares && first.block->nbytes.load() >= kShareFromNbytes) return false;
+    if (plan_.shares && would_share(first)) return false;
     if (plan_.is_view && c10::InferenceMode::is_enabled() && !first.ref->is_inference()) return false;
     return plan_.peak == Peak::kNotWhole || has_room_for_peak();
+  }
+
+  // Whether a copy would be just what its source is: all of a block, dtype and order. Of both that copy the last argument is the memory format.
+  bool would_share(const Operands::Operand& source) const {
+    const int64_t nbytes = source.block->nbytes.load();
+    const IValue &dtype = argument(1), &format = argument(plan_.arg_count - 1);
+    if (nbytes < kShareFromNbytes || nbytes != nbytes_of(source.plain)) return false;
+    if (plan_.arg_count > 2 && !dtype.isNone() && dtype.toScalarType() != source.plain.scalar_type()) return false;
+    return format.isNone() || format.toMemoryFormat() == at::MemoryFormat::Preserve || source.plain.is_contiguous(format.toMemoryFormat());
   }
 
   bool has_room_for_peak() const {

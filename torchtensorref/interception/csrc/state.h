@@ -151,10 +151,7 @@ struct UseLog {
     std::lock_guard guard(lock);
     if (uses.size() < kMost) uses.push_back(use);
   }
-  std::vector<Use> take() {
-    std::lock_guard guard(lock);
-    return std::exchange(uses, {});
-  }
+  std::vector<Use> take() { std::lock_guard guard(lock); return std::exchange(uses, {}); }
 };
 inline UseLog use_log;
 
