@@ -78,6 +78,32 @@ def test_a_step_that_torch_refuses_has_changed_nothing(manage: Any, what: str) -
     assert_right(program, manage("lru", 2 * MODEL_NBYTES))
 
 
+@pytest.mark.parametrize("what", ["tied by their data", "rows and a column", "parts of one"])
+@pytest.mark.parametrize("name", ["adamw", "asgd"])
+def test_parameters_with_memory_in_common_are_written_as_one_group_is(
+    manage: Any, name: str, what: str
+) -> None:
+    def program(bring: Any) -> Any:
+        base = bring(torch.rand(DEPTH * WIDTH, WIDTH))
+        if what == "tied by their data":
+            parameters = [nn.Parameter(base), nn.Parameter(torch.zeros_like(base))]
+            parameters[1].data = parameters[0].data
+        elif what == "rows and a column":
+            parameters = [base[:10].detach(), base[:, 5].detach(), base[20:].detach()]
+        else:
+            parameters = [part.detach() for part in base.split(WIDTH)]
+        for p in parameters:
+            p.requires_grad_()
+        optimizer = BY_LISTS[name](parameters)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            sum(((n + 2) * p.pow(2)).sum() for n, p in enumerate(parameters)).backward()
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    assert_right(program, manage("flow", MODEL_NBYTES), plain_because=COUNTS_OF_STEPS)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_are_clipped_in_groups_that_fit(manage: Any, norm_type: float) -> None:
     def program(bring: Any) -> Any:

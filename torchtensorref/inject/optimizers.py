@@ -5,14 +5,18 @@ once: where these do not fit, they pass the link once for each operator, or it r
 Torch groups the lists by device and dtype, and goes through one group after the other; so it does
 to clip gradients and to average weights. While memory is short, or where a group is more than there
 is at all, we make of it several that fit. A kernel of lists computes tensor by tensor, so it does
-not matter to the bits in which lists they come.
+not matter to the bits in which lists they come, unless two have memory in common (parameters tied
+by their data): torch has written all of a list before it goes on, so such a group stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from sys import _getframe
 from typing import Any
+
+from torch import strided
 
 from ..memory.names import names
 from .hooks import is_ref, load
@@ -57,7 +61,7 @@ def groups_wrapper(
     found: dict[Any, Any] = {}
     for key, (lists, indices) in groups.items():
         has_room = not is_pressed and _roughly_nbytes(lists) <= limit_nbytes
-        if has_room or not all(map(_is_of_one_kind, lists)):
+        if has_room or not all(map(_is_of_one_kind, lists)) or _has_overlaps(lists):
             found[key] = lists, indices
             continue
         for part in _parts(_sizes_of(lists), GROUP_SHARE * limit_nbytes):
@@ -79,6 +83,18 @@ def _room() -> tuple[int, bool]:
 def _is_of_one_kind(tensors: Sequence[Any]) -> bool:
     """Whether a list is of one layout, or empty: torch refuses others before it writes anything."""
     return len({None if x is None else x.layout for x in tensors}) <= 1
+
+
+def _has_overlaps(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether two of all these tensors have memory in common, as far as their extents tell."""
+    extents: dict[Any, list[tuple[int, int]]] = {}
+    for x in chain.from_iterable(lists):
+        if x is not None and x.layout is strided and x.numel():
+            memory = x._ttr_block if is_ref(x) else x.untyped_storage()._cdata
+            extents.setdefault(memory, []).append(load(".memory.adoption").extent_of(x))
+    return any(
+        start < end for found in extents.values() for (_, end), (start, _) in pairwise(sorted(found))
+    )
 
 
 def _roughly_nbytes(lists: Sequence[Sequence[Any]]) -> int:
