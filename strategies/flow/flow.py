@@ -24,13 +24,13 @@ from ...strategy import (
 )
 from .alike import Alike
 from .at_home import AtHome
-from .forecaster import Forecaster, Look, Wanted, look_into, newest_of
+from .forecaster import Forecaster, Look, Wanted, horizon_of, look_into, newest_of
 from .ghost_cache import Referee
 from .guess import EXPECTED_COUNT, Guess
 from .history import History
 from .latest_start import LatestStart
 from .link_queue import LONG_QUEUE_COUNT, QUEUE_COUNT, QUEUE_NBYTES, LinkQueue
-from .stock import Stock, horizon_of
+from .stock import Stock
 from .transient_peak import TransientPeak
 
 #: What is dirty is copied home, while that link idles, once less than this share is free.

@@ -68,6 +68,11 @@ class Forecaster(Protocol):
         """How often it has been right of late."""
 
 
+def horizon_of(forecaster: Forecaster) -> int:
+    """Return how far to look for missing blocks: far enough to meet each that recurs."""
+    return min(forecaster.period, 2 * forecaster.distinct_count + 32)
+
+
 def look_into(resident: Sequence[BlockSnapshot]) -> Look:
     """Return a function that describes one block, or says that it is not there."""
     look: Look | None = getattr(resident, "get", None)

@@ -13,10 +13,10 @@ from itertools import islice
 from ...strategy import Access, BlockSnapshot
 from .by_next_use import ByKey
 from .eviction_order import EvictionOrder, Placed
-from .forecaster import Forecaster, Look, Wanted
+from .forecaster import Forecaster, Look, Wanted, horizon_of
 from .history import NEVER
 from .positions import is_foreseen, position_of
-from .scores import SMALL_TOTAL_SHARE, small_limit_nbytes
+from .small_blocks import SmallBlocks
 
 #: The next victims, as a share of the budget, are copied home early.
 WRITE_BACK_SHARE = 3 / 4
@@ -30,11 +30,6 @@ MANY_COUNT = 1024
 LOOKED_AT_COUNT = 16
 #: How often the reach of early copies home is worked out, likewise.
 NEAR_SHARE = 1 / 16
-
-
-def horizon_of(forecaster: Forecaster) -> int:
-    """Return how far to look for missing blocks: far enough to meet each that recurs."""
-    return min(forecaster.period, 2 * forecaster.distinct_count + 32)
 
 
 class Stock:
@@ -60,9 +55,8 @@ class Stock:
         self._there: dict[int, tuple[int, int]] = {}
         self._temporaries: set[int] = set()  # those of it that need not last
         self._made: set[int] = set()  # by operators, and not accessed as what lasts
-        self._small: dict[int, int] = {}  # what recurs and is small -> bytes, wherever it is
-        self._small_nbytes = 0
-        self._limit_nbytes = self._small_limit = self._decision_nbytes = 0
+        self._small = SmallBlocks()
+        self._limit_nbytes = self._decision_nbytes = 0
         self._near = 0.0  # what is used after so many accesses or more may go before long
         self._near_at = 0  # the position at which that is worked out anew
         self._has_counted, self._count_at = False, 0
@@ -71,7 +65,7 @@ class Stock:
     def set_limit(self, limit_nbytes: int, decision_nbytes: int = 0) -> None:
         """Work with another budget from now on, on a device where decisions cost so much."""
         self._limit_nbytes, self._decision_nbytes = limit_nbytes, decision_nbytes
-        self._small_limit = small_limit_nbytes(limit_nbytes)
+        self._small.set_limit(limit_nbytes)
         self.is_void = True
 
     # -- what happens ------------------------------------------------------------------------
@@ -160,7 +154,7 @@ class Stock:
         self._missing.forget(block_id)
         self._made.discard(block_id)
         self._temporaries.discard(block_id)
-        self._small_nbytes -= self._small.pop(block_id, 0)
+        self._small.forget(block_id)
 
     def note_clean(self, block_id: int) -> None:
         """Note that a block has a current copy at home."""
@@ -227,7 +221,6 @@ class Stock:
         self.is_void = False
         self._order.clear(self._limit_nbytes, self._decision_nbytes)
         self._small.clear()
-        self._small_nbytes = 0
         for block_id in self._order.fresh.numbers():
             if is_foreseen(forecaster, block_id):
                 self._order.forget(block_id)
@@ -238,10 +231,15 @@ class Stock:
         for block_id, (_, nbytes) in list(self._there.items()):
             if block_id not in self._temporaries or not self._is_over(block_id):
                 position, again, is_dirty = self._position(block_id, nbytes)
-                placed.append((block_id, nbytes, position, is_dirty, block_id in self._small))
+                is_small = block_id in self._small.numbers
+                placed.append((block_id, nbytes, position, is_dirty, is_small))
                 if again is not None:
                     due[block_id] = again
-        dirty = {b[0]: -b[2] for b in placed if b[3] and b[1] > self._decision_nbytes}
+        dirty = {
+            block_id: -position
+            for block_id, nbytes, position, is_dirty, _ in placed
+            if is_dirty and nbytes > self._decision_nbytes
+        }
         self._order.fill(placed)
         self._due.fill(due)
         self._dirty.fill(dirty)
@@ -249,7 +247,7 @@ class Stock:
         for distance, block_id in forecaster.upcoming(horizon_of(forecaster)):
             if block_id not in self._there and block_id not in missing:
                 missing[block_id] = forecaster.cursor + distance
-                self._note_small(block_id, forecaster.nbytes(block_id))
+                self._small.note(block_id, forecaster.nbytes(block_id))
         self._missing.fill(missing)
 
     def _is_over(self, block_id: int) -> bool:
@@ -267,32 +265,32 @@ class Stock:
         position, again, is_dirty = self._position(block_id, nbytes)
         if again is not None:
             self._due.note(block_id, again)
-        kind = {"is_dirty": is_dirty, "is_small": block_id in self._small, "is_named": is_named}
-        self._order.note(block_id, nbytes, position, **kind)
+        self._order.note(
+            block_id,
+            nbytes,
+            position,
+            is_dirty=is_dirty,
+            is_small=block_id in self._small.numbers,
+            is_named=is_named,
+        )
         if is_dirty and nbytes > self._decision_nbytes:
             self._dirty.note(block_id, -position)
 
     def _position(self, block_id: int, nbytes: int) -> tuple[float, float | None, bool]:
         """Return a block's position, the one at which it is put anew, and whether it is dirty."""
         is_dirty = block_id in self.may_be_dirty
-        last_use, least = self._there[block_id][0], self._decision_nbytes
-        state = {"is_dirty": is_dirty, "is_temporary": block_id in self._temporaries}
         position, again, is_used = position_of(
-            self._forecaster, block_id, nbytes, last_use, decision_nbytes=least, **state
+            self._forecaster,
+            block_id,
+            nbytes,
+            self._there[block_id][0],
+            is_dirty=is_dirty,
+            is_temporary=block_id in self._temporaries,
+            decision_nbytes=self._decision_nbytes,
         )
-        if is_used and nbytes <= self._small_limit:
-            self._note_small(block_id, nbytes)
+        if is_used:
+            self._small.note(block_id, nbytes)
         return position, again, is_dirty
-
-    def _note_small(self, block_id: int, nbytes: int) -> None:
-        if nbytes <= self._small_limit and block_id not in self._small:
-            self._small[block_id] = nbytes
-            self._small_nbytes += nbytes
-
-    @property
-    def _keeps_small(self) -> bool:
-        """Whether small blocks that recur are few enough to be kept, all of them."""
-        return self._small_nbytes <= self._limit_nbytes * SMALL_TOTAL_SHARE
 
     def _distance_of_the_next(self, nbytes: float) -> float:
         """Return after how many accesses the soonest used of the next victims is used.
@@ -311,7 +309,7 @@ class Stock:
             return self._near
         self._near_at, self._near = end + int(NEAR_SHARE * len(self._there)) + 1, 0.0
         there, cursor = self._there, self._forecaster.cursor
-        small = self._small if self._keeps_small else ()
+        small = self._small.numbers if self._small.are_kept else ()
         for position, block_id in self._order.farthest_first():
             if block_id in there and block_id not in small:
                 nbytes -= there[block_id][1]
@@ -329,13 +327,13 @@ class Stock:
     def victims(self, look: Look, newest: int) -> Iterator[tuple[float, BlockSnapshot]]:
         """Yield (distance, block) of what may be given back ahead of need, best first."""
         self._put_passed_again()
-        kinds = {"with_small": not self._keeps_small, "with_fresh": False, "with_named": False}
+        kinds = {"with_small": not self._small.are_kept, "with_fresh": False, "with_named": False}
         return self._order.best_first(self._forecaster.cursor, newest, look, **kinds)
 
     def all_victims(self, look: Look, newest: int) -> Iterator[BlockSnapshot]:
         """Yield what may be given back, best first, and at last what is small and recurs."""
         self._put_passed_again()
-        keeps_small, yielded = self._keeps_small, set()
+        keeps_small, yielded = self._small.are_kept, set()
         cursor, end = self._forecaster.cursor, self._forecaster.end
         best_first = partial(self._order.best_first, cursor, newest, look, end=end, with_fresh=True)
         for _, block in best_first(with_small=not keeps_small):
@@ -393,7 +391,7 @@ class Stock:
             block = look(block_id)
             if block is None or not block.is_dirty:
                 self.note_clean(block_id)
-            elif self._keeps_small and block_id in self._small:
+            elif self._small.are_kept and block_id in self._small.numbers:
                 self._dirty.forget(block_id)  # until it is used again
             elif block.is_persistent:
                 yield block

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from torchTensorRef.strategies.flow.by_next_use import ByKey
 from torchTensorRef.strategies.flow.eviction_order import EvictionOrder
+from torchTensorRef.strategies.flow.forecaster import horizon_of
 from torchTensorRef.strategies.flow.history import History
 from torchTensorRef.strategies.flow.scores import UNFORESEEN, cost_per_byte
-from torchTensorRef.strategies.flow.stock import Stock, horizon_of
+from torchTensorRef.strategies.flow.stock import Stock
 from torchTensorRef.strategy import Access, BlockSnapshot
 
 numbers = st.integers(0, 12)
