@@ -92,9 +92,8 @@ def _has_overlaps(lists: Sequence[Sequence[Any]]) -> bool:
         if x is not None and x.layout is strided and x.numel():
             memory = x._ttr_block if is_ref(x) else x.untyped_storage()._cdata
             extents.setdefault(memory, []).append(load(".memory.adoption").extent_of(x))
-    return any(
-        start < end for found in extents.values() for (_, end), (start, _) in pairwise(sorted(found))
-    )
+    neighbours = chain.from_iterable(pairwise(sorted(found)) for found in extents.values())
+    return any(start < end for (_, end), (start, _) in neighbours)
 
 
 def _roughly_nbytes(lists: Sequence[Sequence[Any]]) -> int:

@@ -285,5 +285,9 @@ def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
 
 def sizes_of_call(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what calls of an operator on operands of equal sizes have in common."""
-    refs = [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)]
+    return sizes_of(plan, [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)])
+
+
+def sizes_of(plan: OpPlan, refs: list[Any]) -> tuple[Any, ...]:
+    """Return the same of a call whose operands are known already."""
     return (plan.number, *(ref.size() for ref in refs[:3]))

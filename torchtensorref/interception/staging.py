@@ -15,7 +15,7 @@ from ..memory.plain_views import for_writing, plain_on
 from ..memory.ref import TensorRef
 from ..memory.sparse import plain_sparse
 from .device_labels import exchange_device, is_device_operand
-from .operands import Operands
+from .operands import Operands, sizes_of
 
 
 def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged:
@@ -38,17 +38,12 @@ def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged
 
 def expected_results(operands: Operands, manager: TensorsManager) -> int:
     """Return the bytes that the results are expected to take: what they took the last time."""
-    return manager.residency.times.result_nbytes.get(sizes_of(operands), 0)
+    return manager.residency.times.result_nbytes.get(sizes_of(operands.plan, operands.refs), 0)
 
 
 def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> None:
     """Remember the bytes that a result takes, for the next call of its kind."""
-    manager.residency.times.remember_results(sizes_of(operands), nbytes)
-
-
-def sizes_of(operands: Operands) -> tuple[Any, ...]:
-    """Return what calls of an operator on operands of equal sizes have in common."""
-    return (operands.plan.number, *(ref.size() for ref in operands.refs[:3]))
+    manager.residency.times.remember_results(sizes_of(operands.plan, operands.refs), nbytes)
 
 
 class Staged:
