@@ -42,6 +42,7 @@ from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import export_plain, legacy_instance, on_plain
 from .registration import on_registration
+from .rpc import OF_RPC
 from .scripted import OF_JIT
 from .shapes import OF_SHAPES
 from .signals import HandlersPatch, get_handler, set_handler
@@ -172,6 +173,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     *OF_JIT,
     *OF_SHAPES,
     *OF_COMPILER,
+    *OF_RPC,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),
     MethodPatch("torch", "_C.Stream.__enter__", then_note, OTHER_STREAM),
     MethodPatch("torch", "_C.Stream.__exit__", then_note, OTHER_STREAM),
