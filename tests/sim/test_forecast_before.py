@@ -345,3 +345,36 @@ def test_what_was_plain_before_and_is_written_inside_has_its_bytes():
     assert kept["module"].old.tolist() == [1, 1]
     assert kept["module"].shown.tolist() == kept["shown"].tolist() == [1, 1]
     tensorsManager.check()
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_inside_counts_for_no_later_one(name):
+    """Torch counts steps in plain tensors, of which nobody tells."""
+
+    def trained(*, is_foretold: bool) -> Any:
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 4), torch.ones(2, 4)
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def loss_of() -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(loss_of)
+        for _ in range(2 * is_foretold):
+            _ = forecast(lambda: optimizer.step(loss_of), device="rtx4060").steps
+        optimizer.step(loss_of)
+        counts = [int(state["step"]) for state in optimizer.state.values()]
+        return model.weight.tolist(), counts
+
+    assert trained(is_foretold=True) == trained(is_foretold=False)

@@ -624,3 +624,17 @@ def test_an_output_that_had_grown_when_its_operator_raised_can_be_used(manager):
     assert set(ref.flatten().tolist()) == {1.0}
     again = manager.adopt(torch.eye(8))
     assert torch.equal(torch.linalg.inv(again, out=ref).cpu(), torch.eye(8))
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("strategy", ["genoa", "lru"])
+def test_an_output_still_to_be_conjugated_that_shrinks_has_its_new_sizes(manage, strategy):
+    """Torch gives it them in C++, and its view at home was kept, which had the old ones."""
+    manager = manage(strategy, 1 << 20)
+    for out in (torch.ones(4, 2, dtype=torch.complex64).conj(), torch.ones(4, 2) * 1j):
+        ref = manager.adopt(out.clone()).conj() if out.is_conj() else manager.adopt(out).conj().imag
+        for _ in range(2):  # the first makes the view that is kept
+            ref.tolist()
+        torch.mul(manager.adopt(torch.ones(1, 2, dtype=ref.dtype)), 2, out=ref)
+        assert (ref.shape, ref.detach().shape, ref[:].shape) == ((1, 2),) * 3
+        assert ref.detach().tolist() == ref.view(2)[None].tolist() == [[2, 2]]

@@ -124,8 +124,8 @@ def _make_in_cpp(plain: torch.Tensor, block: Block, device: Device, label: torch
     ref = core.library.make_ref(plain, block, device, label)
     if not keeps_views(block, device):
         ref._ttr_plain = None
-    elif device.is_host:
-        ref._ttr_home = plain
+    elif device.is_host and not (plain.is_conj() or plain.is_neg()):
+        ref._ttr_home = plain  # of others it would have old sizes, see `plain_on`
     return ref
 
 
@@ -222,10 +222,11 @@ def plain_on(ref: Any, device: Device) -> torch.Tensor:
                 if ref._ttr_device is device:
                     return ref._ttr_plain  # type: ignore[no-any-return]
     view = view_of(ref, block.replicas[device].base)
-    if keeps:
+    # Torch gives what is still to be conjugated, and is an `out=`, other sizes without telling us.
+    if keeps and not (view.is_conj() or view.is_neg()):
         if device.is_host:
             ref._ttr_home = view
-        elif not (view.is_conj() or view.is_neg()):
+        else:
             with _keeping:
                 ref._ttr_device = None  # nobody takes the one with the other's device
                 ref._ttr_plain = view

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.activation import moving, when_drawn, when_made, when_seeded
@@ -86,7 +87,32 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
         drawing(),  # what waits from before is not drawn, nor left behind
         scoped(Scope(values, recorder, PromisedDraws(first=standing.note))),
         moving.entered(before.note_moved),
+        _counts_put_back(),
     ):
+        yield
+
+
+@contextmanager
+def _counts_put_back() -> Iterator[None]:
+    """Put back what optimizers keep in plain tensors, as their steps: nobody tells of those."""
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if promises.recorder is None:
+            return  # another thread's
+        for tensor in tree_leaves([dict(one) for one in optimizer.state.values()]):
+            is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, TensorRef)
+            if is_plain and id(tensor) not in found:
+                found[id(tensor)] = tensor, tensor.clone()
+
+    def end() -> None:
+        handle.remove()
+        with torch.no_grad():
+            for tensor, before in found.values():
+                tensor.copy_(before)
+
+    handle = register_optimizer_step_pre_hook(note)
+    with surely(end):
         yield
 
 
