@@ -347,7 +347,24 @@ def test_what_was_plain_before_and_is_written_inside_has_its_bytes():
     tensorsManager.check()
 
 
+class Decaying(torch.optim.Optimizer):
+    """Counts in a number, as SparseAdam does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        """Take a step that is smaller than the last one."""
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            p.add_(p.grad, alpha=-0.1 / self.state[p]["step"])
+
+
 OPTIMIZERS = {
+    "decaying": Decaying,
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "adam, fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),

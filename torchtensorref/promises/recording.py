@@ -94,22 +94,30 @@ def _recording(recorder: Recorder, values: Values) -> Iterator[None]:
 
 @contextmanager
 def _counts_put_back() -> Iterator[None]:
-    """Put back what optimizers keep in plain tensors, as their steps: nobody tells of those."""
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    """Put back what optimizers count, in plain tensors and in numbers: nobody tells of those."""
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    numbers: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if promises.recorder is None:
             return  # another thread's
-        for tensor in tree_leaves([dict(one) for one in optimizer.state.values()]):
+        of_all = list(optimizer.state.values())  # by parameter, or of a kind of its own
+        for tensor in tree_leaves(of_all):
             is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, TensorRef)
-            if is_plain and id(tensor) not in found:
-                found[id(tensor)] = tensor, tensor.clone()
+            if is_plain and id(tensor) not in tensors:
+                tensors[id(tensor)] = tensor, tensor.clone()
+        for state in of_all:
+            if isinstance(state, dict) and id(state) not in numbers:
+                counts = {name: n for name, n in state.items() if type(n) in (int, float)}
+                numbers[id(state)] = state, counts
 
     def end() -> None:
         handle.remove()
         with torch.no_grad():
-            for tensor, before in found.values():
+            for tensor, before in tensors.values():
                 tensor.copy_(before)
+        for state, counts in numbers.values():
+            state.update(counts)
 
     handle = register_optimizer_step_pre_hook(note)
     with surely(end):
