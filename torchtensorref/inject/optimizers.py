@@ -87,11 +87,11 @@ def _is_of_one_kind(tensors: Sequence[Any]) -> bool:
 
 def _has_overlaps(lists: Sequence[Sequence[Any]]) -> bool:
     """Whether two of all these tensors have memory in common, as far as their extents tell."""
-    extents: dict[Any, list[tuple[int, int]]] = {}
+    extent_of, extents = load(".memory.adoption").extent_of, dict[Any, list[tuple[int, int]]]()
     for x in chain.from_iterable(lists):
         if x is not None and x.layout is strided and x.numel():
             memory = x._ttr_block if is_ref(x) else x.untyped_storage()._cdata
-            extents.setdefault(memory, []).append(load(".memory.adoption").extent_of(x))
+            extents.setdefault(memory, []).append(extent_of(x))
     neighbours = chain.from_iterable(pairwise(sorted(found)) for found in extents.values())
     return any(start < end for (_, end), (start, _) in neighbours)
 

@@ -82,6 +82,11 @@ class Operands:
         return sum(block.nbytes for block in self.blocks)
 
     @property
+    def sizes(self) -> tuple[Any, ...]:
+        """What calls of the operator on operands of equal sizes have in common."""
+        return _sizes_of(self.plan, self.refs)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype for which a device has a kernel, or has none."""
         dtype: torch.dtype = self.refs[0].dtype if self.refs else torch.float32
@@ -285,9 +290,8 @@ def targets(plan: OpPlan, args: tuple[Any, ...]) -> Iterator[Any]:
 
 def sizes_of_call(plan: OpPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what calls of an operator on operands of equal sizes have in common."""
-    return sizes_of(plan, [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)])
+    return _sizes_of(plan, [arg for arg in flattened(plan, args) if isinstance(arg, TensorRef)])
 
 
-def sizes_of(plan: OpPlan, refs: list[Any]) -> tuple[Any, ...]:
-    """Return the same of a call whose operands are known already."""
+def _sizes_of(plan: OpPlan, refs: list[Any]) -> tuple[Any, ...]:
     return (plan.number, *(ref.size() for ref in refs[:3]))

@@ -9,7 +9,7 @@ from ..memory.op_times import OpCost
 from ..memory.placing import Call, choose
 from ..memory.residency import Residency
 from ..memory.spreading import choose_among
-from .operands import Operands, sizes_of
+from .operands import Operands
 from .staging import expected_results
 
 #: A table of which rows are read is fetched as a whole once so many operators have read it,
@@ -69,7 +69,7 @@ def _ask_strategy(operands: Operands, manager: TensorsManager) -> Device:
     if not residency.feed.places:
         return accelerator
     plan = operands.plan
-    cost = residency.times.costs.get(sizes_of(operands.plan, operands.refs))
+    cost = residency.times.costs.get(operands.sizes)
     call = Call(
         plan.name,
         plan.kind,

@@ -33,7 +33,7 @@ from .blocks import Blocks
 from .device_labels import run_on_meta
 from .fallback import Fallback
 from .handlers import HANDLERS
-from .operands import Operands, analyse, sizes_of
+from .operands import Operands, analyse
 from .placement import place
 from .read_alone import ReadAlone, groups_of
 from .reference_check import ReferenceCheck
@@ -191,7 +191,7 @@ def begin_timing(staged: Staged) -> Timing | None:
     operands, residency = staged.operands, staged.manager.residency
     if not residency.feed.places:
         return None
-    cost = residency.times.costs.get(sizes_of(operands.plan, operands.refs))
+    cost = residency.times.costs.get(operands.sizes)
     main = residency.books.main
     return residency.times.begin(operands.plan.kind, cost, staged.device, main)
 
@@ -213,8 +213,7 @@ def after_kernel(
             )
         if timing is not None:
             timing.end(plan.kind, cost)
-            sizes = sizes_of(plan, staged.operands.refs)
-            staged.manager.residency.times.remember(sizes, cost)
+            staged.manager.residency.times.remember(staged.operands.sizes, cost)
     if device.has_virtual_clock and plan.answers:
         device.record().synchronize()  # the program reads a number: the host waits for it
     if staged.operands.on_accelerator is not None:

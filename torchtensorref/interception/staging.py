@@ -15,7 +15,7 @@ from ..memory.plain_views import for_writing, plain_on
 from ..memory.ref import TensorRef
 from ..memory.sparse import plain_sparse
 from .device_labels import exchange_device, is_device_operand
-from .operands import Operands, sizes_of
+from .operands import Operands
 
 
 def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged:
@@ -38,12 +38,12 @@ def fetch(operands: Operands, device: Device, manager: TensorsManager) -> Staged
 
 def expected_results(operands: Operands, manager: TensorsManager) -> int:
     """Return the bytes that the results are expected to take: what they took the last time."""
-    return manager.residency.times.result_nbytes.get(sizes_of(operands.plan, operands.refs), 0)
+    return manager.residency.times.result_nbytes.get(operands.sizes, 0)
 
 
 def note_result(operands: Operands, manager: TensorsManager, nbytes: int) -> None:
     """Remember the bytes that a result takes, for the next call of its kind."""
-    manager.residency.times.remember_results(sizes_of(operands.plan, operands.refs), nbytes)
+    manager.residency.times.remember_results(operands.sizes, nbytes)
 
 
 class Staged:

@@ -111,16 +111,14 @@ def _counts_put_back() -> Iterator[None]:
                 counts = {name: n for name, n in state.items() if type(n) in (int, float)}
                 numbers[id(state)] = state, counts
 
-    def end() -> None:
-        handle.remove()
+    def put_back() -> None:
         with torch.no_grad():
             for tensor, before in tensors.values():
                 tensor.copy_(before)
         for state, counts in numbers.values():
             state.update(counts)
 
-    handle = register_optimizer_step_pre_hook(note)
-    with surely(end):
+    with surely(put_back), register_optimizer_step_pre_hook(note):
         yield
 
 
