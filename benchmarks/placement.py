@@ -4,7 +4,7 @@
 programs of real sizes on simulated machines, without bytes (a recorded program, `Replayer`), with
 placement and without. Virtual time: the same on every machine.
 
-* ``decode-M-B``: 16 layers of a Llama of 8 B parameters in bfloat16, batch 1, with a budget of
+* ``decode-M-B``: Llama-3-8B in bfloat16, all of its matrices, batch 1, with a budget of
   B % of its weights, on the three machines M of link / kernels of the host / memory of
   the host: 1 is 25 / 50 / 60 GB/s, 2 is 12 / 35 / 40, 3 is 25 / 150 / 200. The
   bound is THEORY.md, 3.2: ``S / min(b_link + b_host, b_dram)``, S the bytes of weights
@@ -12,7 +12,7 @@ placement and without. Virtual time: the same on every machine.
   "Over the floor" is with the first of these, and with the room of what is on its way
   (`floor_ns`). How far that floor lies above the bound stands beside it: in a steady state nothing
   can go below it.
-* ``context-M-25``: the same with 16,384 tokens in the caches, which have 1 GB together: what of
+* ``context-M-25``: the same with 16,384 tokens in the caches, which have 2 GB together: what of
   them is at home is attended there, where fetching it takes longer.
 * ``experts-M-50``: a mixture of experts, two of eight chosen at random.
 * ``prefill-M-50``, ``diffusion-M-50``: 512 tokens at once, and a denoiser: bound by compute or
@@ -58,12 +58,14 @@ URGENT_NBYTES = 1 << 20
 
 
 class Llama(nn.Module):
-    """The shapes of Llama-3-8B's layers, half of them, and of a small vocabulary."""
+    """The shapes of Llama-3-8B, but for the table of its tokens, of which a step reads one row."""
 
-    def __init__(self, layers: int = 16, hidden: int = 4096, inner: int = 14336) -> None:
+    def __init__(
+        self, layers: int = 32, hidden: int = 4096, inner: int = 14336, vocabulary: int = 128_256
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DecoderLayer(hidden, inner, 4) for _ in range(layers))
-        self.head = nn.Linear(hidden, 32_000, bias=False)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor, caches: Any) -> torch.Tensor:
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):

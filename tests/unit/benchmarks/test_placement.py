@@ -9,7 +9,7 @@ from benchmarks.placement import Case, Llama
 
 
 def small() -> Llama:
-    return Llama(layers=6, hidden=2048, inner=4096)
+    return Llama(layers=6, hidden=2048, inner=4096, vocabulary=32_000)
 
 
 @pytest.fixture(autouse=True)
