@@ -11,10 +11,8 @@ accelerator `Flow` decides what to keep and what to fetch ahead.
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, takewhile
 
 from ..strategy import (
     Access,
@@ -27,22 +25,16 @@ from ..strategy import (
     Prefetch,
     Strategy,
 )
+from .dealing import WEIGHTS_SHARE, moves_to_even_out, rounds_of, shares_of
 from .flow import Flow
 from .flow.home_trial import HomeTrial
 
-#: What weights may take of a budget; the rest is for activations.
-WEIGHTS_SHARE = 0.9
-#: The most blocks that a layer has, and how many have to be as large as those a layer before.
-LONGEST_LAYER = 256
-ALIKE_SHARE = 0.9
 #: An accelerator takes blocks again when what lives there takes less than this of its budget.
 GONE_SHARE = 0.5
-#: What does not fit is dealt out in rounds, so that the program goes through so many stretches of
-#: it. They take at least so long: each boundary takes tens of microseconds.
-STRETCH_COUNT = 128
-STRETCH_NS = 100_000
 #: What was fetched ahead and is not used yet comes to no more than this share of what is missing.
 AHEAD_SHARE = 1 / 4
+#: What was dealt out is evened out by blocks of at least this share of the smallest budget.
+EVEN_SHARE = 1 / 128
 #: Weights up to this share of the smallest budget have no home: they go where they are needed.
 TINY_SHARE = 1 / 4096
 #: Budgets that follow what others take of a device change by this share before blocks move.
@@ -137,9 +129,11 @@ class Venice(Strategy):
         return abs(device.limit_nbytes - before) > LIMIT_TOLERANCE * before
 
     def _settle(self, operand: OperandSnapshot, accelerators: Sequence[DeviceSnapshot]) -> str:
-        """Choose where a block lives: where it is, or where there is room next."""
+        """Choose where a block lives: where it is or was used last, or where there is room."""
         block_id, nbytes, _, devices = operand
-        home = devices[0] if len(devices) == 1 else self._next(nbytes, accelerators)
+        home = devices[0] if len(devices) == 1 else self._used_on.get(block_id, "")
+        if home not in self._dealt:
+            home = self._next(nbytes, accelerators)
         self._nbytes[block_id] = nbytes
         self._home[block_id] = home
         self._dealt[home] += nbytes
@@ -160,8 +154,8 @@ class Venice(Strategy):
     def _deal_again(self, accelerators: Sequence[DeviceSnapshot]) -> None:
         """Deal out all that is known; blocks move when they are used next."""
         self._is_over = self._is_known = False
-        self._dealt = {device.name: 0 for device in accelerators}
         ordered = _largest_first(accelerators)
+        self._dealt = {device.name: 0 for device in ordered}
         total_nbytes = sum(self._nbytes.values())
         shares = self.shares(ordered, total_nbytes)
         round_count = rounds_of(ordered, list(self._nbytes.values()))
@@ -178,6 +172,18 @@ class Venice(Strategy):
             self._dealt[ordered[at].name] += nbytes
             at_nbytes += nbytes
         self._filled = {device.name for device in ordered[:at]}
+        if round_count > 1:
+            least_nbytes = EVEN_SHARE * min(self._limits.values())
+            self._even_out(dict(zip(self._dealt, shares, strict=True)), least_nbytes)
+
+    def _even_out(self, shares: dict[str, float], least_nbytes: float) -> None:
+        """Move blocks from who got more than its share: its link would hold up the others."""
+        excess = {name: self._dealt[name] - share for name, share in shares.items()}
+        moves = moves_to_even_out(excess, self._home, self._nbytes, least_nbytes)
+        for block_id, home in list(moves):
+            self._dealt[self._home[block_id]] -= self._nbytes[block_id]
+            self._dealt[home] += self._nbytes[block_id]
+            self._home[block_id] = home
 
     def shares(self, accelerators: Sequence[DeviceSnapshot], total_nbytes: int) -> list[float]:
         """Return how many bytes of weights each gets: see `shares_of`."""
@@ -294,64 +300,6 @@ class Venice(Strategy):
     ) -> Iterable[int]:
         """Return what the flow of this accelerator names."""
         return self._flow(device.name).write_back(device, resident)
-
-
-def shares_of(accelerators: Sequence[DeviceSnapshot], total_nbytes: int) -> list[float]:
-    """Return how many bytes of weights each accelerator gets, in the order given.
-
-    Where all of it fits the first ones are filled; else each link brings, in the same time, what
-    its accelerator cannot hold.
-    """
-    room = [WEIGHTS_SHARE * device.limit_nbytes for device in accelerators]
-    excess_nbytes = total_nbytes - sum(room)
-    if excess_nbytes <= 0:
-        return room
-    links = [device.h2d_bytes_per_s for device in accelerators]
-    time_s = excess_nbytes / sum(links)
-    return [here + time_s * link for here, link in zip(room, links, strict=True)]
-
-
-def rounds_of(accelerators: Sequence[DeviceSnapshot], sizes: Sequence[int]) -> int:
-    """Return in how many rounds weights are dealt out, each accelerator getting a stretch in each.
-
-    One where all of it fits. Else an accelerator brings what it lacks while the others compute, and
-    can have brought no more than it has room for: with `n` rounds the room of a stretch is `1 / n`
-    of what it lacks, which it has to bring besides. But a block is used as a whole: a stretch has
-    about one of the usual size at least. Layers that are alike are dealt out alike, so that no
-    stretch lacks more than the others: one, two, four ... rounds each, or as many layers a round.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Of the blocks, in the order of their use.
-    """
-    total_nbytes = sum(sizes)
-    excess_nbytes = total_nbytes - sum(WEIGHTS_SHARE * d.limit_nbytes for d in accelerators)
-    links = sum(device.h2d_bytes_per_s for device in accelerators)
-    time_ns = max(excess_nbytes, 0) / links * 1e9
-    stretch_count = min(STRETCH_COUNT, time_ns / STRETCH_NS, total_nbytes / _usual_nbytes(sizes))
-    round_count = max(1.0, stretch_count / len(accelerators))
-    layer_count = len(sizes) // (_period_of(sizes) or 1)
-    if round_count < 2 or layer_count < 2:
-        return int(round_count)
-    return max(1, round(layer_count * 2.0 ** round(math.log2(round_count / layer_count))))
-
-
-def _period_of(sizes: Sequence[int]) -> int:
-    """Return after how many blocks their sizes repeat; 0 if they do not."""
-    for period in range(1, min(LONGEST_LAYER, len(sizes) // 2) + 1):
-        alike = sum(map(operator.eq, sizes, islice(sizes, period, None)))
-        if alike >= ALIKE_SHARE * (len(sizes) - period):
-            return period
-    return 0
-
-
-def _usual_nbytes(sizes: Sequence[int]) -> int:
-    """Return the size such that half of the bytes are in blocks at least as large; 1 of none."""
-    ordered = sorted(sizes, reverse=True)
-    half = sum(ordered) / 2
-    reached = zip(ordered, accumulate(ordered), strict=True)
-    return max(1, next((nbytes for nbytes, so_far in reached if so_far >= half), 1))
 
 
 def _largest_first(accelerators: Sequence[DeviceSnapshot]) -> list[DeviceSnapshot]:

@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
-from torchTensorRef.strategies.venice import (
-    AHEAD_SHARE,
+from torchTensorRef.strategies.dealing import (
     STRETCH_COUNT,
     WEIGHTS_SHARE,
-    Venice,
+    moves_to_even_out,
     rounds_of,
     shares_of,
 )
+from torchTensorRef.strategies.venice import AHEAD_SHARE, Venice
 from torchTensorRef.strategy import (
     Access,
     DeviceSnapshot,
@@ -269,3 +269,28 @@ def test_the_flow_of_the_accelerator_says_what_is_computed_at_home():
     strategy = Venice()
     assert strategy.place(asked(200_000)) == "cpu"
     assert strategy.place(asked(2_000_000)) == "b"
+
+
+def test_what_one_has_too_much_of_goes_to_who_has_too_little():
+    sizes = {1: 30, 2: 50, 3: 30, 4: 80, 5: 30, 6: 40}
+    home = {1: "a", 2: "a", 3: "a", 4: "a", 5: "a", 6: "b"}
+    excess = {"a": 45.0, "b": -45.0}
+    moves = list(moves_to_even_out(excess, home, sizes, 1))
+    assert moves == [(3, "b")]  # 50 and 80 are too much; 15 are left, and nothing is as small
+    assert list(moves_to_even_out(excess, home, sizes, 31)) == []
+    assert list(moves_to_even_out({"a": 0.0, "b": 0.0}, home, sizes, 1)) == []
+    excess = {"a": 100.0, "b": -60.0, "c": -40.0}
+    assert list(moves_to_even_out(excess, home, sizes, 1)) == [(2, "b"), (3, "c")]
+
+
+def test_weights_are_dealt_out_evenly_where_layers_do_not_divide():
+    """One matrix more on one accelerator is made up for by a small one."""
+    strategy, two = Venice(), [device("a", 10_000_000), device("b", 10_000_000)]
+    layer = [150_000, 40_000, 40_000, 150_000, 450_000, 450_000, 450_000]
+    sizes = [*layer * 20, 300_000, 300_000]
+    for _ in range(3):
+        for number, nbytes in enumerate(sizes):
+            use(strategy, number, strategy.place(op(two, weight(number, nbytes))), nbytes)
+    a, b = (strategy.dealt_nbytes[name] for name in "ab")
+    assert a + b == sum(sizes)
+    assert abs(a - b) < 150_000
