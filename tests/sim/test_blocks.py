@@ -1,5 +1,6 @@
 """Operators that are larger than the budget: in blocks, with the bits of plain torch."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -327,6 +328,31 @@ def test_another_processors_tiles_are_not_trusted(manage, monkeypatch):
     assert not differences(plain, ours)
     assert manager.stats()["host_fallback_operators"] == {"aten.mm.default": 1}
     probe._are_alike.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 65, 300])
+@pytest.mark.parametrize("inner", [1, 8, 64, 100])
+@pytest.mark.parametrize("columns", [1, 3, 64, 300])
+def test_no_tile_in_half_precision_is_small_where_the_whole_is_not(rows, inner, columns):
+    """Torch takes another kernel for few multiplications, which adds in another order."""
+    shape = products.mm({"self": halves(rows, inner), "mat2": halves(inner, columns)})
+    several = products.bmm({"self": halves(9, rows, inner), "mat2": halves(9, inner, columns)})
+    as_linear = products.linear(
+        {"input": halves(9, rows, inner), "weight": halves(columns, inner), "bias": None}
+    )
+    for cut, count in ((shape, 1), (several, 9), (as_linear, 9)):
+        axes = cut.axes[: 2 if cut is shape else 3]
+        finest = [
+            min(end - start for start, end in axis.ranges(axis.step))
+            if axis.keeps_bits
+            else axis.extent
+            for axis in (
+                axis._replace(step=axis.exact_step, keeps_bits=True) if axis.exact_step else axis
+                for axis in axes
+            )
+        ]
+        is_small = count * rows * inner * columns <= products.SMALL_PRODUCT
+        assert is_small or inner * math.prod(finest) > products.SMALL_PRODUCT
 
 
 def test_half_precision_is_cut_where_tiles_have_the_bits_of_the_whole(manage, monkeypatch):

@@ -7,7 +7,9 @@ cut ever changed a bit. In single precision tiles of 128 and more did not, but w
 operand is in rows and the first has less than 8 rows: there they did in one of thirty. In double
 precision tiles of 512 of products of powers of two did, where the second operand is in columns:
 none is taken to keep them. On other processors it may be otherwise (on an Intel Xeon with AMX cuts
-in bfloat16 change bits), so half and single precision are tried first (`probe.py`).
+in bfloat16 change bits), so half and single precision are tried first (`probe.py`). In half
+precision torch takes another kernel for few multiplications (`SMALL_PRODUCT`): of 1,407 such tiles
+of larger products 38 had other bits on a Xeon, of 7,117 larger tiles none. No tile is that small.
 
 Of several products at once (`bmm`) the bits depend on where each matrix begins: of 30,000 cut after
 any of them 8 in a hundred had other bits in single and double precision, a few in the others; of
@@ -17,7 +19,7 @@ result. Tiles have memory of their own, so the operands have to lie like that be
 
 from __future__ import annotations
 
-from math import gcd, lcm
+from math import ceil, gcd, lcm, prod
 
 import torch
 
@@ -39,6 +41,8 @@ from .sums import HALF, Products
 #: Rows and columns of tiles, by the size of an element: multiples of it.
 STEPS = {torch.float32: 128, torch.float64: 512, torch.complex64: 128, torch.complex128: 512}
 STEP_OF_HALF = 64
+#: Products in half precision of more multiplications go to oneDNN (torch's `mkldnn_gemm_min_size`).
+SMALL_PRODUCT = 16**3
 #: Where memory that torch has allocated begins, and so each tile: at a multiple of so many bytes.
 ALIGNED_NBYTES = 64
 STEP_OF_SUMS = 128
@@ -114,7 +118,8 @@ def linear(call: Call) -> Cut | None:
     if weight.dim() != 2 or x.dim() < 1:
         return None
     lead = x.dim() - 1
-    step = _step(x.dtype)
+    rows, columns = prod(x.size()[-2:-1]), weight.size(0)
+    step, step_of_columns = _steps(x.dtype, rows, x.size(-1), columns)
     operands: dict[Place, Along] = {
         ("input", None): (*range(lead), None),
         ("weight", None): (lead, None),
@@ -122,12 +127,16 @@ def linear(call: Call) -> Cut | None:
     if bias is not None:
         operands["bias", None] = (lead,)
     last = lead - 1
-    is_safe = x.dtype in HALF and tiles_are_alike(x.dtype, step)
+    is_safe = x.dtype in HALF and tiles_are_alike(x.dtype, STEP_OF_HALF)
     if _is_copied_in_rows(x) or _is_copied_in_rows(weight):
         is_safe = False
-    rows = [Axis(size, step if i == last else 1, is_safe) for i, size in enumerate(x.size()[:-1])]
+    if _are_small_together(x.dtype, rows * x.size(-1) * columns, x.size()[:-2].numel()):
+        is_safe = False
+    leading = [
+        Axis(size, step if i == last else 1, is_safe) for i, size in enumerate(x.size()[:-1])
+    ]
     return Cut(
-        axes=(*rows, Axis(weight.size(0), step, is_safe)),
+        axes=(*leading, Axis(columns, step_of_columns, is_safe)),
         operands=operands,
         results=(tuple(range(lead + 1)),),
     )
@@ -145,6 +154,8 @@ def _of_several(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis, Axis]:
     370 products cut at random 4 had other bits without this, and of 730 none with it.
     """
     count, rows, columns = _products(a, b), *_rows_and_columns(a, b)
+    if _are_small_together(a.dtype, a.size(1) * a.size(2) * b.size(2), a.size(0)):
+        return count, rows._replace(keeps_bits=False), columns._replace(keeps_bits=False)
     if count.keeps_bits or count.extent == 1 or count.exact_step == STEP_OF_ALIGNED:
         return count, rows, columns
     return count, rows._replace(keeps_bits=False), columns._replace(keeps_bits=False)
@@ -161,6 +172,8 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> Axis:
     step = lcm(
         STEP_OF_ALIGNED, *(ALIGNED_NBYTES // gcd(ALIGNED_NBYTES, nbytes) for nbytes in sizes)
     )
+    if _are_small_together(a.dtype, rows * inner * columns, count):
+        step *= ceil((SMALL_PRODUCT + 1) / (rows * inner * columns * step))
     return Axis(count, keeps_bits=False, exact_step=step)
 
 
@@ -179,16 +192,17 @@ def _is_copied_in_rows(x: torch.Tensor) -> bool:
 
 
 def _rows_and_columns(a: torch.Tensor, b: torch.Tensor) -> tuple[Axis, Axis]:
-    step, dtype = _step(a.dtype), a.dtype
+    dtype = a.dtype
     are_rows_safe = not (dtype.is_floating_point or dtype.is_complex)
     if dtype in HALF or dtype is torch.float32:
-        are_rows_safe = tiles_are_alike(dtype, step)
+        are_rows_safe = tiles_are_alike(dtype, _step(dtype))
     if _is_copied_in_rows(a) or _is_copied_in_rows(b):
         are_rows_safe = False
     are_columns_safe = dtype not in SAFE_ROWS or b.stride(-2) == 1 or a.size(-2) >= SAFE_ROWS[dtype]
+    step, step_of_columns = _steps(dtype, a.size(-2), a.size(-1), b.size(-1))
     return (
         Axis(a.size(-2), step, keeps_bits=are_rows_safe),
-        Axis(b.size(-1), step, keeps_bits=are_rows_safe and are_columns_safe),
+        Axis(b.size(-1), step_of_columns, keeps_bits=are_rows_safe and are_columns_safe),
     )
 
 
@@ -196,3 +210,26 @@ def _step(dtype: torch.dtype) -> int:
     if dtype in HALF:
         return STEP_OF_HALF
     return STEPS.get(dtype, 1)
+
+
+def _steps(dtype: torch.dtype, rows: int, inner: int, columns: int) -> tuple[int, int]:
+    """Return the rows and the columns that a tile has at least.
+
+    In half precision so many that none is a small product, unless all of it is one.
+    """
+    step = _step(dtype)
+    if dtype not in HALF or rows * inner * columns <= SMALL_PRODUCT:
+        return step, step
+    least_rows = _up_to(step, SMALL_PRODUCT // (inner * min(columns, step)) + 1)
+    if least_rows < rows or columns <= step:
+        return least_rows, step
+    return _up_to(step, rows), _up_to(step, SMALL_PRODUCT // (inner * rows) + 1)
+
+
+def _up_to(step: int, least: int) -> int:
+    return -(-least // step) * step
+
+
+def _are_small_together(dtype: torch.dtype, multiplications: int, count: int) -> bool:
+    """Whether several products, computed as one, are none that is small, and each by itself is."""
+    return dtype in HALF and 0 < multiplications <= SMALL_PRODUCT < multiplications * count
