@@ -11,6 +11,7 @@ from torch import nn
 
 from torchTensorRef import PromisedError, disabled, forecast, promising, tensorsManager
 from torchTensorRef.inject import hooks
+from torchTensorRef.middlewares import Place
 
 
 @pytest.fixture(autouse=True)
@@ -395,3 +396,146 @@ def test_a_step_inside_counts_for_no_later_one(name):
         return model.weight.tolist(), counts
 
     assert trained(is_foretold=True) == trained(is_foretold=False)
+
+
+WITHOUT_SHAPES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adam, a rate in a tensor": lambda p: torch.optim.Adam(p, torch.tensor(0.1), fused=True),
+}
+
+
+def bytes_of(optimizer: Any) -> Any:
+    state = optimizer.state_dict()["state"]
+    return [p.tolist() for p in optimizer.param_groups[0]["params"]], repr(state)
+
+
+@pytest.mark.parametrize("name", WITHOUT_SHAPES)
+@pytest.mark.parametrize("values", ["compute", "compute or zeros", "zeros"])
+def test_a_step_that_only_a_kernel_can_take_is_taken_back(name, values):
+    """Torch has no shape function for these: they ran for real, on the real weights."""
+
+    def trained(*, is_foretold: bool) -> Any:
+        p = nn.Parameter(torch.ones(4))
+        optimizer, inside = WITHOUT_SHAPES[name]([p]), []
+
+        def step() -> None:
+            p.grad = torch.arange(4.0)
+            optimizer.step()
+            inside.append(p.tolist())
+
+        step()
+        before, versions = bytes_of(optimizer), p._version
+        if is_foretold:
+            _ = forecast(lambda: (p, step(), step()), values=values).steps
+            assert (bytes_of(optimizer), p._version) == (before, versions)
+            assert p.grad.tolist() == [0, 1, 2, 3]
+            if values != "zeros":  # inside, the copies are what was written
+                assert inside[2] != inside[1] != inside[0]
+        step()
+        return bytes_of(optimizer)
+
+    with disabled():
+        plain = trained(is_foretold=False)
+    assert trained(is_foretold=True) == plain
+    tensorsManager.check()
+
+
+@pytest.mark.parametrize("values", ["compute", "compute or zeros", "zeros"])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(3), lambda: torch.zeros(0), lambda: torch.zeros(6)[::2]]
+)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_what_only_a_kernel_can_fill_is_as_it_was(make, values):
+    x, y = make(), torch.tensor([1.0, -1.0, 2.0, 3.0])
+    asked, seen = x * 2, []
+    before = facts(x)
+
+    def program():
+        twice = x * 2
+        torch.masked_select(y, y > 0, out=x)
+        seen.extend([x.tolist(), twice.tolist(), (x + 1).tolist()])
+
+    forecast(program, values=values)
+    assert facts(x) == before
+    assert asked.tolist() == [0.0] * len(x)
+    if values != "zeros":
+        assert seen == [[1, 2, 3], [0.0] * len(x), [2, 3, 4]]
+    assert torch.masked_select(y, y > 0, out=x).tolist() == x.tolist() == [1, 2, 3]
+    tensorsManager.check()
+
+
+def test_what_is_written_for_real_is_not_made_by_it():
+    """A record had it as made by the operator, which asked for room for two."""
+    x, y = torch.zeros(4), torch.ones(4)
+    op = forecast(lambda: torch.masked_select(y, y > 0, out=x), values="compute").record.ops[-1]
+    assert (op.name, len(op.writes), op.births) == ("aten.masked_select.out", 1, ())
+
+
+def test_a_plain_tensor_that_only_a_kernel_can_fill_is_as_it_was():
+    with disabled():
+        plain = torch.zeros(2)
+    y = torch.ones(2)
+    forecast(lambda: torch.masked_select(y, y > 0, out=plain), values="compute")
+    assert plain.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_an_array_goes_on_sharing_what_only_a_kernel_can_write(is_sparse, on_host):
+    x, y = torch.zeros(2), torch.ones(2)
+    sparse, seen = y.to_sparse(), []
+    array = x.numpy()
+
+    def program():
+        if is_sparse:
+            x.add_(sparse)
+        else:
+            torch.masked_select(y, y > 0, out=x)
+        seen.append((x.tolist(), array.tolist()))
+
+    place = [Place("aten", "cpu")] if on_host else []
+    with tensorsManager.middlewares.scoped(*place):
+        forecast(program, values="compute")
+    assert seen == [([1, 1], [0, 0])]
+    assert x.tolist() == [0, 0]
+    array[:] = 5
+    assert (x.tolist(), (x + 1).tolist()) == ([5, 5], [6, 6])
+    x.fill_(2)
+    assert array.tolist() == [2, 2]
+    tensorsManager.check()
+
+
+def eye() -> Any:
+    return torch.eye(3).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda: torch.ones(3, 3), lambda x, s: x.add_(s)),
+        (lambda: torch.ones(3, 3), lambda x, s: torch.mm(s, s.to_dense() * 2, out=x)),
+        (eye, lambda x, s: torch.sspaddmm(x, s, torch.ones(3, 3), out=x)),
+        (eye, lambda x, s: x.mul_(2)),
+        (eye, lambda x, s: x.add_(s)),
+        (eye, lambda x, s: x.sparse_resize_((5, 5), 2, 0)),
+        (eye, lambda x, s: x.values().mul_(3)),
+    ],
+)
+@pytest.mark.parametrize("values", ["compute", "zeros"])
+def test_what_is_written_beside_a_sparse_tensor_is_as_it_was(make, write, values):
+    """What has sparse operands runs for real in a forecast."""
+    x, s = make(), eye()
+
+    def sparse_facts() -> Any:
+        return x.to_dense().tolist(), x._version, x.is_sparse and x.is_coalesced()
+
+    before = sparse_facts()
+    for _ in range(2):
+        forecast(lambda: (write(x, s), x + 1 if not x.is_sparse else x.to_dense()), values=values)
+        assert sparse_facts() == before
+        tensorsManager.check()
+    write(x, s)
+    assert sparse_facts() != before
+    tensorsManager.check()

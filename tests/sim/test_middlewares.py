@@ -629,6 +629,16 @@ def test_the_guard_lets_a_given_nan_pass(manager):
         torch.reciprocal(x[1:])
 
 
+def test_the_guard_looks_at_nothing_that_is_made_up(manager):
+    """Its own question was answered with made up values, and seen as an operator of the program."""
+    model, x = linears(manager), manager.adopt(torch.ones(2, 64))
+    expected = len(torchTensorRef.forecast(model.layers[0], x).record.ops)
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        for values in (*range(10), "compute", "zeros", None):
+            seen = torchTensorRef.forecast(model.layers[0], x, values=values)
+            assert len(seen.record.ops) == expected
+
+
 def test_the_shipped_ones_are_short():
     from pathlib import Path
 

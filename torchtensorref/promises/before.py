@@ -14,6 +14,7 @@ from ..interception.operands import Operands
 from ..memory.block import Block
 from ..memory.plain_views import alias_of, bare_ref, exchange, replace_metadata
 from ..memory.ref import TensorRef
+from ..memory.sparse import SparseRef, alias_of_sparse, become
 from .graph import Cell, copied
 
 __all__ = ["Before"]
@@ -41,6 +42,8 @@ class Before:
         #: Tensors over them, with the versions that these had before they were first written.
         self._versions: list[tuple[Any, int]] = []
         self._histories: dict[int, _History] = {}
+        #: Sparse tensors that were written, and others of the same indices and values.
+        self._sparse: dict[int, tuple[Any, Any]] = {}
         #: Memory that was made meanwhile, by its number, which is kept from becoming another one's.
         self._made: dict[int, StorageWeakRef] = {}
         #: Tensors that may stand for other memory now, the number of what the object was, the block
@@ -119,7 +122,9 @@ class Before:
         """Note versions, histories and promises of tensors from before: they are to be written."""
         self.born.update(b for b in operands.written if b.promise is None and self._is_made(b))
         for value in operands.written_arguments():
-            if isinstance(value, torch.Tensor) and not value.is_inference():
+            if type(value) is SparseRef:
+                self._note_sparse(value)
+            elif isinstance(value, torch.Tensor) and not value.is_inference():
                 ref = operands.ref_of(value)
                 block = None if ref is None else ref._ttr_block
                 if block is not None and (block.promise is None or self._is_as_before(block)):
@@ -127,6 +132,15 @@ class Before:
                     self.note_history(value)
         for block in operands.written:
             self.note_promise(block)
+
+    def _note_sparse(self, ref: Any) -> None:
+        if id(ref) not in self._sparse:
+            self._sparse[id(ref)] = ref, alias_of_sparse(ref)
+            for part in ref._ttr_parts:
+                self.note_moved(part)
+            if not ref.is_inference():
+                self._versions.append((ref, ref._version))
+                self.note_history(ref)
 
     def note_history(self, tensor: Any) -> None:
         """Note whether a tensor requires gradients, where they go, and what it has of them."""
@@ -166,6 +180,8 @@ class Before:
                 # What the object was is gone where it still is another: that may be of any mode.
                 put = replace_metadata if ref._cdata == number else exchange
                 put(ref, alias_of(twin, block))
+        for ref, twin in self._sparse.values():
+            become(ref, twin)
         for history in self._histories.values():
             history.put_back()
         for tensor, version in reversed(self._versions):  # those of views are their base's
@@ -200,6 +216,7 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
+        self._sparse.clear()
         for noted in (self.promised, self._twins, self.born, self._made):
             noted.clear()
         return blocks

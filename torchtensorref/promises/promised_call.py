@@ -148,7 +148,8 @@ class PromisedCall:
     def _answered(self) -> Any:
         """Run the operator for real, on computed or made up operands, or give a given answer."""
         out = self._answer()
-        self._record(out, [x._ttr_block for x in tree_leaves(out) if isinstance(x, TensorRef)])
+        blocks = [x._ttr_block for x in tree_leaves(out) if isinstance(x, TensorRef)]
+        self._record(out, [b for b in blocks if b not in self._operands.written])
         return out
 
     def _answer(self) -> Any:
@@ -187,6 +188,7 @@ class PromisedCall:
 
     def _run_now(self) -> Any:
         operands, name = self._operands, self._plan.name
+        write_copies(self._promises, operands)
         for block in operands.blocks:
             self._promises.fulfil(block, name)
         return self._promises.outside(run_for_real, self._plan, *operands.args, **operands.kwargs)
@@ -341,6 +343,19 @@ def _is_held_outside(block: Block) -> bool:
     """Whether somebody would not see that a block is only promised to be written."""
     exposure = block.exposure
     return block.promise is None and exposure is not None and exposure.alive
+
+
+def write_copies(promises: Any, operands: Operands) -> None:
+    """Let an operator that is to run for real inside a forecast write copies of what is there."""
+    if promises.recorder is None:
+        return
+    for block in operands.written:
+        if block.promise is None:
+            cell = promises.cell_of(block)
+            promises.make_promise(block, cell)  # notes what it has
+            # Of those that share bytes the oldest keeps them when they are written: not this one.
+            tensorsManager.residency.sharing.unshare(cell.real)
+            promises.fulfil(block)
 
 
 def run_for_real(plan: OpPlan, *args: Any, **kwargs: Any) -> Any:

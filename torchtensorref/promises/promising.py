@@ -36,7 +36,7 @@ from .before import Before
 from .composite import run_composite
 from .draws import Draws, PromisedDraws, generator_of
 from .graph import Cell, Node, fulfil_all, is_lost, lacks_values, nodes_before, used_by
-from .promised_call import NOWHERE, PromisedCall, take_number
+from .promised_call import NOWHERE, PromisedCall, take_number, write_copies
 from .recorder import Recorder
 from .values import A_READ, Values, has_no_value, where_asked
 
@@ -145,6 +145,9 @@ class Promises:
         if operands.has_other_subclass:
             return NotImplemented
         if operands.sparse:  # its elements are known, and what is made of them is, too
+            if self.recorder is not None:
+                self.recorder.before.note_written(operands)
+                write_copies(self, operands)
             for block in operands.blocks:
                 self.asked(block, plan.name)
             return NotImplemented

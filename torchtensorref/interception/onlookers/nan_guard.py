@@ -7,14 +7,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...base.errors import NanError, PromisedError
+from ...base.errors import NanError
 from ...base.middlewares import Middleware
+from ...memory.manager import tensorsManager
 from ...memory.sparse import SparseRef
 from ...operators.layouts import SPARSE, parts_of
 from .seen import SeenOperator
 
 #: Their results hold what was in memory before, until somebody writes them.
 _UNWRITTEN = ("aten.empty", "aten.new_empty", "aten.resize")
+
+
+def _lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether it is metadata, or what is asked about it is promised, and may be made up."""
+    promises = tensorsManager.promises
+    return tensor.is_meta or (promises is not None and promises.take_part(tensor))
 
 
 class NanGuard(Middleware):
@@ -55,14 +62,11 @@ class NanGuard(Middleware):
             return [
                 self._is_bad(leaf)
                 for leaf in leaves
-                if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta
+                if (leaf.is_floating_point() or leaf.is_complex()) and not _lacks_values(leaf)
             ]
 
     def _any(self, value: Any) -> bool:
-        try:
-            return any(bool(bad.any()) for bad in self._bad_in(value))
-        except PromisedError:
-            return False
+        return any(bool(bad.any()) for bad in self._bad_in(value))
 
     def _count(self, value: Any) -> int:
         return sum(int(bad.sum()) for bad in self._bad_in(value))
