@@ -355,6 +355,15 @@ def test_no_tile_in_half_precision_is_small_where_the_whole_is_not(rows, inner, 
         assert is_small or inner * math.prod(finest) > products.SMALL_PRODUCT
 
 
+def test_tiles_are_compared_on_the_host_whatever_the_default_device_is():
+    """Backward passes ask while a default device holds (`torch.autograd.backward`)."""
+    probe._are_alike.cache_clear()
+    expected = probe.tiles_are_alike(torch.float32, 64)
+    probe._are_alike.cache_clear()
+    with torch.device("meta"):
+        assert probe.tiles_are_alike(torch.float32, 64) is expected
+
+
 def test_half_precision_is_cut_where_tiles_have_the_bits_of_the_whole(manage, monkeypatch):
     """They have not on a processor with AMX, in bfloat16."""
     manager = manage(nbytes=100_000)

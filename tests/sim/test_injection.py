@@ -6,6 +6,7 @@ import sys
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -305,6 +306,36 @@ def test_a_model_emptied_from_meta_is_managed(injected):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.to_empty(device="cpu")
     assert {kind_of(t) for t in (*model.parameters(), *model.buffers())} == {TensorRef}
+
+
+LOADS = {
+    "values": lambda file: torch.load(file),
+    "anything": lambda file: torch.load(file, weights_only=False),
+    "on the host": lambda file: torch.load(file, map_location="cpu"),
+    "where a function says": lambda file: torch.load(file, map_location=lambda stored, _: stored),
+    "mapped": lambda file: torch.load(file, mmap=True),
+}
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["in a block", "set"])
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_what_is_loaded_has_its_own_device_whatever_the_default_is(
+    injected, tmp_path, load, is_set
+):
+    """Torch asks no default device for what is stored."""
+    file = tmp_path / "stored.pt"
+    torch.save({"a": torch.arange(4.0), "more": [torch.ones(2), 3]}, file)
+    if is_set:
+        torch.set_default_device("meta")
+    try:
+        with nullcontext() if is_set else torch.device("meta"):
+            loaded = load(file)
+    finally:
+        torch.set_default_device(None)
+    assert loaded["a"].device.type == loaded["more"][0].device.type == "cpu"
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+    assert loaded["more"][0].tolist() == [1, 1]
+    assert {kind_of(loaded["a"]), kind_of(loaded["more"][0])} == {TensorRef}
 
 
 def test_assigned_state_is_managed(injected):

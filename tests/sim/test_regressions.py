@@ -638,3 +638,37 @@ def test_an_output_still_to_be_conjugated_that_shrinks_has_its_new_sizes(manage,
         torch.mul(manager.adopt(torch.ones(1, 2, dtype=ref.dtype)), 2, out=ref)
         assert (ref.shape, ref.detach().shape, ref[:].shape) == ((1, 2),) * 3
         assert ref.detach().tolist() == ref.view(2)[None].tolist() == [[2, 2]]
+
+
+GROWING = {
+    "cat": lambda x, out: torch.cat([x, x], out=out),
+    "stack": lambda x, out: torch.stack([x, x], out=out),
+    "mul": lambda x, out: torch.mul(x[:30, None], x[None, :30], out=out),
+    "outer": lambda x, out: torch.outer(x[:30], x[:30], out=out),  # composite
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("strategy", ["genoa", "lru", "flow"])
+@pytest.mark.parametrize("grow", GROWING.values(), ids=GROWING)
+@pytest.mark.parametrize("lazily", [torch.conj, lambda x: x.conj().imag], ids=["conj", "neg"])
+def test_an_output_that_cannot_grow_has_the_sizes_that_it_had(manage, strategy, grow, lazily):
+    """In C++ torch gives an output that is still to be conjugated or negated its sizes itself."""
+    manager = manage(strategy, 8_000)
+    out = lazily(manager.adopt(torch.full((300,), 2 + 3j)))
+    before = out.shape, out.stride(), out.tolist()
+    x = manager.adopt(torch.ones(300, dtype=out.dtype))
+    refused = ""
+    try:
+        grow(x, out)
+    except RuntimeError as error:
+        refused = str(error)
+    if refused:
+        assert "not resizable" in refused
+        assert (out.shape, out.stride(), out.tolist()) == before
+        torch.mul(x, 2, out=out)
+        assert out.sum().item() == 600
+    else:  # it grows without C++
+        assert out.numel() >= 600
+        assert set(out.flatten().tolist()) == {1}
+    manager.check()

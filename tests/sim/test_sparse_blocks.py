@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchTensorRef.base.options import options
+from torchTensorRef.operators.blocked.sparse import joined
 from torchTensorRef.operators.layouts import parts_of
 
 from ..support.faces import QUIET
@@ -253,3 +254,13 @@ def test_against_scipy(manage):
         torch.testing.assert_close(manager.release(made), torch.from_numpy(theirs @ dense.numpy()))
     assert manager.stats()["blocked_op_count"] == 3
     assert manager.stats()["peak_resident_nbytes"] <= 200 << 10
+
+
+@pytest.mark.parametrize("compress", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_tiles_are_joined_where_they_are_whatever_the_default_device_is(compress):
+    dense = torch.randn(8, 12) * (torch.rand(8, 12) < 0.4)
+    tiles = [(begin, compress(dense[:, begin : begin + 4])) for begin in (0, 4, 8)]
+    expected = joined(tiles, dense.size())
+    with torch.device("meta"):
+        found = joined(tiles, dense.size())
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]

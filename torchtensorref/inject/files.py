@@ -118,7 +118,7 @@ class Adoption:
             if not storage.resizable():
                 # Read from a file. Were the first of several views adopted alone, the others could
                 # not share a block with it.
-                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 self._wholes.append(self._manager.ownership.adopt_tensor(whole, sole=self._is_sole))
 
     def _later(self, container: Any) -> Any:

@@ -164,14 +164,25 @@ def _compare_sizes(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return plan.op(*map(hollow, args), **kwargs)
 
 
-def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operators between processes: on plain tensors, held where they are until nobody has them.
+def _keep(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators that make an object of C++ (packed weights): it may keep what it is given.
 
-    Whoever still writes them when the call has returned holds them. A result that is no operand
-    may not have its bytes yet, so it stays plain. A sparse operand gets other indices and values:
-    these are waited for.
+    So that is at home, and stays there for as long as the object has it.
     """
-    hold = _hold_for(plan, args, kwargs)
+
+    def hold(ref: Any) -> torch.Tensor:
+        return tensorsManager.ownership.exposed_plain(ref, "an object of C++")
+
+    return _with_held(plan, args, kwargs, hold)[0]
+
+
+def _with_held(
+    plan: OpPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    hold: Callable[[Any], torch.Tensor],
+) -> tuple[Any, dict[int, torch.Tensor], dict[int, Any]]:
+    """Run an operator on what `hold` gives; return its result, those by operand, and back."""
     refs: dict[int, Any] = {}
     known: dict[int, torch.Tensor] = {}
 
@@ -185,13 +196,24 @@ def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return known[id(value)]
 
     out = plan.op(*tree_map(plain, args), **tree_map(plain, kwargs))
+    return tree_map(lambda value: refs.get(id(value), value), out), known, refs
+
+
+def _communicate(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operators between processes: on plain tensors, held where they are until nobody has them.
+
+    Whoever still writes them when the call has returned holds them. A result that is no operand
+    may not have its bytes yet, so it stays plain. A sparse operand gets other indices and values:
+    these are waited for.
+    """
+    out, known, refs = _with_held(plan, args, kwargs, _hold_for(plan, args, kwargs))
     sparse = [held for held in known.values() if isinstance(refs[id(held)], SparseRef)]
     if sparse:
         _wait(out)
     for held in sparse:
         torch.ops.aten.copy_.default(refs[id(held)], held.cpu())
         torch.autograd.graph.increment_version(refs[id(held)])
-    return tree_map(lambda value: refs.get(id(value), value), out)
+    return out
 
 
 def _wait(out: Any) -> None:
@@ -236,5 +258,6 @@ HANDLERS: dict[Special, Handler] = {
     Special.CAN_REPLACE: _both_are_refs,
     Special.IS_SET_TO: _has_same_storage,
     Special.COMPARE_SIZES: _compare_sizes,
+    Special.KEEP: _keep,
     Special.COMMUNICATE: _communicate,
 }

@@ -41,6 +41,7 @@ class Special(enum.Enum):
     CAN_REPLACE = "one TensorRef can take the place of another: asked before each `.data = `"
     IS_SET_TO = "the same block, read with the same metadata"
     COMPARE_SIZES = "asked before forward gradients, also of promises: looks at sizes only"
+    KEEP = "an object of C++ keeps its operands: memory that stays where it is"
     COMMUNICATE = "other processes read and write the operands, perhaps after it has returned"
 
 

@@ -353,13 +353,21 @@ ROWS: tuple[Row, ...] = (
     *COLLECTIVES,
 )
 
+#: In the name of a type: an object of C++ that torch knows by name, such as packed weights.
+_OBJECT = "__torch__.torch.classes."
+
 _by_operator = {row.op: row for row in ROWS}
 _flops = {row.op.overloadpacket: row.flops for row in ROWS if row.flops is not None}
 
 
 def row_of(op: OpOverload) -> Row:
     """Return what is known of an overload; an empty row where nothing is."""
-    return _by_operator.get(op) or Row(op)
+    known = _by_operator.get(op)
+    if known is not None:
+        return known
+    if any(_OBJECT in str(result.type) for result in op._schema.returns):
+        return Row(op, reason="what it makes may keep its operands", special=Special.KEEP)
+    return Row(op)
 
 
 def flops_of(op: OpOverload) -> FlopRule | None:

@@ -31,8 +31,7 @@ void set_up(const py::args& functions) {
 py::dict attributes() {
   py::dict found;
   auto* of = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  for (PyGetSetDef* field = ref_fields; field->name; ++field)
-    found[field->name] = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(of, field));
+  for (PyGetSetDef* field = ref_fields; field->name; ++field) found[field->name] = py::reinterpret_steal<py::object>(PyDescr_NewGetSet(of, field));
   return found;
 }
 
@@ -49,8 +48,7 @@ at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
 }
 
 // A TensorRef with such metadata over a block of which no plain tensor is at hand; `like` has the dtype.
-at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
-                    py::handle block, c10::Device label) {
+at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset, py::handle block, c10::Device label) {
   auto made = c10::make_intrusive<RefImpl>(like, BlockPtr(core_of(block.ptr())), label);
   made->set_sizes_and_strides(sizes, strides, offset);
   return at::Tensor(std::move(made));

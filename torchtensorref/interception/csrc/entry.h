@@ -71,10 +71,8 @@ inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const P
   py::dict kwargs;
   for (size_t i = 0; i < plan.arg_count; ++i) {
     const auto& as = schema.arguments()[i];
-    if (i < given)
-      args[i] = to_python(argument(i), as);
-    else if (i >= plan.positional_count && !is_default(argument(i), as))
-      kwargs[py::str(as.name())] = to_python(argument(i), as);
+    if (i < given) args[i] = to_python(argument(i), as);
+    else if (i >= plan.positional_count && !is_default(argument(i), as)) kwargs[py::str(as.name())] = to_python(argument(i), as);
   }
   py::object out = py::handle(function)(py::handle(plan.op), py::tuple(), args, kwargs);
   if (out.ptr() == Py_NotImplemented) return false;
@@ -101,6 +99,20 @@ inline void pass_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKey
   stack->back() = py::reinterpret_borrow<py::object>(adopt)(made).cast<at::Tensor>();
 }
 
+// Torch gives an `out=` with a lazy bit its sizes in C++, and only then fails where its memory would have to grow: it has the old ones again.
+inline void go_on(const c10::OperatorHandle& op, const Plan& plan, DispatchKeySet keys, Stack* stack) {
+  if (!keys.has_any(kLazyBits)) return op.redispatchBoxed(keys, stack);
+  std::vector<std::tuple<at::Tensor, std::vector<int64_t>, std::vector<int64_t>>> before;
+  plan.each_tensor(plan.arguments(*stack), [&](const at::Tensor& out, bool is_written) {
+    if (is_written && is_ref(out)) before.emplace_back(out, out.sizes().vec(), out.strides().vec());
+    return true;
+  });
+  try { op.redispatchBoxed(keys, stack); } catch (...) {
+    for (auto& [out, sizes, strides] : before) out.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    throw;
+  }
+}
+
 inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const Plan& plan = plan_of(op);
   const bool is_alone = !(keys.raw_repr() & ~kHarmless) && !c10::impl::dispatch_mode_enabled();
@@ -113,12 +125,12 @@ inline void above(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
     }
   }
   const DispatchKeySet further = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kAbove);
-  if (!plan.is_composite) return op.redispatchBoxed(further, stack);
+  if (!plan.is_composite) return go_on(op, plan, further, stack);
   WithFactories here(true);
   // In inference mode autograd takes nothing apart; its kernel does all the same, but of nested tensors: parts are ready, count versions and make views.
   const bool in_parts = c10::InferenceMode::is_enabled() && plan.comes_in_parts &&
                         !keys.has_any(DispatchKeySet(DispatchKey::NestedTensor)) && peak_nbytes(plan, plan.arguments(*stack)) < 0;
-  op.redispatchBoxed(in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
+  go_on(op, plan, in_parts ? further | DispatchKeySet(DispatchKey::AutogradCPU) : further, stack);
 }
 
 inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {

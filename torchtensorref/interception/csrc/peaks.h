@@ -4,7 +4,6 @@
 #include "plan.h"
 
 namespace ttr {
-
 constexpr int64_t kUnknown = -1;
 
 inline int64_t nbytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.itemsize()); }

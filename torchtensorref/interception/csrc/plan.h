@@ -49,8 +49,7 @@ struct Plan {
       if (value.isTensor()) {
         if (!function(value.toTensor(), slot.is_written)) return false;
       } else if (value.isList()) {
-        for (const IValue& part : value.toListRef())
-          if (part.isTensor() && !function(part.toTensor(), slot.is_written)) return false;
+        for (const IValue& part : value.toListRef()) if (part.isTensor() && !function(part.toTensor(), slot.is_written)) return false;
       }
     }
     return true;
@@ -75,8 +74,7 @@ inline void ask_python(Plan& plan, const c10::OperatorHandle& op) {
   for (auto position : said["conditions"]) plan.conditions.push_back(position.cast<int16_t>());
   plan.peak = static_cast<Peak>(said["peak"].cast<int>());
   for (auto position : said["writes"])
-    for (auto& slot : plan.slots)
-      if (slot.index == position.cast<int>()) slot.is_written = true, plan.writes = !plan.writes_then;
+    for (auto& slot : plan.slots) if (slot.index == position.cast<int>()) slot.is_written = true, plan.writes = !plan.writes_then;
   for (auto twin : said["twins"]) plan.twins.push_back(twin.cast<int16_t>());
 }
 
@@ -88,10 +86,8 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const std::string type = arguments[i].real_type()->str();
     plan->positional_count += !arguments[i].kwarg_only();
-    if (type.find("Tensor") != std::string::npos)
-      plan->slots.push_back({static_cast<uint16_t>(i), type.find('[') != std::string::npos, false});
-    else if (type.find("Device") != std::string::npos)
-      plan->devices.push_back(static_cast<uint16_t>(i));
+    if (type.find("Tensor") != std::string::npos) plan->slots.push_back({static_cast<uint16_t>(i), type.find('[') != std::string::npos, false});
+    else if (type.find("Device") != std::string::npos) plan->devices.push_back(static_cast<uint16_t>(i));
   }
   ask_python(*plan, op);
   const auto& returns = op.schema().returns();

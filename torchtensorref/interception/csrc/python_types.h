@@ -217,8 +217,7 @@ inline PyObject* newborns(PyObject* self, PyObject* last) {
   {
     std::lock_guard guard(ledger_of(self)->lock);
     for (auto [block, until] = std::pair(ledger_of(self)->last, PyLong_AsLongLong(last)); block && block->born <= until; block = block->previous) {
-      if (auto alive = BlockPtr::if_alive(block))
-        kept.push_back(std::move(alive));
+      if (auto alive = BlockPtr::if_alive(block)) kept.push_back(std::move(alive));
       else if (PyObject* half = block->half.load(); half && Py_REFCNT(half) > 0)
         halves.push_back(py::reinterpret_borrow<py::object>(half));  // only Python has it
     }

@@ -215,8 +215,7 @@ class ReadyCall {
       if (operands_.all[0].plain.is_cpu() || !is_of_a_kernel(error)) throw;
       return false;
     }
-    for (const auto& operand : operands_.all)
-      if (operand.is_written && !operand.block->owned.load()) tell_of_write(operand);
+    for (const auto& operand : operands_.all) if (operand.is_written && !operand.block->owned.load()) tell_of_write(operand);
     operands_.withdraw();  // what a result needs may be evicted from here on
     return true;
   }

@@ -176,8 +176,7 @@ struct Running {
     int64_t sum = 0;
     const Running* me = &mine();
     std::lock_guard guard(lock);
-    for (Running* one = all; one; one = one->next)
-      if (one != me) sum += one->count.load();
+    for (Running* one = all; one; one = one->next) if (one != me) sum += one->count.load();
     return sum;
   }
 };

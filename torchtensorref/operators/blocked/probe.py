@@ -42,7 +42,11 @@ def _are_alike(dtype: torch.dtype, step: int, _: int) -> bool:
 
 def _is_alike(dtype: torch.dtype, step: int, inner: int, generator: torch.Generator) -> bool:
     def drawn(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, dtype=torch.float32).to(dtype)
+        # On the host, whatever the default device is.
+        single = torch.randn(
+            (rows, columns), generator=generator, dtype=torch.float32, device="cpu"
+        )
+        return single.to(dtype)
 
     a = drawn(2 * step + MORE_ROWS, inner)
     for b in (drawn(inner, 2 * step), drawn(2 * step, inner).t()):

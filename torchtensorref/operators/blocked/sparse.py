@@ -184,8 +184,8 @@ def joined(tiles: list[tuple[int, torch.Tensor]], size: torch.Size) -> list[torc
     for (begin, tile), count in zip(tiles, counts, strict=True):
         first, *_, tile_values = parts_of(tile)
         own = torch.nn.functional.pad(count.cumsum(0), (1, 0))[:-1]
-        rows = torch.repeat_interleave(_arange(size[0]), count)
-        at = (free - own)[rows] + _arange(rows.numel())
+        rows = torch.repeat_interleave(_arange(size[0], device=count.device), count)
+        at = (free - own)[rows] + _arange(rows.numel(), device=rows.device)
         if both is not None:
             both[0, at], both[1, at] = first[0], first[1] + begin
         else:
