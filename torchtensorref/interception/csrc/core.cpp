@@ -56,6 +56,7 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
 
 // In a forked child, which has none of the other threads: what they counted, and the locks that they may have held.
 void begin_anew() {
+  ++world.process;
   for (std::mutex* lock : {&Running::lock, &use_log.lock}) new (lock) std::mutex();
   for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) new (&ledger->lock) std::mutex();
   for (Running* one = Running::all; one; one = one->next) if (one != &Running::mine()) one->count = 0;

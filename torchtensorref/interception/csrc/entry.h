@@ -142,5 +142,4 @@ inline void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* sta
   if (!plan.may_be_ready || !ReadyCall(op, plan, stack, false).run())
     TORCH_CHECK_TYPE(hand_over(dispatch, op, plan, stack, false), "no rule for ", op.operator_name(), " with operands of these classes");
 }
-
 }  // namespace ttr

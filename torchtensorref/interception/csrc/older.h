@@ -59,5 +59,4 @@ void stand_for_python(const Base*& torchs, bool is_ours) {
     torchs = is_ours ? ours : torchs == ours ? ours->torchs : torchs;
   }
 }
-
 }  // namespace ttr

@@ -55,5 +55,4 @@ inline int64_t peak_nbytes(Peak kind, const IValue* arguments) {
 inline int64_t peak_nbytes(const Plan& plan, const IValue* arguments) {
   return plan.each_tensor(arguments, [](const at::Tensor& tensor, bool) { return !tensor.defined() || is_ref(tensor); }) ? peak_nbytes(plan.peak, arguments) : kUnknown;
 }
-
 }  // namespace ttr

@@ -124,5 +124,4 @@ inline const Plan& plan_of(const c10::OperatorHandle& op) {
   its_key = key, since = forgotten, its_plan = found->second;
   return *its_plan;
 }
-
 }  // namespace ttr

@@ -277,5 +277,4 @@ inline PyTypeObject ledger_type =
     base_class("torchTensorRef.core.LedgerBase", sizeof(PyLedger), new_ledger, free_ledger, ledger_fields, ledger_methods);
 inline PyTypeObject books_type =
     base_class("torchTensorRef.core.BooksBase", sizeof(PyBooks), PyType_GenericNew, free_books, books_fields, nullptr);
-
 }  // namespace ttr

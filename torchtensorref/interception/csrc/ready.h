@@ -320,5 +320,4 @@ class ReadyCall {
   Operands operands_;
   std::vector<std::pair<const c10::StorageImpl*, BlockPtr>> shared_;  // the blocks of results that others may share
 };
-
 }  // namespace ttr

@@ -73,7 +73,7 @@ struct RefImpl final : c10::TensorImpl {
   BlockPtr block;
   // `lock` is for the three below it: an operator takes the plain tensor together with the device
   // that it is on, and another thread may exchange them. Nobody waits under it.
-  mutable std::atomic_flag lock = ATOMIC_FLAG_INIT;
+  mutable std::atomic<uint32_t> lock{0};  // the number of the process whose thread has it; 0: nobody
   at::Tensor plain;
   Device* on = nullptr;  // null: no plain tensor that the ready path may use
   at::Tensor home;       // the plain tensor over the replica at home, once made
@@ -88,10 +88,11 @@ struct RefImpl final : c10::TensorImpl {
   at::Tensor tensor() const { return at::Tensor(c10::intrusive_ptr<TensorImpl>::unsafe_reclaim_from_nonowning(const_cast<RefImpl*>(this))); }
   struct Locked {
     explicit Locked(const RefImpl& ref) : flag(ref.lock) {
-      while (flag.test_and_set(std::memory_order_acquire)) continue;
+      uint32_t seen = 0, mine = world.process;  // what a thread of the parent's has kept is taken over
+      while (!flag.compare_exchange_weak(seen, mine, std::memory_order_acquire)) if (seen == mine) seen = 0;
     }
-    ~Locked() { flag.clear(std::memory_order_release); }
-    std::atomic_flag& flag;
+    ~Locked() { flag.store(0, std::memory_order_release); }
+    std::atomic<uint32_t>& flag;
   };
   std::tuple<at::Tensor, at::Tensor, Device*> views() const {
     Locked guard(*this);
@@ -199,5 +200,4 @@ inline PyGetSetDef ref_fields[] = {
     ref_field<plain_in<0>, set_plain<&RefImpl::plain>>("_ttr_plain"), ref_field<plain_in<1>, set_plain<&RefImpl::home>>("_ttr_home"),
     {},
 };
-
 }  // namespace ttr

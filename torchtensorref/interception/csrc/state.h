@@ -17,6 +17,7 @@ namespace ttr {
 
 // What holds for the whole process.
 struct World {
+  std::atomic<uint32_t> process{1};        // one more in each forked child
   std::atomic<int64_t> tick{0};            // number of the operator that runs: the clock of recency
   std::atomic<bool> is_pressed{false};     // something had to be evicted: births are told
   std::atomic<bool> is_watched{false};     // somebody wants to see every operator
@@ -180,5 +181,4 @@ struct Running {
     return sum;
   }
 };
-
 }  // namespace ttr
