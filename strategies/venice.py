@@ -180,7 +180,7 @@ class Venice(Strategy):
         """Move blocks from who got more than its share: its link would hold up the others."""
         excess = {name: self._dealt[name] - share for name, share in shares.items()}
         moves = moves_to_even_out(excess, self._home, self._nbytes, least_nbytes)
-        for block_id, home in list(moves):
+        for block_id, home in moves:
             self._dealt[self._home[block_id]] -= self._nbytes[block_id]
             self._dealt[home] += self._nbytes[block_id]
             self._home[block_id] = home

@@ -216,8 +216,7 @@ class Before:
         blocks = [*self.originals, *self._now]
         for kept in (self.originals, self._now, self._versions, self._histories, self._moved):
             kept.clear()
-        self._sparse.clear()
-        for noted in (self.promised, self._twins, self.born, self._made):
+        for noted in (self.promised, self._twins, self.born, self._made, self._sparse):
             noted.clear()
         return blocks
 
