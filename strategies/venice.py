@@ -35,6 +35,8 @@ GONE_SHARE = 0.5
 AHEAD_SHARE = 1 / 4
 #: What was dealt out is evened out by blocks of at least this share of the smallest budget.
 EVEN_SHARE = 1 / 128
+#: ... and again, as caches grow, by blocks of at least this share: each that moves costs time.
+GROWN_SHARE = 1 / 64
 #: Weights up to this share of the smallest budget have no home: they go where they are needed.
 TINY_SHARE = 1 / 4096
 #: Budgets that follow what others take of a device change by this share before blocks move.
@@ -64,11 +66,14 @@ class Venice(Strategy):
         self._home: dict[int, str] = {}  # of what lasts: the accelerator where it lives
         self._dealt: dict[str, int] = {}  # bytes that live on each
         self._used_on: dict[int, str] = {}  # where a block was made or used last
-        self._made_anew: set[int] = set()  # of what lasts: made each time, as caches that grow are
+        #: Bytes of what lasts and is made anew each time, as caches that grow are.
+        self._made_anew: dict[int, int] = {}
         self._last = ""  # where the last operator ran
         self._limits: dict[str, int] = {}  # the budgets for which blocks were dealt out
         self._links: dict[str, float] = {}  # bytes per second, of the same accelerators
         self._filled: set[str] = set()  # accelerators that take no more
+        self._ordered: list[DeviceSnapshot] = []  # those of them, as they were then
+        self._is_in_rounds = False  # each has stretches of the program, by turns
         self._is_over = False  # more lives on the last accelerator than its share
         self._is_known = False  # ... and the program begins anew: all of it is known
         self._labels: set[str] = set()
@@ -154,7 +159,7 @@ class Venice(Strategy):
     def _deal_again(self, accelerators: Sequence[DeviceSnapshot]) -> None:
         """Deal out all that is known; blocks move when they are used next."""
         self._is_over = self._is_known = False
-        ordered = _largest_first(accelerators)
+        ordered = self._ordered = _largest_first(accelerators)
         self._dealt = {device.name: 0 for device in ordered}
         total_nbytes = sum(self._nbytes.values())
         shares = self.shares(ordered, total_nbytes)
@@ -172,13 +177,20 @@ class Venice(Strategy):
             self._dealt[ordered[at].name] += nbytes
             at_nbytes += nbytes
         self._filled = {device.name for device in ordered[:at]}
-        if round_count > 1:
-            least_nbytes = EVEN_SHARE * min(self._limits.values())
-            self._even_out(dict(zip(self._dealt, shares, strict=True)), least_nbytes)
+        self._is_in_rounds = round_count > 1
+        self._even_out(EVEN_SHARE)
 
-    def _even_out(self, shares: dict[str, float], least_nbytes: float) -> None:
-        """Move blocks from who got more than its share: its link would hold up the others."""
-        excess = {name: self._dealt[name] - share for name, share in shares.items()}
+    def _even_out(self, least_share: float) -> None:
+        """Move blocks from who has more than its share: its link would hold up the others."""
+        if not self._is_in_rounds:
+            return
+        taken = dict(self._dealt)
+        for block_id, nbytes in self._made_anew.items():
+            if self._used_on[block_id] in taken:
+                taken[self._used_on[block_id]] += nbytes
+        shares = self.shares(self._ordered, sum(taken.values()))
+        excess = {name: taken[name] - share for name, share in zip(taken, shares, strict=True)}
+        least_nbytes = least_share * min(self._limits.values())
         moves = moves_to_even_out(excess, self._home, self._nbytes, least_nbytes)
         for block_id, home in moves:
             self._dealt[self._home[block_id]] -= self._nbytes[block_id]
@@ -232,7 +244,7 @@ class Venice(Strategy):
         self._used_on[block_id] = device
         persistent_after = self._flow(device).on_birth(block_id, nbytes, place)
         if not persistent_after:
-            self._made_anew.add(block_id)
+            self._made_anew[block_id] = nbytes
         return persistent_after
 
     def on_evict(self, block_id: int) -> None:
@@ -244,6 +256,7 @@ class Venice(Strategy):
     def on_prefetch(self, block_id: int, nbytes: int) -> None:
         """Tell the flow that asked for it."""
         home = self._home.get(block_id, self._last)
+        self._forget_ahead(block_id)  # asked for before, where it lived then
         self._ahead[block_id] = (home, nbytes)
         self._ahead_nbytes[home] = self._ahead_nbytes.get(home, 0) + nbytes
         self._flow(home).on_prefetch(block_id, nbytes)
@@ -251,7 +264,7 @@ class Venice(Strategy):
     def on_death(self, block_id: int) -> None:
         """Forget a block."""
         self._used_on.pop(block_id, None)
-        self._made_anew.discard(block_id)
+        self._made_anew.pop(block_id, None)
         self._forget_ahead(block_id)
         nbytes, home = self._nbytes.pop(block_id, 0), self._home.pop(block_id, None)
         if home in self._dealt:
@@ -275,6 +288,7 @@ class Venice(Strategy):
         """Return what the flow of this accelerator asks for, and lives there."""
         if self._begins:
             self._begins = False
+            self._even_out(GROWN_SHARE)
             self._try_without_host(max(device.now_ns, device.compute_free_ns))
         if self._ahead_nbytes.get(device.name, 0) > self._ahead_limits.get(device.name, 0.0):
             return ()  # more would take the room of what is used before the program comes to it

@@ -36,6 +36,7 @@ class AllocationSites:
         #: Of those that were not, and were recognised.
         self.others_born_at: dict[int, array[int]] = {}
         self._births: dict[int, list[tuple[int, int, int]]] = {}  # slot -> place, nbytes, symbol
+        self._last_nbytes: dict[int, int] = {}  # symbol -> size of its last bearer
         self._slots_lived: dict[int, int] = {}  # symbol -> how many its last bearer was alive
 
     def birth(self, block_id: int, nbytes: int, place: int, *, slot: int, before: int) -> bool:
@@ -55,6 +56,7 @@ class AllocationSites:
             symbol = self._born_before(place, nbytes, born, before, block_id)
         born.append((place, nbytes, symbol))
         if symbol != block_id:
+            self._last_nbytes[symbol] = nbytes
             self.symbol_of[block_id] = symbol
             self.bearer_of[symbol] = block_id
         if symbol not in self.born_at:
@@ -72,12 +74,17 @@ class AllocationSites:
         before: int,
         otherwise: int,
     ) -> int:
-        """Return what was born at this place of an earlier slot, of about this size."""
+        """Return what was born at this place of an earlier slot, of about this size.
+
+        Or of about that of its last bearer, as a cache is that has grown since.
+        """
         rank = sum(other == place for other, _, _ in born)
         for other, other_nbytes, symbol in self._births.get(before, ()):
             if other == place:
                 if rank == 0:
-                    return symbol if _is_alike(nbytes, other_nbytes) else otherwise
+                    last_nbytes = self._last_nbytes.get(symbol, other_nbytes)
+                    is_alike = _is_alike(nbytes, other_nbytes) or _is_alike(nbytes, last_nbytes)
+                    return symbol if is_alike else otherwise
                 rank -= 1
         return otherwise
 
@@ -188,8 +195,10 @@ class AllocationSites:
             }
             for born_at in (self.born_at, self.others_born_at)
         )
-        lived = self._slots_lived
-        self._slots_lived = {symbol: lived[symbol] for symbol in lived if symbol in symbols}
+        self._last_nbytes, self._slots_lived = (
+            {symbol: value for symbol, value in of_last.items() if symbol in symbols}
+            for of_last in (self._last_nbytes, self._slots_lived)
+        )
 
 
 def _is_alike(nbytes: int, before_nbytes: int) -> bool:

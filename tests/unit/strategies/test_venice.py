@@ -294,3 +294,45 @@ def test_weights_are_dealt_out_evenly_where_layers_do_not_divide():
     a, b = (strategy.dealt_nbytes[name] for name in "ab")
     assert a + b == sum(sizes)
     assert abs(a - b) < 150_000
+
+
+def test_weights_make_room_for_caches_where_these_are():
+    """Of what does not fit, the accelerator that has the caches gets less."""
+    two = [device("a", 1_000_000), device("b", 1_000_000)]
+    strategy, numbers = Venice(), itertools.count(1000)
+    caches: dict[int, int] = {}
+    dealt = []
+    for token in range(12):
+        nbytes = 1000 * (token + 1)
+        for number in range(100):
+            where = strategy.place(op(two, weight(number, 30_000)))
+            use(strategy, number, where, 30_000)
+            strategy.prefetch(two[0], [])
+            if number % 10:
+                continue
+            made = next(numbers)
+            cache = caches.get(number)
+            if cache is not None:
+                where = strategy.place(op(two, weight(cache, nbytes - 1000, "b")))
+                use(strategy, cache, where, nbytes - 1000)
+            strategy.on_birth(made, nbytes, 0, "b")
+            use(strategy, made, "b", nbytes)
+            if cache is not None:
+                strategy.on_death(cache)
+            caches[number] = made
+        dealt.append(strategy.dealt_nbytes)
+    assert abs(dealt[2]["a"] - dealt[2]["b"]) <= 30_000
+    # Ten caches take 120,000 bytes by now; half as much has moved to the other one, and no more.
+    assert 60_000 <= dealt[-1]["a"] - dealt[-1]["b"] <= 120_000
+    assert sum(x != y for x, y in itertools.pairwise(dealt[2:])) <= 4
+
+
+def test_what_is_asked_for_twice_is_ahead_once():
+    two = [device("a", 1_000_000), device("b", 1_000_000)]
+    strategy = Venice()
+    for number in range(40):
+        use(strategy, number, strategy.place(op(two, weight(number, 100_000))), 100_000)
+    strategy.on_prefetch(1, 100_000)
+    strategy._home[1] = "b"  # it has been dealt out anew meanwhile
+    strategy.on_prefetch(1, 100_000)
+    assert strategy._ahead_nbytes == {"a": 0, "b": 100_000}
