@@ -49,6 +49,24 @@ class OrderedStream:
         return self.name
 
 
+class OthersStream(OrderedStream):
+    """One that another library has made: its number is its handle. It can be destroyed."""
+
+    is_alive = True
+
+    def __init__(self, name: str, handle: int = 0x7F00) -> None:
+        super().__init__(name)
+        self.stream_id = self.cuda_stream = handle
+
+    def must_live(self) -> None:
+        if not self.is_alive:
+            raise RuntimeError("CUDA error: invalid resource handle")
+
+    def wait_event(self, event: OrderedEvent) -> None:
+        self.must_live()
+        super().wait_event(event)
+
+
 class OrderedEvent:
     """A moment of a stream."""
 
@@ -56,6 +74,8 @@ class OrderedEvent:
         self.clock: Clock = {}
 
     def record(self, stream: OrderedStream) -> None:
+        if isinstance(stream, OthersStream):
+            stream.must_live()
         self.clock = dict(stream.clock)
 
     def query(self) -> bool:
@@ -103,6 +123,9 @@ class OrderedModule:
             yield
         finally:
             self.set_stream(was)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for the device."""
 
     def cudart(self) -> Runtime:
         return self.runtime

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...base import forking
@@ -11,6 +14,24 @@ if TYPE_CHECKING:
     from .vendor import Vendor
 
 __all__ = ["ComputeStreams", "note_streams"]
+
+_log = logging.getLogger("torchTensorRef")
+
+
+def is_of_others(stream: Any) -> bool:
+    """Whether another library has made a stream, which may destroy it once nobody is on it.
+
+    `current_stream` says nothing of `ExternalStream`. But torch numbers its own streams, and the
+    number of another one is its handle.
+    """
+    handle = getattr(stream, "cuda_stream", 0) or getattr(stream, "sycl_queue", 0)
+    return bool(handle) and getattr(stream, "stream_id", None) == handle
+
+
+class _Place:
+    """The stream that a thread is on, as far as is known; it goes with the thread."""
+
+    stream: Any = None
 
 
 class ComputeStreams:
@@ -26,6 +47,11 @@ class ComputeStreams:
     With one stream, its own order is all there is. From the second on, a stream that is seen first
     waits for the others once, since it missed the copies they have waited for; copies that arrive
     later hold all of them back; and what is freed is freed for all.
+
+    A stream of another library (`torch.cuda.ExternalStream`: CuPy, RAPIDS) lives as long as a
+    thread is on it, and no longer. So it is followed until the last thread leaves it: then an event
+    takes its place, and no stream of the program waits for that by itself. Who comes to it again
+    waits for the others once more.
     """
 
     def __init__(self, vendor: Vendor) -> None:
@@ -34,6 +60,10 @@ class ComputeStreams:
         self._seen: list[Any] = []
         self._last: Any = None  # its number is compared, which costs no object of torch's
         self._join: Any = None
+        self._here = threading.local()
+        self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
+        #: What streams that were left may still do: the last event of each, until it has fired.
+        self._left: list[Any] = []
         if vendor.has_streams:
             _followers.add(self)
 
@@ -43,6 +73,11 @@ class ComputeStreams:
         if number != self._last and not self._vendor.is_on_side_stream:
             self._note(number)
 
+    def follow(self) -> None:
+        """See the current stream of this thread, and that it has left the one before."""
+        if not self._vendor.is_on_side_stream:
+            self._note(self._vendor.current_stream_number())
+
     def _note(self, number: Any) -> None:
         stream = self._vendor.current_stream()
         with self._lock:
@@ -50,27 +85,78 @@ class ComputeStreams:
                 default = None if self._seen else self._vendor.default_stream()
                 if default is not None and default != stream:
                     self._seen.append(default)  # other threads are on it until they say otherwise
-                for other in self._seen:
-                    stream.wait_event(self._vendor.record(other))
+                self._each(lambda other: stream.wait_event(self._vendor.record(other)))
                 self._seen.append(stream)
             self._last = number
+            self._move_to(stream)
+
+    def _move_to(self, stream: Any) -> None:
+        """Note where this thread is (lock held)."""
+        place = getattr(self._here, "place", None)
+        if place is None:
+            place = self._here.place = _Place()
+            self._places.add(place)
+        before, place.stream = place.stream, stream
+        if before not in self._seen or not is_of_others(before):
+            return
+        if all(other.stream != before for other in self._places):
+            self._leave(before)
+
+    def _leave(self, stream: Any) -> None:
+        """Let go of a stream; an event says when it has done what it was given."""
+        self._left = self._unfired()
+        try:
+            self._left.append(self._vendor.record(stream))
+        except RuntimeError as error:
+            self._drop(stream, error)
+        else:
+            self._seen.remove(stream)
+
+    def _unfired(self) -> list[Any]:
+        return [event for event in self._left if not event.query()]
+
+    def _each(self, act: Callable[[Any], None]) -> None:
+        """Do something with each stream that is followed (lock held).
+
+        One of others may have been destroyed while a thread was on it.
+        """
+        for stream in list(self._seen):
+            try:
+                act(stream)
+            except RuntimeError as error:
+                if not is_of_others(stream) or len(self._seen) == 1:
+                    raise
+                self._drop(stream, error)
+
+    def _drop(self, stream: Any, error: RuntimeError) -> None:
+        """Forget a stream that no event can be asked of: the host waits for what it was given."""
+        self._seen.remove(stream)
+        self._last = None
+        self._vendor.synchronize()
+        _log.warning(
+            "torchTensorRef: a stream of another library is followed no more (%s). It was "
+            "destroyed while a thread was on it, or had ended on it.",
+            error,
+        )
 
     @property
     def are_several(self) -> bool:
         """Whether operators ran on more than one stream."""
-        return len(self._seen) > 1
+        return len(self._seen) > 1 or bool(self._left)
 
     def record(self) -> Any:
         """Make an event at the end of all that compute was given so far."""
         with self._lock:
             if not self._seen:
                 return self._vendor.record(self._vendor.current_stream())
-            if len(self._seen) == 1:
+            self._left = self._unfired()
+            if not self.are_several:
                 return self._vendor.record(self._seen[0])
             if self._join is None:
                 self._join = self._vendor.new_stream()
-            for stream in self._seen:
-                self._join.wait_event(self._vendor.record(stream))
+            self._each(lambda stream: self._join.wait_event(self._vendor.record(stream)))
+            for event in self._left:
+                self._join.wait_event(event)
             return self._vendor.record(self._join)
 
     def hold_back(self, event: Any) -> None:
@@ -78,8 +164,7 @@ class ComputeStreams:
         with self._lock:
             if not self._seen:
                 self.note()
-            for stream in self._seen:
-                stream.wait_event(event)
+            self._each(lambda stream: stream.wait_event(event))
 
     def fence(self) -> None:
         """Let each stream wait for the others: what one of them frees, another may still use."""
@@ -99,4 +184,4 @@ _followers: weakref.WeakSet[ComputeStreams] = weakref.WeakSet()
 def note_streams() -> None:
     """A program has made another stream current in this thread."""
     for follower in list(_followers):
-        follower.note()
+        follower.follow()
