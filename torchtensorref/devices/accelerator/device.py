@@ -125,7 +125,7 @@ class AcceleratorDevice(AcceleratorPeers):
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
-        self._compute = ComputeStreams(self.vendor)
+        self._compute = ComputeStreams(self.vendor, self._lock)
         self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
         share = share_of_ram(settings.page_lock)
@@ -175,6 +175,8 @@ class AcceleratorDevice(AcceleratorPeers):
                 raise said_as_cuda(error) from error
             if is_copies_own and nbytes:
                 self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
+            elif nbytes and self.vendor.has_streams:
+                self._compute.keep(base)
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)

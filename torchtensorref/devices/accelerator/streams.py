@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...base import forking
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .vendor import Vendor
 
 __all__ = ["ComputeStreams", "note_streams"]
@@ -37,6 +37,13 @@ class _Place:
 class ComputeStreams:
     """What of a device a program computes on, so that copies keep clear of all of it.
 
+    Parameters
+    ----------
+    vendor : Vendor
+        Has the streams, and the thread's current one.
+    lock : threading.RLock
+        The device's: under it replicas get their bytes and lose them.
+
     Notes
     -----
     Operators of one thread go to its current stream. Whoever evicts may be another thread, with
@@ -52,11 +59,16 @@ class ComputeStreams:
     thread is on it, and no longer. So it is followed until the last thread leaves it: then an event
     takes its place, and no stream of the program waits for that by itself. Who comes to it again
     waits for the others once more.
+
+    A replica in a pool of compute's (`keep`) belongs to the stream of whoever has fetched it. When
+    it dies torch gives its bytes out again in that stream's order; so torch is told of all streams
+    that may read it (`record_stream`), of those that come later, too. Not of those of others, which
+    may be gone by then: who leaves one has all streams wait for it.
     """
 
-    def __init__(self, vendor: Vendor) -> None:
+    def __init__(self, vendor: Vendor, lock: threading.RLock) -> None:
         self._vendor = vendor
-        self._lock = forking.RLock()
+        self._lock = lock
         self._seen: list[Any] = []
         self._last: Any = None  # its number is compared, which costs no object of torch's
         self._join: Any = None
@@ -64,6 +76,8 @@ class ComputeStreams:
         self._places: weakref.WeakSet[_Place] = weakref.WeakSet()
         #: What streams that were left may still do: the last event of each, until it has fired.
         self._left: list[Any] = []
+        #: Replicas in pools of compute's, by their id.
+        self._kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         if vendor.has_streams:
             _followers.add(self)
 
@@ -84,11 +98,26 @@ class ComputeStreams:
             if stream not in self._seen:
                 default = None if self._seen else self._vendor.default_stream()
                 if default is not None and default != stream:
-                    self._seen.append(default)  # other threads are on it until they say otherwise
+                    self._add(default)  # other threads are on it until they say otherwise
                 self._each(lambda other: stream.wait_event(self._vendor.record(other)))
-                self._seen.append(stream)
+                self._add(stream)
             self._last = number
             self._move_to(stream)
+
+    def _add(self, stream: Any) -> None:
+        self._seen.append(stream)
+        if not is_of_others(stream):
+            for base in list(self._kept.values()):
+                self._vendor.record_use(base, stream)
+
+    def keep(self, base: Tensor) -> None:
+        """Have torch keep a base's bytes, which it has just allocated, for all streams (locked)."""
+        self.note()
+        self._kept[id(base)] = base
+        here = self._vendor.current_stream()
+        for stream in self._seen:
+            if stream != here and not is_of_others(stream):
+                self._vendor.record_use(base, stream)
 
     def _move_to(self, stream: Any) -> None:
         """Note where this thread is (lock held)."""
@@ -104,13 +133,15 @@ class ComputeStreams:
 
     def _leave(self, stream: Any) -> None:
         """Let go of a stream; an event says when it has done what it was given."""
-        self._left = self._unfired()
         try:
-            self._left.append(self._vendor.record(stream))
+            event = self._vendor.record(stream)
         except RuntimeError as error:
             self._drop(stream, error)
-        else:
-            self._seen.remove(stream)
+            return
+        self._seen.remove(stream)
+        self._left = [*self._unfired(), event]
+        if self._kept:
+            self._each(lambda other: other.wait_event(event))
 
     def _unfired(self) -> list[Any]:
         return [event for event in self._left if not event.query()]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ConfigError
 from ..background import ask_aside
 from ..host.numa import cpus_near
-from ..storages import empty_bytes
+from ..storages import bytes_of, empty_bytes
 from .driver_memory import memory_info
 from .events import EventStopwatch
 from .own_stream import OnSideStream, new_stream
@@ -129,6 +129,14 @@ class Vendor:
         """The host's processors on the device's side; none where that is not told."""
         properties = getattr(self._module, "get_device_properties", None)
         return frozenset() if properties is None else cpus_near(properties(self._index))
+
+    @staticmethod
+    def record_use(base: torch.Tensor, stream: Any) -> None:
+        """Have torch give a base's bytes to others when a stream has done what it has by then."""
+        import torch
+
+        # Of a fresh tensor over them: to torch it is a write, which counts a version.
+        torch._C.TensorBase.record_stream(bytes_of(base), stream)
 
     def timed_event(self) -> Any:
         """An event that keeps the time; None where the module has none."""

@@ -334,6 +334,56 @@ def test_nothing_is_unmapped_under_a_kernel(monkeypatch):
         device.empty(base)
 
 
+@pytest.fixture
+def uses(device, monkeypatch):
+    """Which streams torch is told to keep freed bytes for, where copies have no own pool."""
+    monkeypatch.setattr(vendor, "has_expandable_segments", lambda: True)
+    told = []
+    device.vendor.record_use = lambda base, stream: told.append((base.data_ptr(), stream))
+    return told
+
+
+def test_a_replica_in_computes_pool_is_kept_for_all_streams(device, uses):
+    """It is of the stream of whoever has fetched it, who need not be the one that reads it."""
+    first, second = OrderedStream("first"), OrderedStream("second")
+    in_thread(lambda: go_to(device, second))
+    go_to(device, first)
+    base = device.fetched()
+    assert {stream for where, stream in uses if where == base.data_ptr()} == {
+        second,
+        device.double.default,
+    }
+
+
+def test_and_for_those_that_come_later(device, uses):
+    base = device.fetched()
+    assert uses == []
+    later = OrderedStream("later")
+    in_thread(lambda: go_to(device, later))
+    assert uses == [(base.data_ptr(), later)]
+    del base
+    in_thread(lambda: go_to(device, OrderedStream("still later")))
+    assert len(uses) == 1
+
+
+def test_a_stream_of_others_may_be_gone_by_then_and_is_waited_for_when_it_is_left(device, uses):
+    base = device.fetched()
+    go_to(device, OthersStream("of a library"))
+    read = device.kernel(base)
+    other = in_thread(device.fetched)
+    go_to(device, device.double.default)
+    assert comes_before(read, device.kernel()), "it may be given the room of a replica that died"
+    assert all(not isinstance(stream, OthersStream) for _, stream in uses)
+    del base, other
+
+
+def test_in_a_pool_of_copies_nothing_is_kept(device, uses, monkeypatch):
+    monkeypatch.setattr(vendor, "has_expandable_segments", lambda: False)
+    in_thread(lambda: go_to(device, OrderedStream("second")))
+    device.fetched()
+    assert uses == []
+
+
 def test_a_thread_that_names_no_stream_is_on_the_default_one():
     """Its operators may all take the ready path, of which no device is told."""
     device = OrderedDevice()
