@@ -12,6 +12,7 @@ from ...base.options import settings
 from ..base import DONE, Event
 from ..clocks import Clocks
 from ..host.limits import share_of_ram
+from ..host.locked_bytes import LockedBytes, of_process
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
@@ -128,8 +129,9 @@ class AcceleratorDevice(AcceleratorPeers):
         self._compute = ComputeStreams(self.vendor, self._lock)
         self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        share = share_of_ram(settings.page_lock)
-        self.page_locks = PageLocks(_locker_of(self.vendor), share, self.vendor.cpus_near())
+        share, counted = share_of_ram(settings.page_lock), LockedBytes(of_process)
+        near = self.vendor.cpus_near()
+        self.page_locks = PageLocks(_locker_of(self.vendor), share, near, counted)
         self._page_locked_pool = PageLockedPool(self.page_locks)
         self._copier = LinkCopier(
             self.vendor, self.page_locks, self._compute, lock=self._lock, new_lane=new_lane
