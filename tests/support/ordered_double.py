@@ -30,6 +30,9 @@ _issues = itertools.count(1)
 class OrderedStream:
     """Work in its order, and what of other streams' work comes before."""
 
+    #: What is issued goes into a graph of kernels. Nobody else may have a part in it.
+    is_capturing = False
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {self: 0}
@@ -42,6 +45,7 @@ class OrderedStream:
         return dict(self.clock)
 
     def wait_event(self, event: OrderedEvent) -> None:
+        assert not self.is_capturing, "cudaErrorStreamCaptureIsolation"
         for stream, count in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
@@ -76,6 +80,7 @@ class OrderedEvent:
     def record(self, stream: OrderedStream) -> None:
         if isinstance(stream, OthersStream):
             stream.must_live()
+        assert not stream.is_capturing, "the event is part of the capture"
         self.clock = dict(stream.clock)
 
     def query(self) -> bool:
@@ -105,6 +110,9 @@ class OrderedModule:
 
     def Event(self) -> OrderedEvent:
         return OrderedEvent()
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current_stream().is_capturing
 
     def current_stream(self, device: Any = None) -> OrderedStream:
         return getattr(self._here, "stream", self.default)

@@ -26,11 +26,12 @@ from ..storages import (
     storage_nbytes,
     storage_of,
 )
+from .captures import relax_threads
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
 from .rooms import UNNOTED, Rooms
-from .streams import ComputeStreams
+from .streams import ComputeStreams, captures_under_way
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class AcceleratorDevice(AcceleratorPeers):
             self.vendor = Vendor.open(self.torch_device, kind, index)
         else:
             self.vendor = Vendor(module, self.torch_device, kind, index)
+        relax_threads(self.vendor.driver)
         self.exchanges_storages = not self.vendor.can_refill()
         self._lock = forking.RLock()
         self._alloc_count = 0
@@ -129,8 +131,8 @@ class AcceleratorDevice(AcceleratorPeers):
         self._compute = ComputeStreams(self.vendor, self._lock)
         self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        share, counted = share_of_ram(settings.page_lock), LockedBytes(of_process)
-        near = self.vendor.cpus_near()
+        share, near = share_of_ram(settings.page_lock), self.vendor.cpus_near()
+        counted = LockedBytes(of_process)
         self.page_locks = PageLocks(_locker_of(self.vendor), share, near, counted)
         self._page_locked_pool = PageLockedPool(self.page_locks)
         self._copier = LinkCopier(
@@ -293,7 +295,8 @@ class AcceleratorDevice(AcceleratorPeers):
     def give_up_caches(self) -> None:
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
         self._copier.forget_ended()
-        self.vendor.empty_cache()
+        if not captures_under_way:  # torch refuses; and it has emptied it when that began
+            self.vendor.empty_cache()
 
     # copies -------------------------------------------------------------------------------
 

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     from .vendor import Vendor
 
-__all__ = ["ComputeStreams", "note_streams"]
+__all__ = [
+    "ComputeStreams",
+    "begin_capture",
+    "captures_under_way",
+    "end_capture",
+    "note_streams",
+]
+
+#: One for each graph of kernels that the program is capturing.
+captures_under_way: list[None] = []
 
 _log = logging.getLogger("torchTensorRef")
 
@@ -64,6 +73,9 @@ class ComputeStreams:
     it dies torch gives its bytes out again in that stream's order; so torch is told of all streams
     that may read it (`record_stream`), of those that come later, too. Not of those of others, which
     may be gone by then: who leaves one has all streams wait for it.
+
+    Nor may a stream be followed while it captures a graph: an event that another thread records on
+    it is part of the capture, and draws in who waits for it. It is followed again from the end on.
     """
 
     def __init__(self, vendor: Vendor, lock: threading.RLock) -> None:
@@ -93,6 +105,8 @@ class ComputeStreams:
             self._note(self._vendor.current_stream_number())
 
     def _note(self, number: Any) -> None:
+        if self._vendor.is_capturing():
+            return
         stream = self._vendor.current_stream()
         with self._lock:
             if stream not in self._seen:
@@ -144,13 +158,32 @@ class ComputeStreams:
             self._each(lambda other: other.wait_event(event))
 
     def _unfired(self) -> list[Any]:
+        if captures_under_way:
+            return self._left  # to ask an event would spoil them
         return [event for event in self._left if not event.query()]
+
+    def begin_capture(self) -> None:
+        """Follow this thread's stream no more; events say what all were given until now."""
+        with self._lock:
+            self.note()
+            if self._join is None:
+                self._join = self._vendor.new_stream()
+            events: list[Any] = []
+            self._each(lambda stream: events.append(self._vendor.record(stream)))
+            self._left = [*self._unfired(), *events]
+            self._forget([self._vendor.current_stream()])
+
+    def _forget(self, streams: list[Any]) -> None:
+        self._seen = [stream for stream in self._seen if stream not in streams]
+        self._last = None
 
     def _each(self, act: Callable[[Any], None]) -> None:
         """Do something with each stream that is followed (lock held).
 
         One of others may have been destroyed while a thread was on it.
         """
+        if captures_under_way:
+            self._forget([stream for stream in self._seen if self._vendor.is_capturing(stream)])
         for stream in list(self._seen):
             try:
                 act(stream)
@@ -161,8 +194,7 @@ class ComputeStreams:
 
     def _drop(self, stream: Any, error: RuntimeError) -> None:
         """Forget a stream that no event can be asked of: the host waits for what it was given."""
-        self._seen.remove(stream)
-        self._last = None
+        self._forget([stream])
         self._vendor.synchronize()
         _log.warning(
             "torchTensorRef: a stream of another library is followed no more (%s). It was "
@@ -178,11 +210,11 @@ class ComputeStreams:
     def record(self) -> Any:
         """Make an event at the end of all that compute was given so far."""
         with self._lock:
-            if not self._seen:
-                return self._vendor.record(self._vendor.current_stream())
-            self._left = self._unfired()
-            if not self.are_several:
-                return self._vendor.record(self._seen[0])
+            if not captures_under_way:
+                self._left = self._unfired()
+                if not self.are_several:
+                    alone = self._seen[0] if self._seen else self._vendor.current_stream()
+                    return self._vendor.record(alone)
             if self._join is None:
                 self._join = self._vendor.new_stream()
             self._each(lambda stream: self._join.wait_event(self._vendor.record(stream)))
@@ -216,3 +248,17 @@ def note_streams() -> None:
     """A program has made another stream current in this thread."""
     for follower in list(_followers):
         follower.follow()
+
+
+def begin_capture() -> None:
+    """A program is about to capture a graph of kernels on this thread's stream."""
+    for follower in list(_followers):
+        follower.begin_capture()
+    captures_under_way.append(None)
+
+
+def end_capture() -> None:
+    """It has ended: what this thread issues runs at once again."""
+    if captures_under_way:
+        captures_under_way.pop()
+    note_streams()
