@@ -30,6 +30,9 @@ _issues = itertools.count(1)
 class OrderedStream:
     """Work in its order, and what of other streams' work comes before."""
 
+    #: What is issued goes into a graph of kernels. Nobody else may have a part in it.
+    is_capturing = False
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {self: 0}
@@ -42,11 +45,30 @@ class OrderedStream:
         return dict(self.clock)
 
     def wait_event(self, event: OrderedEvent) -> None:
+        assert not self.is_capturing, "cudaErrorStreamCaptureIsolation"
         for stream, count in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
 
     def __repr__(self) -> str:
         return self.name
+
+
+class OthersStream(OrderedStream):
+    """One that another library has made: its number is its handle. It can be destroyed."""
+
+    is_alive = True
+
+    def __init__(self, name: str, handle: int = 0x7F00) -> None:
+        super().__init__(name)
+        self.stream_id = self.cuda_stream = handle
+
+    def must_live(self) -> None:
+        if not self.is_alive:
+            raise RuntimeError("CUDA error: invalid resource handle")
+
+    def wait_event(self, event: OrderedEvent) -> None:
+        self.must_live()
+        super().wait_event(event)
 
 
 class OrderedEvent:
@@ -56,6 +78,9 @@ class OrderedEvent:
         self.clock: Clock = {}
 
     def record(self, stream: OrderedStream) -> None:
+        if isinstance(stream, OthersStream):
+            stream.must_live()
+        assert not stream.is_capturing, "the event is part of the capture"
         self.clock = dict(stream.clock)
 
     def query(self) -> bool:
@@ -86,6 +111,9 @@ class OrderedModule:
     def Event(self) -> OrderedEvent:
         return OrderedEvent()
 
+    def is_current_stream_capturing(self) -> bool:
+        return self.current_stream().is_capturing
+
     def current_stream(self, device: Any = None) -> OrderedStream:
         return getattr(self._here, "stream", self.default)
 
@@ -103,6 +131,9 @@ class OrderedModule:
             yield
         finally:
             self.set_stream(was)
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for the device."""
 
     def cudart(self) -> Runtime:
         return self.runtime

@@ -22,10 +22,20 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["Background", "ask_aside"]
+__all__ = ["Background", "ask_aside", "at_start", "begin_thread"]
 
 Task = Callable[[], None]
 T = TypeVar("T")
+
+
+#: What each thread of ours does first, by the kind of driver that has to be told of it.
+at_start: dict[str, Callable[[], None]] = {}
+
+
+def begin_thread() -> None:
+    """Tell drivers that this thread is one of ours; to be called first in it."""
+    for tell in list(at_start.values()):
+        tell()
 
 
 def ask_aside(question: Callable[[], T]) -> T:
@@ -43,7 +53,11 @@ def ask_aside(question: Callable[[], T]) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    thread = threading.Thread(target=ask, name="torchTensorRef-ask")
+    def begin_and_ask() -> None:
+        begin_thread()
+        ask()
+
+    thread = threading.Thread(target=begin_and_ask, name="torchTensorRef-ask")
     try:
         thread.start()
     except RuntimeError:  # there are too many, or the interpreter ends
@@ -130,6 +144,7 @@ class _Worker:
             self.at_work.discard(self)
 
     def _serve(self) -> None:
+        begin_thread()
         while not self._bell.get():
             self._do_all()
         self._do_all()

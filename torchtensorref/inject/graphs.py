@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..base.errors import UnsupportedOpError
+from ..devices.accelerator.streams import begin_capture, end_capture
 from .hooks import is_disabled, load, state
 from .patches import Patch
 
@@ -25,7 +26,22 @@ def refused_capture(
             "tensors, and those of TensorRefs change. Run that part of the program plain: "
             "`with torchTensorRef.disabled():`, on `tensorsManager.release(x)` of what it uses."
         )
-    return wrapped(*args, **kwargs)
+    begin_capture()
+    try:
+        return wrapped(*args, **kwargs)
+    except BaseException:
+        end_capture()
+        raise
+
+
+def ended_capture(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """End a capture, well or not; its stream is as others again."""
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        end_capture()
 
 
 def _runs_operators_there() -> bool:
@@ -41,8 +57,13 @@ _GRAPHS = (
     ("torch.xpu.graphs", "XPUGraph"),
     ("torch.accelerator.graphs", "Graph"),
 )
+_WRAPPERS = (
+    ("capture_begin", refused_capture, "keeps addresses, replays unseen"),
+    ("capture_end", ended_capture, "until then no event may be recorded on its stream"),
+)
 OF_GRAPHS = tuple(
-    Patch(module, f"{name}.capture_begin", refused_capture, "keeps addresses, replays unseen")
+    Patch(module, f"{name}.{method}", wrapper, reason)
     for module, name in _GRAPHS
     if find_spec(module) is not None
+    for method, wrapper, reason in _WRAPPERS
 )

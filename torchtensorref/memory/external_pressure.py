@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..base import forking
+from ..devices.background import begin_thread
 from ..devices.base import Device
 from .budget import SHORTAGES, Budget, BudgetSetting, resolve_budget, setting_for
 from .ledger import Ledger
@@ -125,6 +126,7 @@ class OthersWatch:
             thread.join()
 
     def _serve(self) -> None:
+        begin_thread()
         while not self._is_over.wait(PERIOD_S):
             with self._lock:
                 watched = list(self._watched.items())

@@ -249,7 +249,7 @@ def test_another_current_stream_is_seen(monkeypatch):
     class Follower:
         seen = 0
 
-        def note(self):
+        def follow(self):
             self.seen += 1
 
     follower = Follower()

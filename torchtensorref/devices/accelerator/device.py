@@ -12,6 +12,7 @@ from ...base.options import settings
 from ..base import DONE, Event
 from ..clocks import Clocks
 from ..host.limits import share_of_ram
+from ..host.locked_bytes import LockedBytes, of_process
 from ..host.page_lock import LEAST_NBYTES, Locker, PageLocks, RegisteringLocker, TorchLocker
 from ..host.page_locked_pool import PageLockedPool
 from ..host.readers import host_readers
@@ -25,11 +26,12 @@ from ..storages import (
     storage_nbytes,
     storage_of,
 )
+from .captures import relax_threads
 from .copies import LinkCopier, StreamLane
 from .events import AcceleratorEvent, AllOf, EventStopwatch, events_of
 from .peers import AcceleratorPeers
 from .rooms import UNNOTED, Rooms
-from .streams import ComputeStreams
+from .streams import ComputeStreams, captures_under_way
 from .vendor import Vendor
 
 if TYPE_CHECKING:
@@ -120,16 +122,18 @@ class AcceleratorDevice(AcceleratorPeers):
             self.vendor = Vendor.open(self.torch_device, kind, index)
         else:
             self.vendor = Vendor(module, self.torch_device, kind, index)
+        relax_threads(self.vendor.driver)
         self.exchanges_storages = not self.vendor.can_refill()
         self._lock = forking.RLock()
         self._alloc_count = 0
         self._residents = Residents()
         self._seen_peak_nbytes = 0
-        self._compute = ComputeStreams(self.vendor)
+        self._compute = ComputeStreams(self.vendor, self._lock)
         self._rooms = Rooms(self._compute.record)
         self.capacity_nbytes = self.vendor.total_nbytes()
-        share = share_of_ram(settings.page_lock)
-        self.page_locks = PageLocks(_locker_of(self.vendor), share, self.vendor.cpus_near())
+        share, near = share_of_ram(settings.page_lock), self.vendor.cpus_near()
+        counted = LockedBytes(of_process)
+        self.page_locks = PageLocks(_locker_of(self.vendor), share, near, counted)
         self._page_locked_pool = PageLockedPool(self.page_locks)
         self._copier = LinkCopier(
             self.vendor, self.page_locks, self._compute, lock=self._lock, new_lane=new_lane
@@ -175,6 +179,8 @@ class AcceleratorDevice(AcceleratorPeers):
                 raise said_as_cuda(error) from error
             if is_copies_own and nbytes:
                 self._rooms.take(base, storage_of(base).data_ptr(), nbytes)
+            elif nbytes and self.vendor.has_streams:
+                self._compute.keep(base)
             resident = self._residents.emptied.get(id(base))
             if resident is not None:
                 self._residents.enter_again(resident, nbytes)
@@ -289,7 +295,8 @@ class AcceleratorDevice(AcceleratorPeers):
     def give_up_caches(self) -> None:
         """Give back to the driver what torch's allocator keeps for later; compute is waited for."""
         self._copier.forget_ended()
-        self.vendor.empty_cache()
+        if not captures_under_way:  # torch refuses; and it has emptied it when that began
+            self.vendor.empty_cache()
 
     # copies -------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class Pieces:
         nbytes = PIECE_NBYTES * PIECE_COUNT
         memory = self._make_slot(nbytes)
         memory = empty_bytes(nbytes) if memory is None else memory
+        self._memory = memory  # while it lives, its bytes count as page-locked
         return tuple(memory[at : at + PIECE_NBYTES] for at in range(0, nbytes, PIECE_NBYTES))
 
     def give_back(self, piece: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ConfigError
 from ..background import ask_aside
 from ..host.numa import cpus_near
-from ..storages import empty_bytes
+from ..storages import bytes_of, empty_bytes
 from .driver_memory import memory_info
 from .events import EventStopwatch
 from .own_stream import OnSideStream, new_stream
@@ -56,12 +56,14 @@ class Vendor:
         Whether copies can run aside of compute. Without streams everything happens in one order.
     """
 
+    #: Of each thread, whatever device it is about: to look at another one there takes its lock.
+    _here = threading.local()
+
     def __init__(self, module: Any, device: torch.device, kind: str, index: int) -> None:
         self._module = module
         self._device = device
         self._kind = kind
         self._index = index
-        self._here = threading.local()
         self._raw_stream = _raw_stream_of(module)
         self._blocking = {"blocking": True} if _has_blocking_events(module) else {}
         self.has_streams = all(
@@ -72,11 +74,15 @@ class Vendor:
 
     def new_stream(self, *, is_urgent: bool = False) -> Any:
         """Make a stream beside those that operators go to, preferred where there are priorities."""
+        return new_stream(self._module, self._device, self.driver, is_urgent=is_urgent)
+
+    @property
+    def driver(self) -> str:
+        """The kind of its driver: torch calls hip cuda."""
         import torch
 
         is_hip = self._kind == "cuda" and torch.version.hip is not None
-        kind = "hip" if is_hip else self._kind
-        return new_stream(self._module, self._device, kind, is_urgent=is_urgent)
+        return "hip" if is_hip else self._kind
 
     def on(self, stream: Any) -> OnSideStream:
         """Let this thread issue its work on a stream of ours."""
@@ -92,7 +98,7 @@ class Vendor:
 
     @property
     def is_on_side_stream(self) -> bool:
-        """Whether this thread's current stream is one of ours, inside `on`."""
+        """Whether this thread's current stream is one of ours, inside `on` of any device."""
         return getattr(self._here, "is_on_side", False)
 
     def current_stream(self) -> Any:
@@ -129,6 +135,22 @@ class Vendor:
         """The host's processors on the device's side; none where that is not told."""
         properties = getattr(self._module, "get_device_properties", None)
         return frozenset() if properties is None else cpus_near(properties(self._index))
+
+    def is_capturing(self, stream: Any = None) -> bool:
+        """Whether what a stream is given, or else this thread's, goes into a graph of kernels."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        if ask is None:
+            return False
+        with self.opened() if stream is None else self.on(stream):
+            return bool(ask())
+
+    @staticmethod
+    def record_use(base: torch.Tensor, stream: Any) -> None:
+        """Have torch give a base's bytes to others when a stream has done what it has by then."""
+        import torch
+
+        # Of a fresh tensor over them: to torch it is a write, which counts a version.
+        torch._C.TensorBase.record_stream(bytes_of(base), stream)
 
     def timed_event(self) -> Any:
         """An event that keeps the time; None where the module has none."""

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ...base import forking
-from ..storages import storage_of
+from ..storages import bytes_of, storage_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,11 @@ class Mirrors:
                 return None
             mirror.is_taken = True
             return mirror
+
+    def has_one_for(self, owner: Tensor) -> bool:
+        """Whether a base has a mirror, filled or to be filled."""
+        mirror = self._mirrors.get(storage_of(owner).data_ptr())
+        return mirror is not None and mirror.is_of(bytes_of(owner))
 
     def being_filled(self, owner: Tensor) -> Mirror | None:
         """Return the mirror of a base that a copy fills, or has filled."""

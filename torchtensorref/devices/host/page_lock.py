@@ -19,6 +19,8 @@ from ...base import forking
 from ...base.progress import Lines
 from ..background import Background, ask_aside
 from ..storages import storage_of
+from .limits import has_spare_ram
+from .locked_bytes import LockedBytes
 from .mirrors import Mirror
 from .numa import run_on
 from .readers import host_readers
@@ -31,6 +33,7 @@ __all__ = ["Locker", "PageLocks", "RegisteringLocker", "TorchLocker"]
 #: Smaller blocks are not worth a call of the driver: their copies cost latency, not bandwidth.
 LEAST_NBYTES = 1 << 20
 #: A block is page-locked when it has been copied so often from pageable memory: it recurs then.
+#: Where there was none for it, it is asked for again at twice as many, at four times as many, ...
 WORTH_IT_AFTER = 2
 #: Torch's own page-locked memory is rounded up to powers of two, so it is asked for in such.
 CHUNK_NBYTES = 64 << 20
@@ -171,10 +174,12 @@ class PageLocks:
     locker : Locker or None
         How; None where the device has no page-locking.
     limit_nbytes : int
-        The most bytes to be page-locked.
+        The most bytes to be page-locked, by whatever `counted` is part of.
     cpus : frozenset of int, optional
         The processors near the device: what recurs is page-locked by a thread that runs on them,
         so that it lies on their side.
+    counted : LockedBytes, optional
+        Counts what is taken.
 
     Notes
     -----
@@ -186,14 +191,16 @@ class PageLocks:
     """
 
     def __init__(
-        self, locker: Locker | None, limit_nbytes: int, cpus: frozenset[int] = frozenset()
+        self,
+        locker: Locker | None,
+        limit_nbytes: int,
+        cpus: frozenset[int] = frozenset(),
+        counted: LockedBytes | None = None,
     ) -> None:
         self._locker = locker
         self._cpus = cpus
         self._limit_nbytes = limit_nbytes
-        self._taken_nbytes = 0
-        #: Appended to by finalizers, which run in any thread at any moment and take no lock.
-        self._given_back: deque[int] = deque()
+        self._counted = LockedBytes() if counted is None else counted
         #: Memory that nobody uses any more, as what frees it, and how much that is.
         self._to_free: deque[tuple[Callable[[], None], int]] = deque()
         self._lock = forking.Lock()
@@ -230,16 +237,16 @@ class PageLocks:
         if self._locker is None or nbytes < LEAST_NBYTES or not may_mirror:
             return
         key = id(base)
+        if self._counted.is_full(nbytes, self._limit_nbytes):
+            return
         with self._lock:
-            if self._is_full(nbytes):
-                return
             if len(self._counts) > 100_000:
                 self._counts.clear()  # most are of the dead
             reference, count = self._counts.get(key, (None, 0))
             if reference is None or reference() is not base:
                 reference, count = weakref.ref(base), 0
             self._counts[key] = reference, count + 1
-            if count + 1 != WORTH_IT_AFTER:
+            if not _is_time_to_ask(count + 1):
                 return
             if not self._wished_nbytes:
                 self._lines.begin()
@@ -278,11 +285,9 @@ class PageLocks:
     def _grant(self, reference: weakref.ref[Any]) -> None:
         base = reference()
         nbytes = 0 if base is None else storage_of(base).nbytes()
-        if base is None or not nbytes:
+        if base is None or not nbytes or host_readers.mirrors.has_one_for(base):
             return
-        if not _has_spare_ram(nbytes):
-            with self._lock:
-                self._counts.pop(id(base), None)  # when it recurs again there may be some
+        if not has_spare_ram(nbytes):
             return
         memory = self.allocate(nbytes)
         if memory is not None:
@@ -296,20 +301,20 @@ class PageLocks:
         if self._locker is None:
             return None
         self._free_what_is_dead()
-        if not self._reserve(nbytes):
+        if not self._counted.take(nbytes, self._limit_nbytes):
             return None
         locker = self._locker
         memory: Tensor | None = self._asked(
             lambda: locker.allocate(nbytes, functools.partial(self._free_later, nbytes))
         )
         if memory is None:
-            self._given_back.append(nbytes)
+            self._counted.give_back(nbytes)
             return None
         address = memory.data_ptr()
         self._own[address] = nbytes
         weakref.finalize(memory, self._own.pop, address, None).atexit = False
         if not locker.makes_storages:
-            weakref.finalize(memory, self._given_back.append, nbytes).atexit = False
+            weakref.finalize(memory, self._counted.give_back, nbytes).atexit = False
         return memory
 
     def _free_later(self, nbytes: int, free: Callable[[], None]) -> None:
@@ -324,7 +329,7 @@ class PageLocks:
             except IndexError:
                 return  # another thread was faster
             free()
-            self._given_back.append(nbytes)
+            self._counted.give_back(nbytes)
 
     def _asked(self, what: Callable[[], Any]) -> Any:
         """The driver's answer; None where it refuses or raises. Copies work without it."""
@@ -338,28 +343,10 @@ class PageLocks:
             return None
         return answer
 
-    # the bound ----------------------------------------------------------------------------
-
     @property
     def locked_nbytes(self) -> int:
         """Bytes that are page-locked now: blocks where they lie, mirrors, and staging buffers."""
-        with self._lock:
-            return self._settled()
-
-    def _settled(self) -> int:
-        while self._given_back:
-            self._taken_nbytes -= self._given_back.popleft()
-        return self._taken_nbytes
-
-    def _is_full(self, nbytes: int) -> bool:
-        return self._settled() + nbytes > self._limit_nbytes
-
-    def _reserve(self, nbytes: int) -> bool:
-        with self._lock:
-            if self._is_full(nbytes):
-                return False
-            self._taken_nbytes += nbytes
-            return True
+        return self._counted.nbytes
 
     def _complain(self, why: str) -> None:
         if not self._has_complained:
@@ -370,9 +357,6 @@ class PageLocks:
             )
 
 
-def _has_spare_ram(nbytes: int) -> bool:
-    """Whether a mirror leaves the system some memory: it is a convenience, never worth a swap."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return bool(memory.available - nbytes > memory.total // 20)
+def _is_time_to_ask(count: int) -> bool:
+    times, rest = divmod(count, WORTH_IT_AFTER)
+    return not rest and times.bit_count() == 1

@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ...base import forking
+from .limits import has_spare_ram
 from .page_lock import LEAST_NBYTES, PageLocks
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class PageLockedPool:
         return base
 
     def _make(self, nbytes: int) -> None:
+        if not has_spare_ram(nbytes):
+            return
         piece = self._locks.allocate(nbytes)
         if piece is None:
             with self._lock:

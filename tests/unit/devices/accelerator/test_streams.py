@@ -12,7 +12,14 @@ import torch
 from torchTensorRef.devices.accelerator import own_stream, vendor
 from torchTensorRef.devices.accelerator.streams import note_streams
 
-from ....support.ordered_double import OrderedDevice, OrderedModule, OrderedStream, comes_before
+from ....support.ordered_double import (
+    OrderedDevice,
+    OrderedEvent,
+    OrderedModule,
+    OrderedStream,
+    OthersStream,
+    comes_before,
+)
 
 
 @pytest.fixture
@@ -107,6 +114,98 @@ def test_one_stream_costs_no_wait(device):
     for _ in range(3):
         device.kernel(base)
     assert waits == []
+
+
+def go_to(device, stream):
+    device.double.set_stream(stream)
+    note_streams()  # what the patch of `set_stream` does
+
+
+def test_a_stream_of_others_is_used_no_more_once_it_was_left(device, monkeypatch):
+    """Its owner destroys it then; what it was given still runs."""
+    theirs = OthersStream("of a library")
+    base = device.fetched()
+    device.kernel(base)
+    go_to(device, theirs)
+    read = device.kernel(base)
+    go_to(device, device.double.default)
+    theirs.is_alive = False
+    copied = evict_and_fetch_there(device, base, monkeypatch)
+    assert comes_before(read, copied)
+    result = device.allocate(4096)
+    device.empty(result)  # into the default stream's pool
+    assert comes_before(read, device.kernel())
+
+
+def test_who_leaves_a_stream_of_others_does_not_wait_for_it(device):
+    theirs = OthersStream("of a library")
+    device.kernel()
+    go_to(device, theirs)
+    read = device.kernel()
+    go_to(device, device.double.default)
+    assert not comes_before(read, device.kernel())
+    assert comes_before(read, device.record().event.clock)
+
+
+def test_a_stream_of_others_is_followed_until_the_last_thread_leaves_it(device):
+    theirs = OthersStream("of a library")
+    go_to(device, theirs)
+
+    def pass_by():
+        go_to(device, theirs)
+        go_to(device, device.double.default)
+
+    in_thread(pass_by)
+    device.fetched()
+    assert comes_before(device.arrived, device.kernel_unseen())
+    kernel = device.kernel_unseen()
+    assert comes_before(kernel, device.record().event.clock)
+
+
+def test_who_comes_back_to_a_stream_of_others_finds_what_arrived_meanwhile(device):
+    theirs = OthersStream("of a library")
+    go_to(device, theirs)
+    go_to(device, device.double.default)
+    device.fetched()
+    go_to(device, theirs)
+    assert comes_before(device.arrived, device.kernel_unseen())
+
+
+def test_a_stream_for_each_request_is_not_kept(device, monkeypatch):
+    device.kernel()
+    for number in range(1, 20):
+        go_to(device, OthersStream("of a request", handle=number * 512))
+        device.kernel()
+    go_to(device, device.double.default)
+    assert len(device._compute._seen) == 1
+    monkeypatch.setattr(OrderedEvent, "query", lambda _: True)
+    device.record()
+    assert not device._compute.are_several
+
+
+def test_a_stream_that_was_destroyed_under_a_thread_is_dropped(device, caplog):
+    theirs = OthersStream("of a library")
+    in_thread(lambda: go_to(device, theirs))  # the thread ends on it
+    waits = []
+    device.double.synchronize = waits.append
+    theirs.is_alive = False
+    device.fetched()
+    assert len(waits) == 1, "nobody else knows when its kernels end"
+    assert "invalid resource handle" in caplog.text
+    assert theirs not in device._compute._seen
+    device.empty(device.fetched())
+    assert len(caplog.records) == 1
+
+
+def test_an_error_on_a_stream_of_torchs_own_is_raised(device, monkeypatch):
+    go_to(device, OrderedStream("second"))
+
+    def fails(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(OrderedEvent, "record", fails)
+    with pytest.raises(RuntimeError, match="illegal"):
+        device.record()
 
 
 class TellsNoDefault(OrderedModule):
@@ -233,6 +332,56 @@ def test_nothing_is_unmapped_under_a_kernel(monkeypatch):
         base = device.fetched()
         device.kernel(base)
         device.empty(base)
+
+
+@pytest.fixture
+def uses(device, monkeypatch):
+    """Which streams torch is told to keep freed bytes for, where copies have no own pool."""
+    monkeypatch.setattr(vendor, "has_expandable_segments", lambda: True)
+    told = []
+    device.vendor.record_use = lambda base, stream: told.append((base.data_ptr(), stream))
+    return told
+
+
+def test_a_replica_in_computes_pool_is_kept_for_all_streams(device, uses):
+    """It is of the stream of whoever has fetched it, who need not be the one that reads it."""
+    first, second = OrderedStream("first"), OrderedStream("second")
+    in_thread(lambda: go_to(device, second))
+    go_to(device, first)
+    base = device.fetched()
+    assert {stream for where, stream in uses if where == base.data_ptr()} == {
+        second,
+        device.double.default,
+    }
+
+
+def test_and_for_those_that_come_later(device, uses):
+    base = device.fetched()
+    assert uses == []
+    later = OrderedStream("later")
+    in_thread(lambda: go_to(device, later))
+    assert uses == [(base.data_ptr(), later)]
+    del base
+    in_thread(lambda: go_to(device, OrderedStream("still later")))
+    assert len(uses) == 1
+
+
+def test_a_stream_of_others_may_be_gone_by_then_and_is_waited_for_when_it_is_left(device, uses):
+    base = device.fetched()
+    go_to(device, OthersStream("of a library"))
+    read = device.kernel(base)
+    other = in_thread(device.fetched)
+    go_to(device, device.double.default)
+    assert comes_before(read, device.kernel()), "it may be given the room of a replica that died"
+    assert all(not isinstance(stream, OthersStream) for _, stream in uses)
+    del base, other
+
+
+def test_in_a_pool_of_copies_nothing_is_kept(device, uses, monkeypatch):
+    monkeypatch.setattr(vendor, "has_expandable_segments", lambda: False)
+    in_thread(lambda: go_to(device, OrderedStream("second")))
+    device.fetched()
+    assert uses == []
 
 
 def test_a_thread_that_names_no_stream_is_on_the_default_one():

@@ -6,7 +6,12 @@ import pytest
 
 from torchTensorRef.base.errors import ConfigError
 from torchTensorRef.devices.host import limits as host_limits
-from torchTensorRef.devices.host.limits import ram_limit_nbytes, share_of_ram
+from torchTensorRef.devices.host.limits import (
+    has_spare_ram,
+    ram_limit_nbytes,
+    share_of_ram,
+    spare_ram_nbytes,
+)
 
 GIB = 1 << 30
 
@@ -60,3 +65,33 @@ def test_shares_and_sizes(monkeypatch):
 
 def test_here():
     assert ram_limit_nbytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "word"),
+    [
+        (("memory.max", "memory.current"), "0::/a/b", ""),
+        (("memory.limit_in_bytes", "memory.usage_in_bytes"), "4:cpu,memory:/a/b", "total_"),
+    ],
+)
+def test_what_is_left_is_what_the_tightest_group_leaves(tmp_path, names, said, word):
+    root, of_process = tmp_path / "groups", tmp_path / "cgroup"
+    of_process.write_text(said + "\n")
+    folder = root / ("memory" if word else "") / "a" / "b"
+    folder.mkdir(parents=True)
+    assert spare_ram_nbytes(root, of_process, 9000) == 9000
+    for file, nbytes in zip(names, (5000, 4000), strict=True):
+        (folder / file).write_text(f"{nbytes}\n")
+    assert spare_ram_nbytes(root, of_process, 9000) == 1000
+    (folder / "memory.stat").write_text(
+        f"{word}anon 500\n{word}inactive_file 1000\n{word}active_file 1500\n"
+    )
+    assert spare_ram_nbytes(root, of_process, 9000) == 3500, "files can be read again"
+    assert spare_ram_nbytes(root, of_process, 300) == 300
+
+
+def test_a_convenience_leaves_some_of_what_a_group_may(monkeypatch):
+    monkeypatch.setattr(host_limits, "ram_limit_nbytes", lambda: 1000)
+    monkeypatch.setattr(host_limits, "spare_ram_nbytes", lambda: 200)
+    assert has_spare_ram(149)
+    assert not has_spare_ram(150)

@@ -11,7 +11,10 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
-from torchTensorRef.devices.host import page_lock
+from torchTensorRef.devices.accelerator import device as accelerator
+from torchTensorRef.devices.accelerator.landing import PIECE_COUNT, PIECE_NBYTES, Pieces
+from torchTensorRef.devices.host import page_lock, page_locked_pool
+from torchTensorRef.devices.host.locked_bytes import LockedBytes
 from torchTensorRef.devices.host.page_lock import (
     LEAST_NBYTES,
     PageLocks,
@@ -22,7 +25,7 @@ from torchTensorRef.devices.host.page_locked_pool import PageLockedPool
 from torchTensorRef.devices.host.readers import host_readers
 from torchTensorRef.devices.storages import bytes_of
 
-from ....support.device_double import Runtime
+from ....support.device_double import LateDevice, LateModule, Runtime
 
 N = LEAST_NBYTES
 mirrors = host_readers.mirrors
@@ -140,6 +143,84 @@ def test_the_bound_is_kept(runtime):
     gc.collect()
     assert locks.settle(10)
     assert locks.allocate(N) is not None, "there is room again"
+
+
+def test_the_bound_is_for_all_devices_of_a_process():
+    """`TTR_PAGE_LOCK` is the most host memory to page-lock, however many cards there are."""
+    whole, runtimes = LockedBytes(), [Runtime(), Runtime()]
+    cards = [
+        PageLocks(RegisteringLocker(runtime), 3 * N, counted=LockedBytes(whole))
+        for runtime in runtimes
+    ]
+    weights = [base() for _ in range(8)]
+    for number, weight in enumerate(weights):
+        wish(cards[number % 2], weight)
+    assert [card.locked_nbytes for card in cards] == [2 * N, N]
+    assert sum(sum(runtime.registered.values()) for runtime in runtimes) == whole.nbytes == 3 * N
+    weights.clear()
+    del weight
+    gc.collect()
+    assert all(card.settle(10) for card in cards)
+    assert whole.nbytes == 0
+    assert cards[1].allocate(3 * N) is not None
+
+
+def test_devices_share_the_bound_of_the_process(monkeypatch):
+    whole = LockedBytes()
+    monkeypatch.setattr(accelerator, "of_process", whole)
+    devices = [LateDevice(LateModule(), index) for index in (0, 1)]
+    pieces = [device.page_locks.allocate(N) for device in devices]
+    assert [device.page_locked_nbytes for device in devices] == [N, N]
+    assert whole.nbytes == 2 * N
+    del pieces
+
+
+def test_what_was_granted_nothing_is_asked_for_again(locks, runtime, monkeypatch):
+    """At counts that double: a driver that refuses is not asked at each copy."""
+    weight, asked = base(), []
+    monkeypatch.setattr(locks, "allocate", lambda nbytes: asked.append(nbytes))
+    for _ in range(40):
+        locks.wish(weight, may_mirror=True)
+    assert locks.settle(10)
+    assert len(asked) == 5, "at 2, 4, 8, 16, 32"
+    monkeypatch.undo()
+    for _ in range(24):
+        locks.wish(weight, may_mirror=True)
+    assert locks.settle(10)
+    assert mirrors.take(weight) is not None
+
+
+def test_what_has_a_mirror_is_given_no_other(locks):
+    weight = mapped()
+    wish(locks, weight)
+    mirror = mirrors.take(weight)
+    mirror.filled()
+    for _ in range(20):
+        locks.wish(weight, may_mirror=True)
+    assert locks.settle(10)
+    assert mirrors.of(weight) is mirror
+    assert locks.locked_nbytes == N
+
+
+def test_no_homes_are_made_where_memory_is_short(locks, monkeypatch):
+    monkeypatch.setattr(page_locked_pool, "has_spare_ram", lambda nbytes: False)
+    pool = PageLockedPool(locks)
+    pool.take(N)
+    assert locks.settle(10)
+    assert locks.locked_nbytes == 0
+
+
+def test_pieces_count_while_they_are_used(monkeypatch):
+    """Torch's own memory is cut, and counts as long as the tensor that was handed out lives."""
+    monkeypatch.setattr(page_lock, "_torchs_own", base)
+    locks = PageLocks(TorchLocker(16 * N), 16 * N)
+    pieces = Pieces(locks.allocate)
+    piece = pieces.take()
+    gc.collect()
+    assert locks.locked_nbytes == PIECE_NBYTES * PIECE_COUNT
+    del piece, pieces
+    gc.collect()
+    assert locks.locked_nbytes == 0
 
 
 def test_small_blocks_are_left_alone(locks, runtime):
