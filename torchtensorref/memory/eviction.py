@@ -164,7 +164,7 @@ class Evictor:
                 if replica.state is FILLING and not replica.pins
             ]
             for replica in filling:
-                self._copier.arrive(replica)
+                self._copier.arrivals.settle(replica)
         return bool(filling)
 
     def _give_up_kept(self, device: Device, need_nbytes: int) -> bool:
@@ -321,7 +321,7 @@ class Evictor:
             self._holds.give_back_stale()
         for replica in self._books.ledgers[device].replicas():
             with self._books.lock:
-                self._copier.arrive(replica)
+                self._copier.arrivals.settle(replica)
             self.try_evict(replica, f"{device.name} is out of use")
         self._books.close_ledger(device)
 
@@ -346,6 +346,6 @@ class Evictor:
         for ledger in list(self._books.ledgers.values()):
             for replica in ledger.replicas():
                 with self._books.lock:
-                    self._copier.arrive(replica)
+                    self._copier.arrivals.settle(replica)
                 self.evict(replica, "everything home")
         self._copier.settle_home()
