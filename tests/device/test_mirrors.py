@@ -141,7 +141,7 @@ def test_what_is_prefetched_while_the_host_writes_leaves_no_mirror(
         is_ours = x._ttr_block in staged.operands.written and staged.device.is_host
         if is_ours:
             copier.fetch(x._ttr_block, device, ahead=True)
-            copier.wait_for(x._ttr_block.replicas[device])
+            copier.arrivals.wait_for(x._ttr_block.replicas[device])
             device.synchronize()
         return run_kernel(staged)
 

@@ -385,6 +385,31 @@ def test_an_array_and_a_clone_that_two_threads_take_at_once(
     assert taken["numpy"].tolist() == [8.0] * 20_000
 
 
+@pytest.mark.parametrize("leave", ["evict", "write at home"])
+def test_a_target_of_what_another_thread_evicts_meanwhile(manager, monkeypatch, leave):
+    """It was over an empty replica, which then counted: the only copy, at home, was given up."""
+    x = manager.adopt(torch.zeros(1000)).toGPU()
+    residency, block = manager.residency, x._ttr_block
+    device, host = residency.books.main, residency.books.host
+
+    def other() -> None:
+        if leave == "evict":
+            residency.evictor.evict(block.replicas[device], "a test")
+        else:
+            residency.copier.written(block, host)
+
+    turns = Turns(residency.copier, residency.books.lock, 2, other)
+    with monkeypatch.context() as patched:
+        patched.setattr(residency.copier, "refresh", turns.refresh)
+        patched.setattr(residency.books, "lock", turns)
+        target = x.target
+    assert block.exposure.device is host
+    assert target.tolist() == [0.0] * 1000
+    target.fill_(7)
+    assert x.tolist() == [7.0] * 1000
+    manager.check()
+
+
 def test_a_finalizer_in_a_cycle_may_use_what_the_cycle_holds(manage):
     """In Python the collector has told us that it died: an error then, and no endless wait."""
     manager = manage("lru")

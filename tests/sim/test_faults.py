@@ -125,7 +125,7 @@ def plain(manage):
 
 @pytest.mark.parametrize(
     ("strategy", "nbytes", "count", "kind"),
-    [(*case, kind) for case, kind in in_turn(CASES, ["alloc", "copy"], each=1)],
+    [(*case, kind) for case, kind in in_turn(CASES, ["alloc", "copy", "late"], each=1)],
 )
 def test_the_nth_allocation_or_copy_fails(manage, plain, kind, strategy, nbytes, count):
     for number in numbers(CASES.index((strategy, nbytes, count))):

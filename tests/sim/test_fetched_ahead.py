@@ -30,7 +30,7 @@ def test_nobody_passes_what_is_being_filled_to_find_what_can_go(manage: Any) -> 
     assert not set(replicas) & set(ledger.oldest(100))
     assert set(replicas) < set(ledger.replicas())
     with books.lock:
-        residency.copier.arrive(replicas[3])
+        residency.copier.arrivals.arrive(replicas[3])
     assert ledger.oldest(1) == [replicas[3]]  # used before the others
     assert residency.evictor.evict(replicas[3], "a test") == replicas[3].nbytes
     manager.check()

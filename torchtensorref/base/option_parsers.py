@@ -12,7 +12,7 @@ from .units import parse_limit, parse_share
 #: As a budget: what is free there, less a margin for others.
 AUTO = "auto"
 #: What `TTR_FAULTS` can make fail.
-FAULT_KINDS = ("alloc", "copy")
+FAULT_KINDS = ("alloc", "copy", "late")
 
 
 class BadValueError(Exception):
@@ -197,7 +197,7 @@ def budget_by_device(budget: str, devices: str) -> str:
 
 
 def parse_faults(text: str) -> tuple[tuple[str, int], ...]:
-    """Read a fault plan: which allocation or copy of a simulated device is to fail.
+    """Read a fault plan: which allocation or copy of a simulated device is to fail, or fails late.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["is_out_of_memory", "is_said_otherwise", "said_as_cuda"]
+__all__ = ["is_out_of_memory", "is_said_otherwise", "of_host", "said_as_cuda"]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -24,3 +24,12 @@ def said_as_cuda(error: RuntimeError) -> RuntimeError:
     import torch
 
     return torch.OutOfMemoryError(str(error))
+
+
+def of_host(nbytes: int) -> RuntimeError:
+    """Say in torch's class for it that the host has no memory; torch itself says it otherwise."""
+    import torch
+
+    return torch.OutOfMemoryError(
+        f"cpu out of memory. Tried to allocate {nbytes:,} bytes of host memory."
+    )

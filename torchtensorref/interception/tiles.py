@@ -289,7 +289,7 @@ class Run:
         """Wait for what is on its way to memory of the program's, after an error."""
         for piece in self._on_their_way:
             with suppress(TransferError):
-                self._residency.copier.wait_for_home(piece.block)
+                self._residency.copier.arrivals.wait_for_home(piece.block)
 
     def _wrapped(self, born: list[Block]) -> Any:
         """Make the program's tensors of the results at home."""

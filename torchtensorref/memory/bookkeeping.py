@@ -297,6 +297,11 @@ class Books:
         deaths, self._deaths = self._deaths, []
         return deaths
 
+    def where(self, block: Block) -> Device:
+        """Return the device where operators find a block's bytes now; it may change at once."""
+        found = (one for one in self.accelerators if block.readable_on(one) is not None)
+        return next(found, self.host)
+
     def blocks_on(self, device: Device) -> list[Block]:
         """Return the living blocks with bytes on a device."""
         found = (replica.block for replica in self.ledgers[device].replicas())

@@ -11,6 +11,7 @@ from ..base.errors import TransferError
 from ..devices.base import Device
 from ..devices.host.readers import host_readers
 from . import telling
+from .arrivals import Arrivals
 from .block import Block, Replica
 from .bookkeeping import Books
 from .filling import Filling
@@ -49,6 +50,7 @@ class Copier:
             books, holds, self.filling, self.transfer, self.in_flight, self.replica_on
         )
         self.leaving = Leaving(books, holds, self.transfer)
+        self.arrivals = Arrivals(books, holds, self.filling, self.peers)
 
     # -- home -----------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ class Copier:
             home = self.leaving.begin_wanted(replica)
         if home is not None:
             self.leaving.issue(replica, home)
-            self.wait_for(home)
+            self.arrivals.wait_for(home)
 
     def bring_home(self, block: Block) -> Replica:
         """Make the bytes at home current; return that replica.
@@ -88,7 +90,7 @@ class Copier:
                 if source is None and home.state is not FILLING:
                     raise lost(block)
             if source is None:
-                self.wait_for(home)
+                self.arrivals.wait_for(home)
             else:
                 self._write_back_patiently(source)
 
@@ -105,7 +107,7 @@ class Copier:
         """Return the only current replica, on an accelerator (lock held)."""
         for replica in block.replicas.values():
             if replica.device is not self._books.host:
-                self.arrive(replica)
+                self.arrivals.settle(replica)
                 if replica.state is DIRTY:
                     return replica
         return None
@@ -117,7 +119,7 @@ class Copier:
                 if not self.leaving.not_awaited:
                     return
                 home = self.leaving.not_awaited.popleft()
-            self.wait_for(home)
+            self.arrivals.wait_for(home)
 
     def note_arrivals(self) -> None:
         """See which copies home have ended meanwhile, in their order (lock held)."""
@@ -129,61 +131,13 @@ class Copier:
                 if not arrival.is_done():
                     return
                 try:
-                    self.arrive(home)
+                    self.arrivals.arrive(home)
                 except TransferError as error:
                     note_failure(self._books, home, arrival)
                     self.note_failure(home, error)
             going.popleft()
 
-    # -- arrival --------------------------------------------------------------------------------
-
-    def wait_for(self, replica: Replica) -> None:
-        """Wait for the copy that fills a replica and make it readable (lock not held)."""
-        with self._books.lock:
-            self._holds.wait_for_issue(replica)
-            arrival = replica.arrival
-        if arrival is not None and replica.device.is_host:
-            try:
-                arrival.synchronize()
-            except TransferError:
-                note_failure(self._books, replica, arrival)
-                raise
-        with self._books.lock:
-            self.arrive(replica)
-
-    def arrive(self, replica: Replica) -> None:
-        """Make a replica readable whose copy has ended, or for which compute waits (lock held).
-
-        Notes
-        -----
-        For home `wait_for`, or `is_done`, has seen the end of the copy before.
-        """
-        if replica.state is not FILLING:
-            return
-        self._holds.wait_for_issue(replica)
-        arrival = replica.arrival
-        if replica.state is not FILLING or arrival is None:
-            return
-        if replica.device is self._books.host:
-            arrival.synchronize()
-            replica.become(CLEAN, "written back")
-            replica.arrival = None
-            block = replica.block
-            for other in block.replicas.values() if block is not None else ():
-                if other.state is DIRTY:
-                    other.become(CLEAN, "written back")
-        else:
-            arrival.wait()
-            self._books.ledgers[replica.device].has_arrived(replica)
-            replica.become(CLEAN, "arrived")
-            replica.arrival = None
-            self.peers.has_arrived(replica)
-
-    def wait_for_home(self, block: Block) -> None:
-        """Wait for a copy home that is under way, if any (lock not held)."""
-        home = block.replicas.get(self._books.host)
-        if home is not None and home.state is FILLING:
-            self.wait_for(home)
+    # -- on the way home ------------------------------------------------------------------------
 
     def is_on_its_way_home(self, block: Block) -> bool:
         """Whether a dirty replica of a block is being copied home (lock held)."""
@@ -275,7 +229,7 @@ class Copier:
             self._books.asked(block)
         if block.exposure is None:
             return
-        self.wait_for_home(block)
+        self.arrivals.wait_for_home(block)
         with self._books.lock:
             self._books.parts.forget(block)
             exposure = block.exposure
@@ -288,7 +242,7 @@ class Copier:
             held = block.replicas[exposure.device]
             for replica in list(block.replicas.values()):
                 if replica is not held and replica.state is not INVALID and not replica.pins:
-                    self.arrive(replica)
+                    self.arrivals.settle(replica)
                     if replica.device is host or replica.state is CLEAN:
                         self._make_stale(replica, f"exposed on {held.device.name}: {exposure.why}")
             if held.device is not host and held.state is CLEAN:
@@ -301,14 +255,15 @@ class Copier:
         promises no values then, and we that one of the writers is right.
         """
         books = self._books
-        self.wait_for_home(block)
+        self.arrivals.wait_for_home(block)
         if device.is_host:
             self.leaving.let_land(block.replicas[device])
         with books.lock:
             books.parts.forget(block)
             block.ready = None
+            self.arrivals.arrive(block.replicas[device])
             for replica in list(block.replicas.values()):
-                self.arrive(replica)
+                self.arrivals.settle(replica)
             self._make_current(block.replicas[device])
             for replica in list(block.replicas.values()):
                 if device.is_host and is_exposed_on(block, replica.device):
@@ -332,7 +287,7 @@ class Copier:
             others = [r for other, r in block.replicas.items() if other is not device]
         if any(replica.state is not INVALID for replica in others):
             with suppress(TransferError):  # what would have come is stale
-                self.wait_for_home(block)
+                self.arrivals.wait_for_home(block)
             self.written(block, device)
         if block.exposure is not None and device.is_host:
             self._give_holder(block)
@@ -370,24 +325,25 @@ class Copier:
         books = self._books
         if block.promise is not None:
             books.asked(block)
-        with books.lock:
-            is_dirty = DIRTY in (replica.state for replica in block.replicas.values())
-        if not is_dirty:
-            self.wait_for_home(block)  # its bytes may be on their way home, and nowhere else
-        with books.lock:
-            exposure = block.exposure
-            follow_holder(block, books.host)
-            if exposure is not None and exposure.device is not books.host:
-                # Whoever holds it there, or has held it, may have written it unseen.
-                source = block.replicas[exposure.device]
-                self.arrive(source)
-            else:
-                home = block.readable_on(books.host)
-                if home is not None:
-                    return home.base, 0
-                dirty = (r for r in block.replicas.values() if r.state is DIRTY)
-                source = next(dirty, None) or self.bring_home(block)
-            self._holds.pin([source])
+        while True:
+            with books.lock:
+                source: Replica | None
+                exposure = block.exposure
+                follow_holder(block, books.host)
+                if exposure is not None and exposure.device is not books.host:
+                    # Whoever holds it there, or has held it, may have written it unseen.
+                    source = block.replicas[exposure.device]
+                    self.arrivals.arrive(source)
+                else:
+                    home = block.readable_on(books.host)
+                    if home is not None:
+                        return home.base, 0
+                    dirty = (r for r in block.replicas.values() if r.state is DIRTY)
+                    source = next(dirty, None)
+                if source is not None:
+                    self._holds.pin([source])
+                    break
+            self.bring_home(block)  # its bytes are on their way home, and nowhere else
         try:
             return self.transfer.peek(source, look)
         finally:
@@ -395,5 +351,4 @@ class Copier:
 
     def note_failure(self, replica: Replica, error: Exception) -> None:
         """Write into the log that a copy failed, and why."""
-        what = f"no copy {replica.device.name}"
-        self._books.log.note(f"b{replica.block_id}", what, str(error)[:80])
+        telling.failed(self._books, replica, error)

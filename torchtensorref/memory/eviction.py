@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 
-from ..base.errors import TransferError
 from ..devices.base import Device
 from . import telling
 from .block import Replica
 from .bookkeeping import Books
-from .budget import OutOfBudgetError
+from .budget import SHORTAGES, OutOfBudgetError
 from .copies import Copier
 from .holds import PATIENCE_ROUNDS, Holds, is_exposed_on
 from .leaving import finish_issue, issue_of
@@ -164,7 +163,7 @@ class Evictor:
                 if replica.state is FILLING and not replica.pins
             ]
             for replica in filling:
-                self._copier.arrive(replica)
+                self._copier.arrivals.settle(replica)
         return bool(filling)
 
     def _give_up_kept(self, device: Device, need_nbytes: int) -> bool:
@@ -242,8 +241,8 @@ class Evictor:
             self._copier.note_arrivals()
             if replica.state is CLEAN:
                 return self._drop(replica, why)
+            home = self._copier.leaving.begin(replica)  # first: the host may have no memory for it
             self._holds.pin([replica])
-            home = self._copier.leaving.begin(replica)
         try:
             if home is not None:
                 self._copier.leaving.issue_unawaited(replica, home)
@@ -285,22 +284,25 @@ class Evictor:
         """`evict` where nobody waits for the room: bytes that cannot be copied home stay."""
         try:
             self.evict(replica, why)
-        except TransferError as error:
+        except SHORTAGES as error:
             self._copier.note_failure(replica, error)
 
     def try_write_back(self, replica: Replica) -> None:
         """Issue a copy home of what nobody holds; if it fails, nothing is lost."""
-        books = self._books
-        with books.lock:
+        try:
+            self._write_back(replica)
+        except SHORTAGES as error:
+            self._copier.note_failure(replica, error)
+
+    def _write_back(self, replica: Replica) -> None:
+        with self._books.lock:
             if not self._holds.seize(replica):
                 return
+            home = self._copier.leaving.begin(replica)  # first: the host may have no memory for it
             self._holds.pin([replica])
-            home = self._copier.leaving.begin(replica)
         try:
             if home is not None:
                 self._copier.leaving.issue_unawaited(replica, home)
-        except TransferError as error:
-            self._copier.note_failure(replica, error)
         finally:
             self._holds.unpin([replica])
 
@@ -321,7 +323,7 @@ class Evictor:
             self._holds.give_back_stale()
         for replica in self._books.ledgers[device].replicas():
             with self._books.lock:
-                self._copier.arrive(replica)
+                self._copier.arrivals.settle(replica)
             self.try_evict(replica, f"{device.name} is out of use")
         self._books.close_ledger(device)
 
@@ -346,6 +348,6 @@ class Evictor:
         for ledger in list(self._books.ledgers.values()):
             for replica in ledger.replicas():
                 with self._books.lock:
-                    self._copier.arrive(replica)
+                    self._copier.arrivals.settle(replica)
                 self.evict(replica, "everything home")
         self._copier.settle_home()

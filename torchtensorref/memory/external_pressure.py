@@ -7,6 +7,7 @@ in the ledger's `scratch_nbytes`.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import weakref
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ SCRATCH_SHARE = 1 / 4
 LOOK_EVERY = 32
 #: and how often it may before more is kept free.
 RELEASES_PER_STEP = 2
+
+_log = logging.getLogger("torchTensorRef")
 
 
 def cap_allocator(ledger: Ledger, setting: BudgetSetting) -> None:
@@ -95,6 +98,9 @@ class OthersWatch:
         self._lock = forking.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
+        self._said = ""
+        #: Where the last look has failed: what it should have evicted is still there.
+        self._to_repeat: weakref.WeakSet[Device] = weakref.WeakSet()
 
     def watch(self, residency: Any, device: Device, setting: BudgetSetting) -> None:
         """Follow a real device without a budget; leave one alone that has got a budget."""
@@ -136,9 +142,18 @@ class OthersWatch:
             for device, residency in watched:
                 try:
                     self.look(residency, device)
-                except SHORTAGES as error:
-                    residency.books.log.note("-", f"others {device.name}", str(error)[:80])
+                except Exception as error:  # else nobody would look any more
+                    self._note(residency, device, error)
             del watched, residency, device
+
+    def _note(self, residency: Any, device: Device, error: Exception) -> None:
+        """Say that a look has failed: it is repeated, and said once as long as it is the same."""
+        said = f"{type(error).__name__}: {error}"
+        residency.books.log.note("-", f"others {device.name}", str(error)[:80])
+        if said != self._said and not isinstance(error, SHORTAGES):
+            _log.warning("what others take of %s: %s", device.name, said, exc_info=error)
+        self._said = said
+        self._to_repeat.add(device)
 
     def look(self, residency: Any, device: Device) -> None:
         """Lower or raise the limit of the ledger as others take or leave (no lock held)."""
@@ -147,8 +162,10 @@ class OthersWatch:
             return
         limit_nbytes = resolve_budget(None, device).limit_nbytes - ledger.scratch_nbytes
         before_nbytes = ledger.budget.limit_nbytes
-        if abs(limit_nbytes - before_nbytes) <= SMALL_SHARE * device.capacity_nbytes:
+        is_near = abs(limit_nbytes - before_nbytes) <= SMALL_SHARE * device.capacity_nbytes
+        if is_near and device not in self._to_repeat:
             return
+        self._to_repeat.discard(device)
         residency.books.log.note(
             "-", f"budget {device.name}", f"others: {before_nbytes} {limit_nbytes}"
         )

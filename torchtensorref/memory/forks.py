@@ -35,7 +35,7 @@ class Forks:
         for device in self._real():
             for replica in self._books.ledgers[device].replicas():
                 with self._books.lock:
-                    self._copier.arrive(replica)
+                    self._copier.arrivals.settle(replica)
                 if replica.state is DIRTY:
                     self._evictor.try_write_back(replica)
         try:

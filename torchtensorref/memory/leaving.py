@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from torch import Tensor
+
 from ..base.errors import TransferError
 from ..devices.base import Device, Event
+from ..devices.out_of_memory import of_host
 from ..devices.storages import empty_bytes
 from . import telling
 from .block import Block, Replica
@@ -113,14 +116,27 @@ class Leaving:
                 event.synchronize()
 
     def home_of(self, block: Block, source: Device | None = None) -> Replica:
-        """Return the replica at home, with bytes that may be stale (lock held)."""
+        """Return the replica at home, with bytes that may be stale (lock held).
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            The host has no memory for it; nothing has changed.
+        """
         host = self._books.host
         home = block.replicas.get(host)
         if home is None:
             base = (source or self._books.main).home_memory(block.nbytes)
-            base = empty_bytes(block.nbytes) if base is None else base
+            base = _memory_of(block.nbytes) if base is None else base
             home = block.replicas[host] = Replica(block, host, base, INVALID)
         return home
+
+
+def _memory_of(nbytes: int) -> Tensor:
+    try:
+        return empty_bytes(nbytes)
+    except RuntimeError as error:
+        raise of_host(nbytes) from error
 
 
 def issue_of(books: Books, block: Block | None) -> Callable[[], None] | None:

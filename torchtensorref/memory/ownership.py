@@ -243,11 +243,7 @@ class Ownership:
 
     def where(self, block: Block) -> Device:
         """Return the device where operators find a block's bytes now."""
-        residency = self._residency
-        for device in residency.books.accelerators:
-            if block.readable_on(device) is not None:
-                return device
-        return residency.books.host
+        return self._residency.books.where(block)
 
     def to_accelerator(self, ref: Any, name: Any = None) -> None:
         """Fetch a block now; OutOfBudgetError if it does not fit."""
@@ -305,12 +301,12 @@ class Ownership:
         return self._hand_out(ref._ttr_block, self._residency.books.host, why, forever=forever)
 
     def _hand_out(
-        self, block: Block, device: Device, why: str, *, forever: bool = False
+        self, block: Block, where: Device | None, why: str, *, forever: bool = False
     ) -> torch.UntypedStorage:
         recorder = self._residency.recorder
         if recorder is not None:
             recorder.mistrust(f"bytes are handed out: {why}")
-        storage = self._residency.sharing.expose(block, device, why, forever=forever)
+        storage, device = self._residency.sharing.expose(block, where, why, forever=forever)
         if device.is_host:
             with self._residency.books.lock:
                 # What the program makes over it (`x.set_(storage)`) is a view of the block.
@@ -332,17 +328,7 @@ class Ownership:
 
     def target(self, ref: Any) -> torch.Tensor:
         """Return a plain tensor where the bytes are now, and hold them there while it lives."""
-        residency = self._residency
-        residency.sharing.unshare(ref._ttr_block)
-        # What was written through an array that is gone is at home, and nowhere else.
-        residency.copier.refresh(ref._ttr_block)
-        exposure = ref._ttr_block.exposure
-        # What is held already stays there: at home, where an array is.
-        is_held = exposure is not None and exposure.alive
-        device = exposure.device if is_held else self.where(ref._ttr_block)
-        if device.is_host:
-            residency.copier.bring_home(ref._ttr_block)
-        return view_over(ref, self._hand_out(ref._ttr_block, device, "target"))
+        return view_over(ref, self._hand_out(ref._ttr_block, None, "target"))
 
     def copy_of(self, ref: Any, block: Block | None, *, label: Any = None) -> Any:
         """Return a copy of a TensorRef whose bytes are shared until one of the two is written."""

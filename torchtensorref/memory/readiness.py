@@ -183,7 +183,7 @@ class Readiness:
         if replica.state is FILLING:
             if arrival is None or (minds_time and not arrival.is_done()):
                 return False
-            self._copier.arrive(replica)
+            return self._copier.arrivals.settle(replica)
         return True
 
     def _is_over_budget(self, device: Device) -> bool:

@@ -121,7 +121,7 @@ class Repair:
             elif replica.arrival is None and replica not in self._holds.issuing:
                 replica.state = INVALID
             elif replica.device is not host and replica.arrival is not None:
-                self._copier.arrive(replica)
+                self._copier.arrivals.settle(replica)
             if replica.device is not host and replica.state in (CLEAN, DIRTY) and _is_gone(replica):
                 replica.state = INVALID
         home = block.replicas.get(host)

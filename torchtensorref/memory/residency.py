@@ -19,7 +19,7 @@ from .budget import OutOfBudgetError
 from .copies import Copier
 from .costs import GIVEN_BACK
 from .eviction import Evictor, HeldByOthersError
-from .filling import RoomTakenError
+from .fetching import Fetcher
 from .forks import Forks
 from .holds import PATIENCE_ROUNDS, Holds
 from .op_times import OpTimes
@@ -28,7 +28,7 @@ from .prefetch import Prefetcher
 from .readiness import Readiness
 from .repair import Repair
 from .sharing import Sharing
-from .states import CLEAN, FILLING, INVALID
+from .states import CLEAN, FILLING
 from .strategy_feed import StrategyFeed
 from .telling import READS
 
@@ -60,6 +60,7 @@ class Residency:
         self.readiness = Readiness(self.books, self.holds, self.copier)
         self.feed = StrategyFeed(self.books, self.copier, self.readiness, strategy)
         self.evictor = Evictor(self.books, self.holds, self.copier, self.feed)
+        self._fetcher = Fetcher(self.books, self.copier, self.evictor)
         self.prefetcher = Prefetcher(self.books, self.holds, self.copier, self.evictor, self.feed)
         self.sharing = Sharing(self.books, self.holds, self.copier)
         self.overwriting = Overwriting(self.books, self.holds, self.copier)
@@ -127,7 +128,7 @@ class Residency:
         for _ in range(PATIENCE_ROUNDS):
             held = self._pin(device, blocks)
             try:
-                self._fetch_missing(device, blocks, expected, why)
+                self._fetcher.fetch_missing(device, blocks, expected, why)
                 for block in written:
                     self.copier.end_write_back(block)
                     if self.books.is_spread:
@@ -191,7 +192,7 @@ class Residency:
                 if not (moving or leaving or device.is_host):
                     return device.before_operator(reads, writes)
             for replica in moving:
-                self.copier.wait_for(replica)
+                self.copier.arrivals.wait_for(replica)
             if device.is_host:
                 return device.before_operator(reads, writes)  # may wait, and so without the lock
             for block in leaving:
@@ -224,53 +225,6 @@ class Residency:
         for replica in held:
             if self.books.is_left(replica.device):
                 self.evictor.clear(replica.device)
-
-    def _fetch_missing(
-        self, device: Device, blocks: Sequence[Block], expected: int, why: str
-    ) -> None:
-        books = self.books
-        missing, need_nbytes = [], 0
-        with books.lock:
-            for block in blocks:
-                if block.replicas[device].state is INVALID:
-                    missing.append(block)
-                    need_nbytes += block.nbytes
-            books.counts.miss_count += len(missing)
-            books.counts.slow_hit_count += len(blocks) - len(missing)
-            # Also where nothing is missing: the budget may have been lowered.
-            ledger = books.ledgers[device]
-            is_over = ledger.resident_nbytes > ledger.most_nbytes
-        if need_nbytes or expected or is_over:
-            try:
-                need_all_nbytes = need_nbytes + expected
-                self.evictor.make_room(device, need_all_nbytes, "operands, results", may_fail=True)
-            except OutOfBudgetError:
-                # What results take is only expected: operands must fit, results are seen to later.
-                self.evictor.make_room(device, need_nbytes, "operands", may_fail=True)
-        for block in missing:
-            self._fetch_with_room(block, device, why)
-        with books.lock:
-            for block in blocks:
-                if block.replicas[device].state is FILLING:
-                    self.copier.arrive(block.replicas[device])
-
-    def _fetch_with_room(self, block: Block, device: Device, why: str) -> None:
-        """Fetch into the room that was made; make it again where another thread has taken it.
-
-        If the device refuses the allocation all the same, as much again is evicted, once.
-        """
-        has_been_refused = False
-        for _ in range(PATIENCE_ROUNDS):
-            try:
-                return self.copier.fetch(block, device, why=why)
-            except RoomTakenError:
-                self.evictor.make_room(device, block.nbytes, "operands", may_fail=True)
-            except torch.OutOfMemoryError:
-                if has_been_refused:
-                    raise
-                has_been_refused = True
-                self.evictor.evict_some(device, block.nbytes, may_fail=True)
-        raise HeldByOthersError
 
     def note_operator(
         self,
@@ -359,7 +313,7 @@ class Residency:
             if replica is not None:
                 # It stays, empty: aliases keep views over its storage.
                 with books.lock:
-                    self.copier.arrive(replica)
+                    self.copier.arrivals.settle(replica)
                 self.evictor.evict(replica, "its storage changes")
         home = block.replicas.get(books.host)
         if home is not None:

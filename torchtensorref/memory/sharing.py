@@ -119,13 +119,22 @@ class Sharing:
     # -- exposure -------------------------------------------------------------------------------
 
     def expose(
-        self, block: Block, device: Device, why: str, *, forever: bool = False
-    ) -> torch.UntypedStorage:
-        """Hold a block on a device and return a storage over its bytes that may be given away.
+        self, block: Block, where: Device | None, why: str, *, forever: bool = False
+    ) -> tuple[torch.UntypedStorage, Device]:
+        """Hold a block at home, or where it is, and return a storage that may be given away.
 
-        The caller has made the block readable there, if that is not home. The storage is a twin:
-        another object over the same memory, by whose users we see when the last holder outside is
-        gone.
+        The storage is a twin: another object over the same memory, by whose users we see when the
+        last holder outside is gone.
+
+        Parameters
+        ----------
+        where : Device or None
+            Home. None: where the bytes are when they are held.
+
+        Returns
+        -------
+        tuple of UntypedStorage and Device
+            And where they are held.
 
         Raises
         ------
@@ -134,6 +143,10 @@ class Sharing:
         """
         while True:
             self.unshare(block)
+            if where is None:
+                # What was written through an array that is gone is at home, and nowhere else.
+                self._copier.refresh(block)
+            device = where or self._where_held(block)
             if device.is_host:
                 self._copier.bring_home(block)
             device.about_to_change(block.replicas[device].base)
@@ -143,8 +156,8 @@ class Sharing:
                 if block.is_shared:
                     continue  # by a clone that another thread has taken meanwhile
                 _refuse_if_elsewhere(block, device, why)
-                if device.is_host and block.readable_on(device) is None:
-                    continue
+                if block.readable_on(device) is None:
+                    continue  # written elsewhere, or evicted
                 # Held from here on: else nobody outside would seem to hold it.
                 storage = self._hand_out(block, device, why, forever=forever)
                 has_waited = self._has_waited_for_those_before(block)
@@ -154,7 +167,16 @@ class Sharing:
         # Again: another thread may have begun to copy it meanwhile. From here on they mind.
         device.about_to_change(block.replicas[device].base)
         self._books.log.note(block.name, f"expose {device.name}", why)
-        return storage
+        return storage, device
+
+    def _where_held(self, block: Block) -> Device:
+        """Where somebody outside holds a block; else where it is. It may be gone from there."""
+        exposure = block.exposure
+        if exposure is None or not exposure.alive:
+            return self._books.where(block)
+        # An array is at home, also while what counts is a copy for one operator elsewhere.
+        is_there = exposure.device.is_host or block.readable_on(exposure.device) is not None
+        return exposure.device if is_there else self._books.where(block)
 
     def _hand_out(
         self, block: Block, device: Device, why: str, *, forever: bool

@@ -31,6 +31,11 @@ def written_back(books: Books, name: str, replica: Replica, home: Replica) -> No
         tell_of(replica, "write_back", why, home.arrival)
 
 
+def failed(books: Books, replica: Replica, error: Exception) -> None:
+    """A copy from an accelerator or to it has failed."""
+    books.log.note(f"b{replica.block_id}", f"no copy {replica.device.name}", str(error)[:80])
+
+
 def given_up(books: Books, replica: Replica, why: str, *, was_written_back: bool) -> None:
     """The bytes of a replica have been freed (lock held)."""
     books.counts.costs.note_eviction(replica.block_id, replica.nbytes, why, books.tick)

@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from torchTensorRef import tensorsManager
-from torchTensorRef.memory import external_pressure
+from torchTensorRef.memory import external_pressure, leaving
 
 from ...support.device_double import LateDevice, LateModule
 
@@ -62,3 +63,53 @@ def test_what_is_not_in_use_any_more_is_not_watched(two):
     assert set(watch._watched) == set(two)
     tensorsManager.device = two[0]
     assert set(watch._watched) == {two[0]}
+
+
+SHORT = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("where", ["home", "evictor"])
+def test_one_look_that_fails_is_repeated(two, monkeypatch, where, caplog):
+    """The thread died with the first error, and what it had pinned stayed pinned."""
+    first = two[0]
+    xs = [tensorsManager.adopt(torch.ones(MIB // 4)).toGPU() * n for n in range(20)]
+    residency, failures = tensorsManager.residency, []
+
+    def fail(*_: Any) -> Any:
+        failures.append(1)
+        raise SHORT if where == "home" else KeyError("a mistake")
+
+    with monkeypatch.context() as broken:
+        if where == "home":
+            broken.setattr(leaving, "empty_bytes", fail)
+            broken.setattr(first, "home_memory", lambda nbytes: None)
+        else:
+            broken.setattr(residency.evictor, "evict_some", fail)
+        first.double.others_nbytes = 16 * MIB
+        assert until(lambda: len(failures) > 2)
+    ledger = residency.books.ledgers[first]
+    assert until(lambda: 0 < ledger.resident_nbytes <= ledger.budget.limit_nbytes)
+    assert not residency.holds.pinned
+    assert [float(x[0]) for x in xs] == list(range(20))
+    assert len([one for one in caplog.records if "others" in one.message]) == (where != "home")
+
+
+def test_a_lack_of_memory_at_home_is_said_in_torchs_class(manager, monkeypatch):
+    """Operators are tried again, or in blocks, after that alone; and nothing stays pinned."""
+    x, residency = manager.adopt(torch.ones(1000)).toGPU() * 2, manager.residency
+    (replica,) = x._ttr_block.replicas.values()
+
+    def fail(nbytes: int) -> Any:
+        raise SHORT
+
+    with monkeypatch.context() as short:
+        short.setattr(leaving, "empty_bytes", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 4,000 bytes of host"):
+            residency.evictor.evict(replica, "a test")
+        residency.evictor.try_evict(replica, "a test")
+        residency.evictor.try_write_back(replica)
+        with pytest.raises(torch.OutOfMemoryError):
+            x.numpy()
+    assert not residency.holds.pinned
+    assert x.unique().tolist() == [2.0]
+    manager.check()

@@ -7,13 +7,14 @@ import enum
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import TransferError
 from ..base import DONE, Event
 from ..host.page_lock import PageLocks
 from ..host.readers import host_readers
+from ..out_of_memory import is_out_of_memory
 from ..storages import as_bytes, bytes_of, move_bytes, part_of
 from .events import AcceleratorEvent, StagedEvent, UntilItEnds, events_of
 from .landing import PIECE_NBYTES, Landing, Pieces
@@ -242,10 +243,11 @@ class LinkCopier:
         self, giver: LinkCopier, source: Tensor, base: Tensor, after: Event | None
     ) -> Event:
         """Issue a copy from another accelerator, as `Device.copy_across` does."""
-        waits = (giver._compute.record(), *events_of(after))
-        # Torch copies on the stream that the giver is on, and lets the one that we are on wait.
-        with giver._vendor.on(giver.peer_lane.stream):
-            event = self._issue(self.peer_lane, bytes_of(source), bytes_of(base), waits)
+        with giver._issuing(source, base):
+            waits = (giver._compute.record(), *events_of(after))
+            # Torch copies on the stream that the giver is on, and lets the one that we are on wait.
+            with giver._vendor.on(giver.peer_lane.stream):
+                event = self._issue(self.peer_lane, bytes_of(source), bytes_of(base), waits)
         giver._keep(source, event, Queue.ACROSS)
         return self._keep(base, event, Queue.ACROSS)
 
@@ -267,9 +269,10 @@ class LinkCopier:
         self, lane: StreamLane, source: Tensor, destination: Tensor, waits: tuple[Any, ...]
     ) -> AcceleratorEvent:
         """Copy on a side stream; the event holds both ends until it is seen to have fired."""
-        for event in waits:
-            lane.hold_back(event)
-        return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
+        with self._issuing(source, destination):
+            for event in waits:
+                lane.hold_back(event)
+            return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
 
     def _issue_timed(
         self,
@@ -280,27 +283,58 @@ class LinkCopier:
         rate: LinkRate,
     ) -> AcceleratorEvent:
         """Copy as `_issue` does, and learn from it how fast the link is."""
-        for event in waits:
-            lane.hold_back(event)
-        nbytes = source.numel()
-        watch = rate.begin(nbytes, lane.stream)
-        issued = self._issue(lane, source, destination, ())
-        if watch is not None:
-            rate.end(nbytes, watch)
-        return issued
+        with self._issuing(source, destination):
+            for event in waits:
+                lane.hold_back(event)
+            nbytes = source.numel()
+            watch = rate.begin(nbytes, lane.stream)
+            issued = self._issue(lane, source, destination, ())
+            if watch is not None:
+                rate.end(nbytes, watch)
+            return issued
 
     def _land(
         self, source: Tensor, piece: Tensor, destination: Tensor, waits: tuple[Any, ...]
     ) -> Landing:
         """Copy home through a piece that was taken for it."""
         try:
-            for event in waits:
-                self.out_lane.hold_back(event)
-            event = self.out_lane.issue(source, piece[: source.numel()])
+            with self._issuing(source, destination):
+                for event in waits:
+                    self.out_lane.hold_back(event)
+                event = self.out_lane.issue(source, piece[: source.numel()])
         except BaseException:
             self._pieces.give_back(piece)
             raise
         return Landing(event, self, source, piece, destination, self._pieces)
+
+    @contextlib.contextmanager
+    def _issuing(self, source: Tensor, destination: Tensor) -> Iterator[None]:
+        """Say what the driver refuses as a copy that may be tried again, if the device works on.
+
+        A kernel's own error comes at whatever call is next, and at each one from then on.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            is_known = isinstance(error, TransferError) or is_out_of_memory(error)
+            if is_known or not self._works():
+                raise
+            nbytes, here, there = source.nbytes, source.device, destination.device
+            raise TransferError(
+                f"A copy of {nbytes:,} bytes from {here} to {there} failed: {error}. Its source is "
+                "untouched.",
+                source=str(here),
+                destination=str(there),
+                nbytes=nbytes,
+            ) from error
+
+    def _works(self) -> bool:
+        """Whether the device answers, after all that it was given: also what may be under way."""
+        try:
+            self._vendor.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def is_page_locked(self, memory: Tensor) -> bool:
         """Whether copies from host memory need no staging."""

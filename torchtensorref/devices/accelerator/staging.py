@@ -170,9 +170,11 @@ class StagingRing:
         return copy
 
     def _serve(self, copy: StagedCopy) -> None:
-        self._carry(copy)
-        copy.issued.set()
-        copy.landed.set()
+        try:
+            self._carry(copy)
+        finally:  # else whoever waits for it would wait for ever
+            copy.issued.set()
+            copy.landed.set()
 
     def _carry(self, copy: StagedCopy) -> None:
         for attempt in range(ATTEMPTS):

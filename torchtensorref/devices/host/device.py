@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...base import forking
 from ..base import DONE, Device, Event
+from ..out_of_memory import of_host
 from ..residents import Residents
 from ..storages import bytes_of, empty_bytes, move_bytes, part_of, storage_of
 from .readers import host_readers
@@ -63,7 +64,7 @@ class HostDevice(Device):
         try:
             base = empty_bytes(nbytes)
         except RuntimeError as error:
-            self._raise_out_of_memory(nbytes, error)
+            raise of_host(nbytes) from error
         with self._lock:
             self._residents.settle()
             self._alloc_count += 1
@@ -74,7 +75,7 @@ class HostDevice(Device):
         try:
             storage_of(base).resize_(nbytes)
         except RuntimeError as error:
-            self._raise_out_of_memory(nbytes, error)
+            raise of_host(nbytes) from error
         with self._lock:
             self._residents.settle()
             resident = self._residents.emptied.get(id(base))
@@ -114,14 +115,6 @@ class HostDevice(Device):
         with self._lock:
             self._residents.settle()
             self._residents.reset_peak()
-
-    @staticmethod
-    def _raise_out_of_memory(nbytes: int, cause: RuntimeError) -> None:
-        import torch
-
-        raise torch.OutOfMemoryError(
-            f"cpu out of memory. Tried to allocate {nbytes:,} bytes of host memory."
-        ) from cause
 
     # copies -------------------------------------------------------------------------------
 

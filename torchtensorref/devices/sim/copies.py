@@ -113,6 +113,8 @@ class CopyEngines:
         self._faults = faults
         self._page_locked = page_locked
         self.copy_count = 0
+        #: Of those, to the device.
+        self.copy_in_count = 0
         #: When its link to other devices has finished what it was given.
         self.peer_free_ns = 0
         #: Copies to the host that it has not waited for, oldest first.
@@ -146,6 +148,14 @@ class CopyEngines:
             self._check_order("copy_in", base, landing.end_ns, after, f"its source's {landing}")
         copy = self._issue(Engine.H2D, resident, after, resident.nbytes)
         copy.source = source
+        self.copy_in_count += 1
+        if self._faults.fire("late", self.copy_in_count):
+            copy.error = TransferError(
+                f"{copy} was made to fail. Its source is untouched; a second try will work.",
+                source="cpu",
+                destination=self._name,
+                nbytes=resident.nbytes,
+            )
         memory.poison_base(base)
         return copy
 

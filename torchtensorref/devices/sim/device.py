@@ -271,10 +271,17 @@ class SimDevice(Device):
         return self._copies.copy_count
 
     def fail_next(self, kind: str, number: int = 1) -> None:
-        """Let the `number`-th ``"alloc"`` or ``"copy"`` from now on fail, once."""
+        """Let the `number`-th ``"alloc"``, ``"copy"`` or ``"late"`` from now on fail, once."""
         with self._lock:
-            so_far = self.copy_count if kind == "copy" else self.alloc_count
-            self._faults.add(kind, so_far + number)
+            self._faults.add(kind, self._counts_of_faults().get(kind, 0) + number)
+
+    def _counts_of_faults(self) -> dict[str, int]:
+        copies = self._copies
+        return {
+            "alloc": self.alloc_count,
+            "copy": copies.copy_count,
+            "late": copies.copy_in_count,
+        }
 
     def plan_faults(self, text: str | None) -> None:
         """Follow `options(faults=...)`: its numbers count from now on, its end ends it."""
@@ -284,7 +291,7 @@ class SimDevice(Device):
             self._faults_of_scope.clear()
             if text is None or text == self._faults_at_start:
                 return
-            counts = {"copy": self.copy_count, "alloc": self.alloc_count}
+            counts = self._counts_of_faults()
             self._faults_of_scope += [(kind, counts[kind] + n) for kind, n in parse_faults(text)]
             for kind, number in self._faults_of_scope:
                 self._faults.add(kind, number)

@@ -6,6 +6,7 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from ...base.errors import TransferError
 from ..storages import bytes_of, move_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Copy(SimEvent):
     poison.
     """
 
-    __slots__ = ("after", "number", "resident", "source", "target")
+    __slots__ = ("after", "error", "number", "resident", "source", "target")
 
     def __init__(
         self,
@@ -104,6 +105,20 @@ class Copy(SimEvent):
         self.after = after
         self.source: Tensor | None = None
         self.target: Tensor | None = None
+        #: It fails, and says so to whoever waits for it.
+        self.error: TransferError | None = None
+
+    def wait(self) -> None:
+        """Make compute wait for it."""
+        super().wait()
+        if self.error is not None:
+            raise self.error
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+        super().synchronize()
+        if self.error is not None:
+            raise self.error
 
     def arrive(self) -> None:
         """Move the bytes. The second time, and after `cancel`, nothing happens."""
@@ -111,7 +126,7 @@ class Copy(SimEvent):
         if self.engine is Engine.H2D:
             base = self.resident()
             target = None if base is None else bytes_of(base)
-        if source is not None and target is not None:
+        if source is not None and target is not None and self.error is None:
             move_bytes(source, target)
         self.cancel()
 

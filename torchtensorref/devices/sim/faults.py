@@ -16,7 +16,8 @@ class FaultPlan:
     Parameters
     ----------
     faults : iterable of (str, int)
-        Kinds (``"alloc"``, ``"copy"``) and numbers counted from 1.
+        Kinds and numbers counted from 1: of allocations (``"alloc"``), of copies (``"copy"``), and
+        of those to the device (``"late"``), which fail when they are waited for.
 
     Examples
     --------

@@ -231,3 +231,18 @@ def test_a_mirror_that_was_not_filled_is_left_to_the_next_copy():
         ring(lane, into=True).submit(StagedCopy(source, target, (), mirror=mirror)).join()
     assert not mirror.is_taken
     assert not mirror.is_filled
+
+
+def test_one_whose_slices_cannot_even_be_waited_for_tells_whoever_waits(monkeypatch):
+    """They waited for ever: what came up while a failed copy was seen out, nobody had expected."""
+
+    class Gone(BreakingLane):
+        def run_until(self, event):
+            raise KeyError("no such event")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    target, device = torch.zeros(2 * SLOT, dtype=torch.uint8), Device()
+    copy = ring(Gone(), into=True).submit(StagedCopy(noise(2 * SLOT), target, ()))
+    assert copy.landed.wait(20)
+    with pytest.raises(TransferError, match="failed"):
+        StagedEvent(copy, device).synchronize()
