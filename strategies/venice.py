@@ -36,7 +36,7 @@ AHEAD_SHARE = 1 / 4
 #: What was dealt out is evened out by blocks of at least this share of the smallest budget.
 EVEN_SHARE = 1 / 128
 #: ... and again, as caches grow, by blocks of at least this share: each that moves costs time.
-GROWN_SHARE = 1 / 64
+GROWN_SHARE = 1 / 32
 #: Weights up to this share of the smallest budget have no home: they go where they are needed.
 TINY_SHARE = 1 / 4096
 #: Budgets that follow what others take of a device change by this share before blocks move.
