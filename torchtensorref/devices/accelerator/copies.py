@@ -272,7 +272,10 @@ class LinkCopier:
         with self._issuing(source, destination):
             for event in waits:
                 lane.hold_back(event)
-            return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
+            return self._given(lane, source, destination)
+
+    def _given(self, lane: StreamLane, source: Tensor, destination: Tensor) -> AcceleratorEvent:
+        return AcceleratorEvent(lane.issue(source, destination), self, (source, destination))
 
     def _issue_timed(
         self,
@@ -288,7 +291,7 @@ class LinkCopier:
                 lane.hold_back(event)
             nbytes = source.numel()
             watch = rate.begin(nbytes, lane.stream)
-            issued = self._issue(lane, source, destination, ())
+            issued = self._given(lane, source, destination)
             if watch is not None:
                 rate.end(nbytes, watch)
             return issued
