@@ -652,6 +652,30 @@ def test_two_threads_that_ask_for_a_fresh_result_at_once_get_the_same_block(adap
 
 
 @needs_cpp
+def test_a_block_that_is_looked_at_outlives_that_its_tensor_is_given_another_one(adapter):
+    """While Python made its half, another thread's `x.data = y` ended it, and it was used on."""
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+    result, half = x + x, block._half
+
+    def interrupted() -> Any:  # by another thread
+        core.library.set_maker(half)
+        result.data = x * 3
+        return half()
+
+    core.library.set_maker(interrupted)
+    try:
+        looked_at = result._ttr_block
+    finally:
+        core.library.set_maker(half)
+    assert looked_at is not result._ttr_block
+    assert [replica.state for replica in looked_at.replicas.values()] == [states.DIRTY]
+    assert torch.equal(manager.release(result), manager.release(x) * 3)
+    del looked_at
+    manager.check()
+
+
+@needs_cpp
 def test_whoever_wants_to_see_every_operator_does(adapter, handed_over):
     manager = adapter()
     (x,) = ready(manager, r(4))

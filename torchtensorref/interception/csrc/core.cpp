@@ -41,9 +41,9 @@ PyMethodDef is_ref_method = {"is_ref", is_python_ref, METH_O, "Whether an object
 at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
   const RefImpl* ref = ref_of(tensor);
   TORCH_CHECK_TYPE(ref, "it is no TensorRef");
-  Block* block = other.is_none() ? ref->block.get() : core_of(other.ptr());
-  auto made = c10::make_intrusive<RefImpl>(tensor, BlockPtr(block), tensor.device());
-  if (block == ref->block.get()) made->point_at_the_same(*ref);
+  BlockPtr block = other.is_none() ? ref->its_block() : BlockPtr(core_of(other.ptr()));
+  auto made = c10::make_intrusive<RefImpl>(tensor, block, tensor.device());
+  if (block.get() == ref->block.get()) made->point_at_the_same(*ref);
   return at::Tensor(std::move(made));
 }
 
