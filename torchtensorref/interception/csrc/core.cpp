@@ -54,12 +54,23 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
+// Have a lock anew; whether a thread that is gone held it, and may have left what it guards halfway.
+bool renew(std::mutex& lock) {
+  const bool was_held = !lock.try_lock();
+  new (&lock) std::mutex();
+  return was_held;
+}
+
 // In a forked child, which has none of the other threads: what they counted, and the locks that they may have held.
 void begin_anew() {
   ++world.process;
-  for (std::mutex* lock : {&Running::lock, &use_log.lock}) new (lock) std::mutex();
-  for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) new (&ledger->lock) std::mutex();
-  for (Running* one = Running::all; one; one = one->next) if (one != &Running::mine()) one->count = 0;
+  renew(Running::lock);
+  Running& mine = Running::mine();
+  Running::all = &mine, mine.next = nullptr;
+  Operands::announce_anew();
+  if (renew(use_log.lock)) new (&use_log.uses) std::vector<Use>();
+  if (renew(Plans::lock)) new (&Plans::all) std::unordered_map<const void*, const Plan*>(), ++Plans::forgotten;
+  for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) renew(ledger->lock);
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <memory>
-#include <unordered_map>
 
 namespace ttr {
 using c10::IValue;

@@ -1,9 +1,8 @@
-// A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block
-// instead of bytes, and keeps the plain tensor over the replica where operators last ran.
+// A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block instead of bytes, and keeps the plain
+// tensor over the replica where operators last ran.
 //
-// Its Python object is of torch's own class, or of whichever class the program makes of it, and it
-// carries no Python key: autograd sees no subclass, and the nodes, the formulas and the bits are those
-// of plain tensors. It carries two keys of ours instead (entry.h), by which it is known.
+// Its Python object is of torch's own class, or of whichever class the program makes of it, and it carries no Python key: autograd sees no
+// subclass; nodes, formulas and bits are those of plain tensors. It carries two keys of ours instead (entry.h), by which it is known.
 #pragma once
 
 #include "python_types.h"
@@ -21,9 +20,8 @@ using c10::DispatchKeySet;
 
 // Above autograd: torch itself leaves this key alone.
 constexpr auto kAbove = DispatchKey::DeferredInit;
-// Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
-// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours
-// by both keys, and what asks for this one is told so (tensor/install.py).
+// Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors. Torch 2.15 has fake tensors in C++ that
+// carry it, and no way to make one yet: a tensor is ours by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
 // Functionalization gives what it wraps around a TensorRef the keys of that one besides its own.
@@ -70,8 +68,7 @@ class WithFactories {
 };
 
 struct RefImpl final : c10::TensorImpl {
-  // `lock` is for the four below it: an operator takes the plain tensor together with the device
-  // that it is on, and another thread may exchange them (`x.data = y`). Nobody waits under it.
+  // `lock` is for the four below it, which another thread may exchange together (`x.data = y`). Nobody waits under it.
   mutable std::atomic<uint32_t> lock{0};  // the number of the process whose thread has it; 0: nobody
   BlockPtr block;
   at::Tensor plain;
