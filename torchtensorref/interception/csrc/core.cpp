@@ -21,7 +21,6 @@ void add_class(py::module_& module, const char* name, PyTypeObject& type) {
   module.add_object(name, py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type)));
 }
 
-// Give C++ the functions that it calls.
 void set_up(const py::args& functions) {
   PyObject** places[] = {&dispatch, &run_whole, &describe, &bear, &adopt, &written};
   for (size_t i = 0; i < std::size(places); ++i) *places[i] = py::object(functions[i]).release().ptr();
@@ -92,6 +91,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     registered.clear();
   });
   module.def("set_up", &set_up);
+  module.def("forget", [](const char* name, const char* overload) {
+    if (auto op = c10::Dispatcher::singleton().findSchema({name, overload})) Plans().onOperatorDeregistered(*op);
+  });
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", [](const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
     return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);

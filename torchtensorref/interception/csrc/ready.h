@@ -254,9 +254,9 @@ class ReadyCall {
     return true;
   }
 
-  // The TensorRef of a result: a plain tensor where it cannot be moved, undefined where there is no room for it.
+  // The TensorRef of a result: what it is where it cannot be moved, or a kernel in Python has it from a factory; undefined where there is no room for it.
   at::Tensor wrapped(const at::Tensor& out, int64_t tick) {
-    if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage()) return out;
+    if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage() || is_ref(out)) return out;
     const auto* storage = out.storage().unsafeGetStorageImpl();
     const c10::Device label = operands_.all[0].ref->device();
     const bool is_held = out.use_count() > 1 || out.storage().use_count() > 1;  // else it is nobody's: of long lists each would be compared with all

@@ -15,7 +15,6 @@
 
 namespace ttr {
 
-// What holds for the whole process.
 struct World {
   std::atomic<uint32_t> process{1};        // one more in each forked child
   std::atomic<int64_t> tick{0};            // number of the operator that runs: the clock of recency
@@ -115,7 +114,6 @@ struct Block {
   }
 };
 
-// A counted pointer to a block.
 class BlockPtr {
  public:
   BlockPtr() = default;
