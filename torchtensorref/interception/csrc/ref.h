@@ -95,7 +95,7 @@ struct RefImpl final : c10::TensorImpl {
     Locked guard(*this);
     return {block, plain, home, on};
   }
-  BlockPtr its_block() const { return std::get<0>(all()); }
+  BlockPtr its_block() const { Locked guard(*this); return block; }
   void point_at_the_same(const RefImpl& other) {
     auto [its_block, its_plain, its_home, its_device] = other.all();
     Locked guard(*this);  // what they were before is let go behind it
