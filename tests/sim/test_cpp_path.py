@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -649,6 +650,48 @@ def test_two_threads_that_ask_for_a_fresh_result_at_once_get_the_same_block(adap
     assert mine is asked[0]
     assert [replica.state for replica in mine.replicas.values()] == [states.DIRTY]
     assert torch.equal(manager.release(result), manager.release(x) * 2)
+
+
+@needs_cpp
+def test_threads_that_have_ended_cost_nobody_anything(adapter):
+    """What each had in C++ was kept, and every look at who computes went through all of it."""
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+
+    def takes() -> float:
+        return min(timeit.repeat(core.running_elsewhere, number=100, repeat=20))
+
+    assert not core.running_elsewhere()
+    before = takes()
+    for _ in range(1000):
+        thread = threading.Thread(target=lambda: x + 1)
+        thread.start()
+        thread.join()
+    assert takes() < 4 * before
+
+
+@needs_cpp
+def test_a_block_that_is_looked_at_outlives_that_its_tensor_is_given_another_one(adapter):
+    """While Python made its half, another thread's `x.data = y` ended it, and it was used on."""
+    manager = adapter()
+    (x,) = ready(manager, r(4))
+    result, half = x + x, block._half
+
+    def interrupted() -> Any:  # by another thread
+        core.library.set_maker(half)
+        result.data = x * 3
+        return half()
+
+    core.library.set_maker(interrupted)
+    try:
+        looked_at = result._ttr_block
+    finally:
+        core.library.set_maker(half)
+    assert looked_at is not result._ttr_block
+    assert [replica.state for replica in looked_at.replicas.values()] == [states.DIRTY]
+    assert torch.equal(manager.release(result), manager.release(x) * 3)
+    del looked_at
+    manager.check()
 
 
 @needs_cpp

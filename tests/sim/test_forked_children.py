@@ -12,9 +12,10 @@ import torch
 import torchTensorRef
 from torchTensorRef.base.activation import is_disabled, watch
 from torchTensorRef.base.errors import LostError
-from torchTensorRef.memory import forks
+from torchTensorRef.memory import core, forks
 
 from ..support.device_double import LateDevice, LateModule
+from ..support.over_host import adapters
 
 CHILDREN = 8
 PATIENCE_S = 30.0
@@ -208,3 +209,64 @@ def test_what_a_copy_could_not_bring_home_is_said_to_be_lost(manage, monkeypatch
 
     assert in_child(is_right) == 0
     assert x.tolist() == [2.0] * 1000
+
+
+@pytest.fixture
+def looked_into(manager):
+    """A block, and how to call a function from inside an operator in C++ that runs on it."""
+    (manager.device,) = adapters(1, 1 << 26)
+    x = manager.adopt(torch.ones(3)) * 2
+    inside = []
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("lgamma", lambda x: inside.pop()() or x.clone(), "CPU")
+
+        def run_inside(function):
+            inside.append(function)
+            return torch.lgamma(x)
+
+        yield x._ttr_block, run_inside
+
+
+@pytest.mark.skipif(core.library is None, reason="there is nothing in C++ to count")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*verrid")
+def test_what_other_threads_use_in_cpp_is_used_by_nobody_in_a_child(looked_into):
+    """It was in use there for ever: neither evicted nor moved."""
+    block, run_inside = looked_into
+    is_begun, is_over = threading.Event(), threading.Event()
+    thread = threading.Thread(
+        target=run_inside, args=(lambda: (is_begun.set(), is_over.wait())[2:],)
+    )
+    thread.start()
+    try:
+        assert is_begun.wait(PATIENCE_S)
+        assert (block.users, core.running_elsewhere()) == (1, 1)
+        assert in_child(lambda: (block.users, core.running_elsewhere()) == (0, 0)) == 0
+        assert (block.users, core.running_elsewhere()) == (1, 1)
+    finally:
+        is_over.set()
+        thread.join()
+    assert (block.users, core.running_elsewhere()) == (0, 0)
+
+
+@pytest.mark.skipif(core.library is None, reason="there is nothing in C++ to count")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*verrid")
+def test_an_operator_that_has_called_what_forks_uses_its_operands_in_the_child(looked_into):
+    block, run_inside = looked_into
+    pids = []
+
+    def fork():
+        pids.append(os.fork())
+        seen.append(block.users)
+
+    seen = []
+    try:
+        run_inside(fork)
+        seen.append(block.users)
+    except BaseException:
+        if not pids or pids[0]:
+            raise
+        os._exit(4)
+    if not pids[0]:
+        os._exit(0 if seen == [1, 0] else 3)
+    assert ended(pids[0]) == 0
+    assert seen == [1, 0]

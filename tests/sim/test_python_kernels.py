@@ -10,11 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from torchTensorRef.base.activation import is_disabled
 from torchTensorRef.interception.recorded_inside import key_of_kernel
 from torchTensorRef.operators.plan import plan_of
 from torchTensorRef.operators.python_kernels import recorded_inside
 
 from ..support.differential import differences
+from ..support.over_host import adapters
 from ..support.processes import python
 
 LIBRARY = torch.library.Library("ttr_python_kernels", "DEF")
@@ -425,3 +427,68 @@ with torchTensorRef.disabled():
 """
     run = python("-c", body)
     assert run.returncode == 0, run.stderr
+
+
+def program_of_torchs_own(bring):
+    """Operators of torch's that a program gives kernels of its own, for a while."""
+    x = bring(torch.arange(-4.0, 4.0).view(2, 4)) + 1
+    results = [torch.relu(x), torch.tan(x), torch.mm(x, x.t()), x @ x.t(), torch.logsumexp(x, 1)]
+
+    def relu(x):
+        out = torch.zeros(x.shape)
+        out.copy_(x.clamp(min=0))
+        return out
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("relu", relu, "CPU")
+        library.impl("logsumexp", lambda x, dim, keepdim=False: torch.full((len(x),), 3.0), "CPU")
+        library.impl("tan", lambda x: x + 100, "AutogradCPU")
+        library.impl("mm", lambda a, b: torch.ops.aten.sub.Tensor(a.sum(), b) * 1000, "AutogradCPU")
+        results += [torch.relu(x), torch.tan(x), torch.mm(x, x.t()), x @ x.t()]
+        results += [torch.logsumexp(x, 1), torch.relu(x).add_(1), torch.relu(x) * 2]
+        results += [torch.tan(x.clone().requires_grad_()).detach()]
+        with torch.no_grad():
+            results += [torch.tan(x), torch.nn.functional.linear(x, x)]
+    return [*results, torch.relu(x), torch.tan(x), torch.mm(x, x.t()), x @ x.t()]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
+@pytest.mark.parametrize("device", ["sim", "adapter"])
+def test_kernels_that_a_program_gives_torchs_own_operators(manager, device):
+    """A factory's result was taken for bytes, and autograd's own kernel was not called."""
+    if device == "adapter":
+        (manager.device,) = adapters(1, 1 << 26)
+    expected = program_of_torchs_own(lambda x: x)
+    with is_disabled.entered(False):  # what factories in kernels make is ours, too
+        ours = program_of_torchs_own(manager.adopt)
+    for one, other in zip(expected, ours, strict=True):
+        assert not differences(one, other)
+    manager.check()
+
+
+def program_of_late_kernels(bring, name):
+    """An operator that gets its kernels after it has been called."""
+    x, z = bring(torch.ones(3)).requires_grad_(), bring(torch.ones(3))
+    library = torch.library.Library(f"ttr_late_{name}", "DEF")
+    library.define("foo(Tensor x) -> Tensor")
+    library.define("bar(Tensor x) -> Tensor")
+    ours = getattr(torch.ops, f"ttr_late_{name}")
+    for op in (ours.foo, ours.bar):
+        with pytest.raises(NotImplementedError):
+            op(z)
+    library.impl("foo", lambda x: x * 2, "CPU")
+    library.impl("bar", lambda x: x.clone(), "CPU")
+    ours.foo(x).sum().backward()
+    seen = [x.grad.clone(), ours.bar(z), z.clone()]
+    torch.library.register_autograd(f"ttr_late_{name}::foo", lambda ctx, g: g * 7, lib=library)
+    library.impl("bar", lambda x: x.add_(1).clone(), "CPU", allow_override=True)
+    ours.foo(x).sum().backward()
+    return [*seen, x.grad, ours.bar(z), z]
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered", "ignore:.*[Oo]verrid")
+def test_kernels_that_come_after_the_first_call(manager):
+    """What was known of the operator stayed: a gradient was not taken, and a write was lost."""
+    ours = program_of_late_kernels(manager.adopt, "ours")
+    for one, other in zip(program_of_late_kernels(lambda x: x, "plain"), ours, strict=True):
+        assert not differences(one, other)

@@ -38,6 +38,7 @@ from .files import load_file_adopted, load_wrapper
 from .generators import OF_GENERATORS
 from .graphs import OF_GRAPHS
 from .inject_to import injectTo
+from .kernels import OF_KERNELS
 from .optimizers import groups_wrapper, state_wrapper
 from .patches import HookPatch, LatePatch, MethodPatch, Patch
 from .readers import export_plain, legacy_instance, on_plain
@@ -172,6 +173,7 @@ PATCHES: tuple[Patch | MethodPatch | HookPatch | LatePatch | HandlersPatch, ...]
     *OF_GENERATORS,
     *OF_JIT,
     *OF_SHAPES,
+    *OF_KERNELS,
     *OF_COMPILER,
     *OF_RPC,
     *(Patch(f"torch.{kind}", "set_stream", then_note, OTHER_STREAM) for kind in WITH_STREAMS),

@@ -21,8 +21,10 @@ from ..memory.plain_views import make_ref
 from ..memory.ref import TensorRef
 from ..operators import peaks
 from ..operators.plan import OpPlan, ReadyWay, plan_of
+from ..operators.python_kernels import is_replaced_above
 from ..operators.row import Special
 from ..operators.substitutes import ByDevice, Substitute, stand_ins
+from ..operators.table import ROWS
 from .entry import dispatch
 from .fallback import settled
 from .guards import below_function_modes
@@ -117,6 +119,7 @@ def describe(name: str, overload: str) -> dict[str, Any]:
     return {
         "op": op,
         "may_be_ready": _may_be_ready(plan),
+        "is_seen_above": is_replaced_above(op, as_one=plan.peak_nbytes is not None),
         "is_view": plan.ready_way == ReadyWay.VIEW and not plan.is_recorded_inside,
         "counts_lists": plan.counts_lists,
         "makes_dense": plan.makes_dense,
@@ -132,6 +135,16 @@ def describe(name: str, overload: str) -> dict[str, Any]:
         "writes": writes or plan.writes,
         "twins": tuple(-1 if twin is None else twin for twin in plan.result_of_write),
     }
+
+
+def forget(name: str, overload: str) -> None:
+    """Have C++ ask again what is known of an operator, and of those that may be made of it."""
+    if core.library is None:
+        return
+    core.library.forget(name, overload)
+    if name.startswith("aten::"):
+        for schema in (row.op._schema for row in ROWS if row.peak_nbytes is not None):
+            core.library.forget(schema.name, schema.overload_name)
 
 
 def _may_be_ready(plan: OpPlan) -> bool:

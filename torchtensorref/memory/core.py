@@ -159,7 +159,7 @@ def let_go(storage: int) -> None:
 
 
 def running_elsewhere() -> int:
-    """Return how many operators run in C++ in other threads."""
+    """Return how many other threads run operators in C++."""
     return 0 if library is None else int(library.running_elsewhere())
 
 

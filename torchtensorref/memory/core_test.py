@@ -85,6 +85,7 @@ def _description(name: str, overload: str) -> dict[str, Any]:
         "is_view": False,
         "counts_lists": False,
         "makes_dense": True,
+        "is_seen_above": False,
         "shares": False,
         "minds_labels": False,
         "is_for_host": False,

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from ..base import forking
 from . import python_kernels
 from .blocked.taken import GROUPS
-from .python_kernels import has_kernel
+from .python_kernels import has_kernel, is_replaced
 from .row import FlopRule, PeakRule, Reads, Row, Special
 from .substitutes import ByDevice, Substitute
 from .table import flops_of, row_of
@@ -291,7 +291,7 @@ def compiled(row: Row) -> OpPlan:
         if row.is_view is not None
         else is_declared and not (is_composite or writes) and op.is_view and _is_first(schema),
         is_number=results in (["number"], ["bool"]) and not (is_composite or writes),
-        makes_dense=row.is_exact or torch.Tag.pointwise in op.tags,
+        makes_dense=(row.is_exact or torch.Tag.pointwise in op.tags) and not is_replaced(op),
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         random_argument=row.random_only_with,
         comes_in_parts=is_composite and not has_kernel(op, "ADInplaceOrView"),

@@ -27,14 +27,39 @@ storage_of = torch._C.TensorBase.untyped_storage
 _KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 #: By the type of a device: the dispatch key of its kernels.
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}
+#: Those of kernels that run before one of these, or instead of it (also where none is named).
+_ABOVE = {
+    *("Autograd", *(f"Autograd{key}" for key in _BACKENDS.values())),
+    *("AutogradFunctionality", "ADInplaceOrView", "BackendSelect", "CompositeImplicitAutograd", ""),
+}
 
 
 def has_kernel_in_python(op: OpOverload) -> bool:
     """Whether the host runs an operator by what has been given to `torch.library`."""
     if op.namespace in ("aten", "prims"):
         return False
+    return _has_any(op, _KEYS)
+
+
+def is_replaced(op: OpOverload) -> bool:
+    """Whether a program has given an operator of torch's own another kernel, in Python."""
+    return _has_any(op, {*_KEYS, *_BACKENDS.values(), ""})
+
+
+def is_replaced_above(op: OpOverload, *, as_one: bool) -> bool:
+    """Whether it has one that torch calls before that of a device: autograd's, mostly.
+
+    A composite operator that runs `as_one` has, if any has: it may be made of that.
+    """
+    if not as_one:
+        return _has_any(op, _ABOVE)
+    kernels = [kernel.split("/") for kernel in list(torch.library._impls)]
+    return any(space == "aten" and key in _ABOVE for space, _, key in kernels)
+
+
+def _has_any(op: OpOverload, keys: Collection[str]) -> bool:
     name = op.name().replace("::", "/")
-    return any(f"{name}/{key}" in torch.library._impls for key in _KEYS)
+    return any(f"{name}/{key}" in torch.library._impls for key in keys)
 
 
 def is_recorded_inside(op: OpOverload) -> bool:

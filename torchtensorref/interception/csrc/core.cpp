@@ -21,7 +21,6 @@ void add_class(py::module_& module, const char* name, PyTypeObject& type) {
   module.add_object(name, py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type)));
 }
 
-// Give C++ the functions that it calls.
 void set_up(const py::args& functions) {
   PyObject** places[] = {&dispatch, &run_whole, &describe, &bear, &adopt, &written};
   for (size_t i = 0; i < std::size(places); ++i) *places[i] = py::object(functions[i]).release().ptr();
@@ -41,9 +40,9 @@ PyMethodDef is_ref_method = {"is_ref", is_python_ref, METH_O, "Whether an object
 at::Tensor alias_of(const at::Tensor& tensor, py::handle other) {
   const RefImpl* ref = ref_of(tensor);
   TORCH_CHECK_TYPE(ref, "it is no TensorRef");
-  Block* block = other.is_none() ? ref->block.get() : core_of(other.ptr());
-  auto made = c10::make_intrusive<RefImpl>(tensor, BlockPtr(block), tensor.device());
-  if (block == ref->block.get()) made->point_at_the_same(*ref);
+  BlockPtr block = other.is_none() ? ref->its_block() : BlockPtr(core_of(other.ptr()));
+  auto made = c10::make_intrusive<RefImpl>(tensor, block, tensor.device());
+  if (block.get() == ref->block.get()) made->point_at_the_same(*ref);
   return at::Tensor(std::move(made));
 }
 
@@ -54,12 +53,23 @@ at::Tensor bare_ref(const at::Tensor& like, std::vector<int64_t> sizes, std::vec
   return at::Tensor(std::move(made));
 }
 
+// Have a lock anew; whether a thread that is gone held it, and may have left what it guards halfway.
+bool renew(std::mutex& lock) {
+  const bool was_held = !lock.try_lock();
+  new (&lock) std::mutex();
+  return was_held;
+}
+
 // In a forked child, which has none of the other threads: what they counted, and the locks that they may have held.
 void begin_anew() {
   ++world.process;
-  for (std::mutex* lock : {&Running::lock, &use_log.lock}) new (lock) std::mutex();
-  for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) new (&ledger->lock) std::mutex();
-  for (Running* one = Running::all; one; one = one->next) if (one != &Running::mine()) one->count = 0;
+  renew(Running::lock);
+  Running& mine = Running::mine();
+  Running::all = &mine, mine.next = nullptr;
+  Operands::announce_anew();
+  if (renew(use_log.lock)) new (&use_log.uses) std::vector<Use>();
+  if (renew(Plans::lock)) new (&Plans::all) std::unordered_map<const void*, const Plan*>(), ++Plans::forgotten;
+  for (auto& [object, device] : known_devices) if (Ledger* ledger = device->ledger) renew(ledger->lock);
 }
 
 }  // namespace
@@ -81,6 +91,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     registered.clear();
   });
   module.def("set_up", &set_up);
+  module.def("forget", [](const char* name, const char* overload) {
+    if (auto op = c10::Dispatcher::singleton().findSchema({name, overload})) Plans().onOperatorDeregistered(*op);
+  });
   module.def("set_maker", [](py::object make) { make_half = make.release().ptr(); });
   module.def("make_ref", [](const at::Tensor& plain, py::handle block, py::handle device, c10::Device label) {
     return make_ref(plain, BlockPtr(core_of(block.ptr())), device_of(device.ptr()), label);

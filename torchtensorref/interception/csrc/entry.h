@@ -1,8 +1,7 @@
 // Where torch meets a TensorRef: twice, once above autograd and once below it.
 //
-// Above, where no gradient is noted and no mode, transform or autocast looks on, an operator on ready
-// operands runs at once, a composite one as a whole. What does not, goes on its way through torch,
-// and comes again below, where it runs if it is ready, and is handed to Python if it is not.
+// Above, where no gradient is noted and no mode, transform or autocast looks on, an operator on ready operands runs at once, a composite
+// one as a whole. What does not, goes on its way through torch, and comes again below, where it runs if it is ready, or goes to Python.
 #pragma once
 
 #include "older.h"
@@ -24,10 +23,8 @@ inline PyObject* run_whole = nullptr;  // Python: a composite operator as one; N
 
 // Torch's keys that say that nobody but autograd and a kernel has to see the operator.
 inline const uint64_t kHarmless =
-    (c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask) |
-     DispatchKeySet({DispatchKey::Dense, DispatchKey::AutogradFunctionality, DispatchKey::ADInplaceOrView,
-                     DispatchKey::BackendSelect, kAbove, kBelow}))
-        .raw_repr();
+    c10::full_backend_mask | DispatchKeySet({DispatchKey::Dense, DispatchKey::AutogradFunctionality, DispatchKey::ADInplaceOrView,
+                                             DispatchKey::BackendSelect, kAbove, kBelow}).raw_repr();
 
 // -- to Python ------------------------------------------------------------------------------------
 
@@ -49,14 +46,12 @@ inline bool is_default(const IValue& value, const c10::Argument& argument) {
   return fallback.has_value() && (value.isNone() ? fallback->isNone() : !fallback->isNone() && value == *fallback);
 }
 
-// The same TensorRef as Python has made, without its object there: the program may want one of another
-// class (`nn.Parameter(x)` is a view of `x` that nobody has seen).
+// The same TensorRef without its object in Python: the program may want one of another class (`nn.Parameter(x)` is a view of `x`).
 inline at::Tensor without_python(const at::Tensor& made) {
   return is_ref(made) ? at::Tensor(ref_of(made)->twin(made.unsafeGetTensorImpl()->version_counter(), true)) : made;
 }
 
-// Have a function of Python's run an operator, called as `__torch_dispatch__` would be; false where
-// that returns NotImplemented: nothing has happened then.
+// Have a function of Python's run an operator, as `__torch_dispatch__` would; false, and nothing has happened, where it returns NotImplemented.
 inline bool hand_over(PyObject* function, const c10::OperatorHandle& op, const Plan& plan, Stack* stack, bool is_above) {
   const auto& schema = op.schema();
   auto argument = [&](size_t i) -> const IValue& { return plan.arguments(*stack)[i]; };

@@ -26,11 +26,8 @@ struct Python final : Base {
   const Base* torchs;
 
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const override {
-    struct LetIn {
-      const bool was_shut_out = c10::impl::tls_is_dispatch_key_excluded(kBelow);
-      LetIn() { c10::impl::tls_set_dispatch_key_excluded(kBelow, false); }
-      ~LetIn() { c10::impl::tls_set_dispatch_key_excluded(kBelow, was_shut_out); }
-    } here;
+    c10::impl::ForceDispatchKeyGuard as_before;
+    c10::impl::tls_set_dispatch_key_excluded(kBelow, false);
     torchs->dispatch(op, stack);
   }
   TTR_SAME(void, incref, (PyObject* of), of) TTR_SAME(void, decref, (PyObject* of), of) TTR_SAME(size_t, refcnt, (PyObject* of), of)

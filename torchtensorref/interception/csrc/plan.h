@@ -9,7 +9,6 @@
 
 #include <array>
 #include <memory>
-#include <unordered_map>
 
 namespace ttr {
 using c10::IValue;
@@ -28,7 +27,7 @@ struct Plan {
   PyObject* op = nullptr;  // torch.ops' object
 
   // As Python's plan says:
-  bool may_be_ready = false;    // it may run here at all
+  bool may_be_ready = false, is_seen_above = false;  // it may run here at all; but a program's own kernel for autograd has to see it
   bool comes_in_parts = false, is_recorded_inside = false;  // autograd takes it apart; looks into its kernel in Python
   bool is_view = false, writes = false, writes_then = false, counts_lists = false;
   bool makes_dense = false;   // else complex operands need more than the kernel
@@ -38,7 +37,7 @@ struct Plan {
   c10::SmallVector<int16_t, 4> conditions;  // where all of these are set it writes (`writes_then`), or is for Python
   Peak peak = Peak::kNotWhole;
 
-  bool runs_above() const { return may_be_ready && !is_view && !writes; }
+  bool runs_above() const { return may_be_ready && !is_seen_above && !is_view && !writes; }
   const IValue* arguments(const Stack& stack) const { return stack.data() + stack.size() - arg_count; }
 
   // Call a function with each tensor among the arguments, and whether it is written, while it returns true.
@@ -58,7 +57,7 @@ struct Plan {
 
 inline PyObject* describe = nullptr;  // Python: what its plan says
 constexpr std::pair<const char*, bool Plan::*> kSaid[] = {
-    {"may_be_ready", &Plan::may_be_ready}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
+    {"may_be_ready", &Plan::may_be_ready}, {"is_seen_above", &Plan::is_seen_above}, {"is_view", &Plan::is_view}, {"counts_lists", &Plan::counts_lists},
     {"makes_dense", &Plan::makes_dense}, {"shares", &Plan::shares}, {"minds_labels", &Plan::minds_labels}, {"writes_then", &Plan::writes_then},
     {"comes_in_parts", &Plan::comes_in_parts}, {"is_recorded_inside", &Plan::is_recorded_inside}, {"is_for_host", &Plan::is_for_host}, {"minds_stand_ins", &Plan::minds_stand_ins},
 };
@@ -95,7 +94,7 @@ inline Plan* make_plan(const c10::OperatorHandle& op) {
   return plan.release();  // stays: a call may have it when its operator goes
 }
 
-// All plans, by the addresses of schemas. Programs may define an operator anew, which has the address then, or another one has.
+// All plans, by the addresses of schemas. Another operator may come to have the address, and a program may give one another kernel.
 struct Plans final : c10::OpRegistrationListener {
   static inline std::mutex lock;
   static inline auto& all = *new std::unordered_map<const void*, const Plan*>();  // operators go at exit, too, after what is static here
@@ -103,7 +102,8 @@ struct Plans final : c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
   void onOperatorDeregistered(const c10::OperatorHandle& op) override {
     std::lock_guard guard(lock);
-    if (all.erase(&op.schema())) ++forgotten;
+    all.erase(&op.schema());
+    ++forgotten;  // also where another thread is just making one
   }
 };
 
@@ -119,6 +119,7 @@ inline const Plan& plan_of(const c10::OperatorHandle& op) {
     guard.unlock();
     const Plan* made = make_plan(op);  // asks Python, so not under the lock; who comes second has made one more
     guard.lock();
+    if (Plans::forgotten != forgotten) return guard.unlock(), plan_of(op);  // perhaps this one
     found = Plans::all.emplace(key, made).first;
   }
   its_key = key, since = forgotten, its_plan = found->second;

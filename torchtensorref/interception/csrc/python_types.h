@@ -1,4 +1,4 @@
-// What Python sees of blocks, ledgers and books: classes from which those of memory/ are derived.
+// What Python sees of blocks, ledgers and books: classes from which those of memory/ are derived. All with the GIL.
 #pragma once
 
 #include "state.h"
@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <unordered_map>
-#include <vector>
 
 namespace ttr {
 
@@ -31,8 +30,6 @@ struct PyBooks {
 
 inline PyObject* make_half = nullptr;           // Python's maker of a block's half
 
-// -- devices (all with the GIL) -------------------------------------------------------------------
-
 inline std::unordered_map<PyObject*, Device*> known_devices;
 
 inline bool says(py::handle object, const char* name) { return py::getattr(object, name, py::bool_(false)).cast<bool>(); }
@@ -51,8 +48,6 @@ inline Device* device_of(PyObject* object) {
   return found;
 }
 
-// -- numbers and flags, wherever they stand -------------------------------------------------------
-
 inline Block* core_of(PyObject* self) { return reinterpret_cast<PyBlock*>(self)->core; }
 inline Ledger* ledger_of(PyObject* self) { return reinterpret_cast<PyLedger*>(self)->core; }
 inline World* world_of(PyObject*) { return &world; }
@@ -70,8 +65,6 @@ int set_number(PyObject* self, PyObject* value, void*) {
 }
 template <auto of, auto member>
 constexpr PyGetSetDef number(const char* name) { return {name, get_number<of, member>, set_number<of, member>}; }
-
-// -- blocks ---------------------------------------------------------------------------------------
 
 inline PyObject* new_block(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
@@ -174,8 +167,6 @@ inline PyMemberDef block_members[] = {
     {},
 };
 
-// -- ledgers --------------------------------------------------------------------------------------
-
 inline PyObject* new_ledger(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) return nullptr;
@@ -236,8 +227,6 @@ inline PyMethodDef ledger_methods[] = {
     {},
 };
 
-// -- books ----------------------------------------------------------------------------------------
-
 // The devices where operators may run that need no decision: a tuple.
 inline PyObject* get_ready_on(PyObject* self, void*) { return Py_XNewRef(reinterpret_cast<PyBooks*>(self)->ready_on); }
 inline int set_ready_on(PyObject* self, PyObject* value, void*) {
@@ -254,8 +243,6 @@ inline PyGetSetDef books_fields[] = {
     number<world_of, &World::labels_differ>("labels_differ"), {"ready_on", get_ready_on, set_ready_on},
     {},
 };
-
-// -- the classes ----------------------------------------------------------------------------------
 
 inline PyTypeObject base_class(const char* name, size_t size, newfunc make, destructor free, PyGetSetDef* fields,
                                PyMethodDef* methods, PyMemberDef* members = nullptr, size_t weak_references = 0) {

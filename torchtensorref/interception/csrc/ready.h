@@ -31,18 +31,16 @@ class Operands {
   Device* device = nullptr;
   bool is_without_plain = false;  // Python has to make the plain tensor of one
 
-  Operands() : running_(Running::mine()) { running_.count.fetch_add(1); }
+  Operands() : running_(Running::mine()), outer_(running_.innermost.exchange(this)) {}
   ~Operands() { withdraw(); }
   Operands(const Operands&) = delete;
 
   // Announce one and look; false where something has to be decided about it.
   bool add(RefImpl* ref, bool is_written) {
-    Operand& operand = all.emplace_back();
-    operand.ref = ref;
-    operand.is_written = is_written;
+    Operand& operand = all.emplace_back(Operand{ref, BlockPtr(), at::Tensor(), is_written});
     RefImpl::Locked guard(*ref);
     operand.block = ref->block;
-    operand.block->users.fetch_add(1);
+    operand.block->users.add(1);
     Device* place = operand.block->ready.load();
     if (!place || (device && place != device)) return false;
     if (is_written && !operand.block->owned.load()) return false;
@@ -52,15 +50,19 @@ class Operands {
     return true;
   }
   void withdraw() {
-    if (is_withdrawn_) return;
-    is_withdrawn_ = true;
-    for (Operand& operand : all) operand.block->users.fetch_sub(1);
-    running_.count.fetch_sub(1);
+    if (running_.innermost.load() != this) return;  // it is done
+    for (Operand& operand : all) operand.block->users.add(-1);
+    running_.innermost = outer_;
+  }
+  // In a forked child, where nothing is announced: an operator of this thread may have called what forks.
+  static void announce_anew() {
+    for (Operands* one = Running::mine().innermost; one; one = one->outer_)
+      for (Operand& operand : one->all) operand.block->users.add(1);
   }
 
  private:
   Running& running_;
-  bool is_withdrawn_ = false;
+  Operands* const outer_;
 };
 
 // Whether a plain tensor may take part as it is: a single number at home, or none.
@@ -101,7 +103,7 @@ class ReadyCall {
     push_plain();
     if (!call() || !wrap(tick)) return stack_.resize(start_ + plan_.arg_count), false;
     count_lists();
-    finish();
+    stack_.erase(stack_.begin() + start_, stack_.begin() + start_ + plan_.arg_count);
     return true;
   }
 
@@ -252,9 +254,9 @@ class ReadyCall {
     return true;
   }
 
-  // The TensorRef of a result: a plain tensor where it cannot be moved, undefined where there is no room for it.
+  // The TensorRef of a result: what it is where it cannot be moved, or a kernel in Python has it from a factory; undefined where there is no room for it.
   at::Tensor wrapped(const at::Tensor& out, int64_t tick) {
-    if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage()) return out;
+    if (!out.defined() || out.layout() != c10::kStrided || out.is_quantized() || out.is_nested() || !out.has_storage() || is_ref(out)) return out;
     const auto* storage = out.storage().unsafeGetStorageImpl();
     const c10::Device label = operands_.all[0].ref->device();
     const bool is_held = out.use_count() > 1 || out.storage().use_count() > 1;  // else it is nobody's: of long lists each would be compared with all
@@ -303,13 +305,6 @@ class ReadyCall {
       if (slot->is_written && slot->is_list)
         for (const IValue& part : argument(slot->index).toListRef())
           if (part.isTensor() && !part.toTensor().is_inference()) part.toTensor().unsafeGetTensorImpl()->bump_version();
-  }
-
-  // Put the results in the place of the arguments.
-  void finish() {
-    const size_t count = plan_.twins.size(), first = start_ + plan_.arg_count;
-    for (size_t i = 0; i < count && plan_.arg_count; ++i) std::swap(stack_[start_ + i], stack_[first + i]);
-    stack_.resize(start_ + count);
   }
 
   const c10::OperatorHandle& op_;

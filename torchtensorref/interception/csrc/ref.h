@@ -1,9 +1,8 @@
-// A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block
-// instead of bytes, and keeps the plain tensor over the replica where operators last ran.
+// A TensorRef for torch: a tensor with sizes, strides and autograd of its own that has a block instead of bytes, and keeps the plain
+// tensor over the replica where operators last ran.
 //
-// Its Python object is of torch's own class, or of whichever class the program makes of it, and it
-// carries no Python key: autograd sees no subclass, and the nodes, the formulas and the bits are those
-// of plain tensors. It carries two keys of ours instead (entry.h), by which it is known.
+// Its Python object is of torch's own class, or of whichever class the program makes of it, and it carries no Python key: autograd sees no
+// subclass; nodes, formulas and bits are those of plain tensors. It carries two keys of ours instead (entry.h), by which it is known.
 #pragma once
 
 #include "python_types.h"
@@ -21,9 +20,8 @@ using c10::DispatchKeySet;
 
 // Above autograd: torch itself leaves this key alone.
 constexpr auto kAbove = DispatchKey::DeferredInit;
-// Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors.
-// Torch 2.15 has fake tensors in C++ that carry it, too, and no way to make one yet: a tensor is ours
-// by both keys, and what asks for this one is told so (tensor/install.py).
+// Below autograd, conjugation and Python's modes, above every kernel, also those of sparse tensors. Torch 2.15 has fake tensors in C++ that
+// carry it, and no way to make one yet: a tensor is ours by both keys, and what asks for this one is told so (tensor/install.py).
 constexpr auto kBelow = DispatchKey::Fake;
 constexpr DispatchKeySet kOurs({kAbove, kBelow});
 // Functionalization gives what it wraps around a TensorRef the keys of that one besides its own.
@@ -70,10 +68,9 @@ class WithFactories {
 };
 
 struct RefImpl final : c10::TensorImpl {
-  BlockPtr block;
-  // `lock` is for the three below it: an operator takes the plain tensor together with the device
-  // that it is on, and another thread may exchange them. Nobody waits under it.
+  // `lock` is for the four below it, which another thread may exchange together (`x.data = y`). Nobody waits under it.
   mutable std::atomic<uint32_t> lock{0};  // the number of the process whose thread has it; 0: nobody
+  BlockPtr block;
   at::Tensor plain;
   Device* on = nullptr;  // null: no plain tensor that the ready path may use
   at::Tensor home;       // the plain tensor over the replica at home, once made
@@ -94,13 +91,13 @@ struct RefImpl final : c10::TensorImpl {
     ~Locked() { flag.store(0, std::memory_order_release); }
     std::atomic<uint32_t>& flag;
   };
-  std::tuple<at::Tensor, at::Tensor, Device*> views() const {
+  std::tuple<BlockPtr, at::Tensor, at::Tensor, Device*> all() const {
     Locked guard(*this);
-    return {plain, home, on};
+    return {block, plain, home, on};
   }
+  BlockPtr its_block() const { Locked guard(*this); return block; }
   void point_at_the_same(const RefImpl& other) {
-    auto [its_plain, its_home, its_device] = other.views();
-    BlockPtr its_block = other.block;
+    auto [its_block, its_plain, its_home, its_device] = other.all();
     Locked guard(*this);  // what they were before is let go behind it
     std::swap(block, its_block);
     std::swap(plain, its_plain);
@@ -119,7 +116,7 @@ struct RefImpl final : c10::TensorImpl {
     return seen;
   }
   c10::intrusive_ptr<TensorImpl> twin(c10::VariableVersion version, bool may_change) const {
-    auto twin = c10::make_intrusive<RefImpl>(tensor(), block, device());
+    auto twin = c10::make_intrusive<RefImpl>(tensor(), its_block(), device());
     copy_tensor_metadata(this, twin.get(), std::move(version), may_change);
     twin->point_at_the_same(*this);
     return twin;
@@ -166,7 +163,7 @@ inline RefImpl* ref_in(PyObject* self) {
   if (!ref) PyErr_SetString(PyExc_AttributeError, "it is a plain tensor, and no TensorRef");
   return ref;
 }
-inline PyObject* block_in(RefImpl& ref) { return half_of(ref.block.get()); }
+inline PyObject* block_in(RefImpl& ref) { return half_of(ref.its_block().get()); }
 inline void set_block(RefImpl& ref, PyObject* value) {
   BlockPtr given(core_of(value));
   if (given.get() == ref.block.get()) return;
@@ -175,7 +172,7 @@ inline void set_block(RefImpl& ref, PyObject* value) {
   std::swap(ref.block, given);
 }
 template <size_t place>
-PyObject* plain_in(RefImpl& ref) { return or_none(std::get<place>(ref.views())); }
+PyObject* plain_in(RefImpl& ref) { return or_none(std::get<place>(ref.all())); }
 template <at::Tensor RefImpl::*member>
 void set_plain(RefImpl& ref, PyObject* value) {
   at::Tensor given = tensor_in(value);
@@ -197,7 +194,7 @@ constexpr PyGetSetDef ref_field(const char* name) {
 }
 inline PyGetSetDef ref_fields[] = {
     ref_field<block_in, set_block>("_ttr_block"), ref_field<device_in, set_device>("_ttr_device"),
-    ref_field<plain_in<0>, set_plain<&RefImpl::plain>>("_ttr_plain"), ref_field<plain_in<1>, set_plain<&RefImpl::home>>("_ttr_home"),
+    ref_field<plain_in<1>, set_plain<&RefImpl::plain>>("_ttr_plain"), ref_field<plain_in<2>, set_plain<&RefImpl::home>>("_ttr_home"),
     {},
 };
 }  // namespace ttr

@@ -15,7 +15,6 @@
 
 namespace ttr {
 
-// What holds for the whole process.
 struct World {
   std::atomic<uint32_t> process{1};        // one more in each forked child
   std::atomic<int64_t> tick{0};            // number of the operator that runs: the clock of recency
@@ -27,6 +26,23 @@ struct World {
 inline World world;
 
 struct Block;
+class Operands;
+
+// How many operators run on a block now. A forked child has one thread of its parent's, and none of what the others have announced.
+class Users {
+ public:
+  operator int64_t() const {
+    const uint64_t seen = counted_.load();
+    return seen >> 32 == world.process ? seen & UINT32_MAX : 0;
+  }
+  void add(int by) {
+    uint64_t seen = counted_.load(std::memory_order_relaxed), process = world.process;
+    while (!counted_.compare_exchange_weak(seen, (seen >> 32 == process ? seen : process << 32) + by)) continue;
+  }
+
+ private:
+  std::atomic<uint64_t> counted_{0};  // the number of the process that counts, and 32 bits of its count
+};
 
 // The fresh results on one device that nobody has asked about yet, and what may be there.
 struct Ledger {
@@ -48,13 +64,13 @@ struct Device {
 
 // One logical storage. What Python keeps of it (`half`) is made when somebody asks.
 //
-// TensorRefs count `refs`. While there are any, they keep one reference to the half together; without
-// them the block belongs to the half, or is gone if there is none.
+// TensorRefs count `refs`. While there are any, they keep one reference to the half together; without them the block belongs to the
+// half, or is gone if there is none.
 struct Block {
   std::atomic<int64_t> refs{0};
   std::atomic<Device*> ready{nullptr};  // where operators may use it without asking anybody
   std::atomic<bool> owned{false};       // and write it: no other replica is current
-  std::atomic<int32_t> users{0};        // operators that run on it now, announced to evictors
+  Users users;                          // announced to evictors
   std::atomic<int64_t> last_use{0};
   std::atomic<int64_t> logged_as{0};  // the number under which each use is noted; 0: none is
   std::atomic<int64_t> nbytes{0};
@@ -87,8 +103,7 @@ struct Block {
     of->newborn_nbytes.fetch_sub(size);
     return size;
   }
-  // The storage that torch sees, labelled as being on a device. What has another label than the
-  // first one is no alias to torch: we know it by the block.
+  // The storage that torch sees, with a device's label. What has another one than the first is no alias to torch: we know it by the block.
   c10::Storage face_on(c10::Device label) {
     if (face && face.device() == label) return face;
     c10::Storage made(c10::Storage::use_byte_size_t(), nbytes.load(), c10::DataPtr(nullptr, label), nullptr, false);
@@ -99,7 +114,6 @@ struct Block {
   }
 };
 
-// A counted pointer to a block.
 class BlockPtr {
  public:
   BlockPtr() = default;
@@ -156,28 +170,34 @@ struct UseLog {
 };
 inline UseLog use_log;
 
-// Operators of this thread that run here now. Whoever exchanges the devices in use closes them first
-// and looks at these second; an operator counts itself first and looks second.
+// What a thread runs here now. Whoever exchanges the devices in use closes them first and looks at these second; an operator
+// enters itself first and looks second.
 struct Running {
-  std::atomic<int64_t> count{0};
-  Running *next = nullptr;
+  std::atomic<Operands*> innermost{nullptr};
+  std::atomic<bool> is_taken{true};  // else its thread has ended, and the next one may have it
+  Running* next = nullptr;
   static inline std::mutex lock;
   static inline Running* all = nullptr;
 
   static Running& mine() {
-    thread_local Running* here = [] {
-      auto* made = new Running();  // stays: threads are few, and another one may be looking at it
-      std::lock_guard guard(lock);
-      made->next = all;
-      return all = made;
-    }();
-    return *here;
+    thread_local const struct Here {
+      Running* const own = taken();
+      ~Here() { own->is_taken = false; }
+    } here;
+    return *here.own;
+  }
+  static Running* taken() {
+    std::lock_guard guard(lock);
+    for (Running* one = all; one; one = one->next) if (!one->is_taken.exchange(true)) return one;
+    auto* made = new Running();  // stays: another thread may be looking at it
+    made->next = all;
+    return all = made;
   }
   static int64_t of_others() {
     int64_t sum = 0;
     const Running* me = &mine();
     std::lock_guard guard(lock);
-    for (Running* one = all; one; one = one->next) if (one != me) sum += one->count.load();
+    for (Running* one = all; one; one = one->next) sum += one != me && one->innermost.load();
     return sum;
   }
 };
