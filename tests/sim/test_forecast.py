@@ -678,3 +678,18 @@ def test_the_time_foretold_is_that_of_the_budget_on_a_larger_card_too():
     cards = [SPEC.scaled(capacity=nbytes) for nbytes in (40_000, 10_000_000)]
     tight, ample = (torchTensorRef.forecast(training, device=c, budget=40_000) for c in cards)
     assert [step.time_ns for step in tight.steps] == [step.time_ns for step in ample.steps]
+
+
+def test_a_function_with_an_empty_cell_can_be_forecast():
+    """As one that calls a function which is defined after it, or never."""
+    linear = nn.Linear(4, 4)
+
+    def run(x: torch.Tensor) -> Any:
+        return linear(x) if x.dim() == 2 else later(x)
+
+    seen = torchTensorRef.forecast(run, torch.ones(2, 4), device="sim")
+    assert seen.steps[0].op_count > 0
+    if not seen.steps:
+
+        def later(x: torch.Tensor) -> Any:
+            return x
