@@ -161,6 +161,10 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
             raise RuntimeError(_OTHER_KIND)
         replace_metadata(self, ref)
 
+    @data.deleter
+    def data(self) -> None:
+        raise RuntimeError("Deleting tensor data is not allowed. Delete tensor instead!")
+
 
 #: What torch says of data of another kind: on the meta device, sparse.
 _OTHER_KIND = (
