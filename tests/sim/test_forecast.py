@@ -693,3 +693,25 @@ def test_a_function_with_an_empty_cell_can_be_forecast():
 
         def later(x: torch.Tensor) -> Any:
             return x
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ({"device": ""}, "no simulated device"),
+        ({"device": 5}, "no simulated device"),
+        ({"steps": True}, "once or more often"),
+        ({"values": True}, "answers nothing"),
+        ({"values": {3: 3}}, "no text"),
+        ({"values": {"itme": 3}}, "Did you mean 'item'"),
+        ({"values": {"nonzeros": 3}}, "Did you mean 'nonzero'"),
+    ],
+)
+def test_what_a_forecast_cannot_be_told(said, hint):
+    with pytest.raises(ConfigError, match=hint):
+        torchTensorRef.forecast(lambda: None, **said)
+
+
+def test_answers_by_names_of_operators_are_taken():
+    values = {"item": 3, "nonzero": torch.zeros(1, 1), "my_own_operator": 4}
+    torchTensorRef.forecast(lambda: None, values=values)

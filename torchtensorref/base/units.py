@@ -137,7 +137,9 @@ def parse_limit(size: float | str) -> int:
 
 
 def _unlikely(size: str | float, why: str) -> ConfigError:
-    digits = str(size).replace("_", "").strip()
+    digits = str(size).strip()
+    if "__" in digits or "_." in digits or digits.endswith("_"):
+        digits = digits.replace("_", "")
     amount = float(digits)
     unit = "GiB" if amount < 1024 else "MiB" if amount < 1 << 20 else "B"
     meant = f"{digits}{unit}" if unit != "B" else f"{amount:.0f}B"
