@@ -242,7 +242,8 @@ class Exchange:
     def _walk_items(
         self, container: Any, items: Any, swap: Any, seen: set[int], depth: int, before: Any
     ) -> None:
-        items, exchanged = [*items], {}
+        items = [*items]
+        exchanged: dict[int, tuple[Any, Any]] = {}
         if before is not None:
             before.append((container, items, exchanged))
         for key, part in items:

@@ -149,9 +149,10 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
     A mapping of another kind that refuses keeps the plain tensor.
     """
-    for kind in (OrderedDict, dict, list):
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list)
+    for kind in kinds:
         if isinstance(container, kind):
-            kind.__setitem__(container, key, value)  # type: ignore[attr-defined]
+            kind.__setitem__(container, key, value)
             return
     with suppress(Exception):
         container[key] = value
