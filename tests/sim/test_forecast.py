@@ -678,3 +678,40 @@ def test_the_time_foretold_is_that_of_the_budget_on_a_larger_card_too():
     cards = [SPEC.scaled(capacity=nbytes) for nbytes in (40_000, 10_000_000)]
     tight, ample = (torchTensorRef.forecast(training, device=c, budget=40_000) for c in cards)
     assert [step.time_ns for step in tight.steps] == [step.time_ns for step in ample.steps]
+
+
+def test_a_function_with_an_empty_cell_can_be_forecast():
+    """As one that calls a function which is defined after it, or never."""
+    linear = nn.Linear(4, 4)
+
+    def run(x: torch.Tensor) -> Any:
+        return linear(x) if x.dim() == 2 else later(x)
+
+    seen = torchTensorRef.forecast(run, torch.ones(2, 4), device="sim")
+    assert seen.steps[0].op_count > 0
+    if not seen.steps:
+
+        def later(x: torch.Tensor) -> Any:
+            return x
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ({"device": ""}, "no simulated device"),
+        ({"device": 5}, "no simulated device"),
+        ({"steps": True}, "once or more often"),
+        ({"values": True}, "answers nothing"),
+        ({"values": {3: 3}}, "no text"),
+        ({"values": {"itme": 3}}, "Did you mean 'item'"),
+        ({"values": {"nonzeros": 3}}, "Did you mean 'nonzero'"),
+    ],
+)
+def test_what_a_forecast_cannot_be_told(said, hint):
+    with pytest.raises(ConfigError, match=hint):
+        torchTensorRef.forecast(lambda: None, **said)
+
+
+def test_answers_by_names_of_operators_are_taken():
+    values = {"item": 3, "nonzero": torch.zeros(1, 1), "my_own_operator": 4}
+    torchTensorRef.forecast(lambda: None, values=values)

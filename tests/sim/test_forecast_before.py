@@ -12,6 +12,7 @@ from torch import nn
 from torchTensorRef import PromisedError, disabled, forecast, promising, tensorsManager
 from torchTensorRef.inject import hooks
 from torchTensorRef.middlewares import Place
+from torchTensorRef.promises import before
 
 
 @pytest.fixture(autouse=True)
@@ -539,3 +540,19 @@ def test_what_is_written_beside_a_sparse_tensor_is_as_it_was(make, write, values
     write(x, s)
     assert sparse_facts() != before
     tensorsManager.check()
+
+
+def test_what_a_forecast_leaves_alone_is_not_put_back(monkeypatch):
+    """Other threads may be using it: a moment later it would be the same, and now it is nothing."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.rand(4, 8)
+    put: list[Any] = []
+    real = before.replace_metadata
+
+    def noting(ref: Any, other: Any) -> None:
+        put.append(ref)
+        real(ref, other)
+
+    monkeypatch.setattr(before, "replace_metadata", noting)
+    forecast(model, x)
+    assert not {id(p) for p in model.parameters()} & {id(ref) for ref in put}
+    assert any(ref is model[1].running_mean for ref in put)

@@ -1,5 +1,6 @@
 """Loading: what a library reads from files is managed, once, and right."""
 
+import array
 import collections
 import gc
 import json
@@ -12,6 +13,7 @@ from torch import nn
 import torchTensorRef
 from torchTensorRef import TensorRef
 from torchTensorRef.inject import hooks
+from torchTensorRef.inject.files import Adoption
 
 from ..support.injection import kind_of
 
@@ -230,6 +232,63 @@ def test_torch_load_of_tuples(injected, tmp_path):
         assert kind_of(loaded[0]) is TensorRef
         assert str([*loaded]) == str([*value])
         assert getattr(loaded, "noted", None) == (7 if type(value) is Named else None)
+
+
+class Guarded(dict):
+    """Refuses entries, as `ModelOutput` and frozen dictionaries do."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("no entries")
+
+    def __reduce_ex__(self, protocol):
+        return Guarded, (dict(self),)
+
+
+class GuardedList(list):
+    def __setitem__(self, key, value):
+        raise TypeError("no entries")
+
+    def __reduce_ex__(self, protocol):
+        return GuardedList, (list(self),)
+
+
+class View(collections.UserDict):
+    """Another mapping, which is left alone."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("no entries")
+
+    def __init__(self, data):
+        self.data = data
+
+    def __reduce_ex__(self, protocol):
+        return View, (dict(self.data),)
+
+
+def test_torch_load_of_containers_that_refuse_entries(injected, tmp_path):
+    x = torch.ones(3)
+    torch.save([Guarded(x=x), GuardedList([x]), View({"x": x})], tmp_path / "file.pt")
+    guarded, listed, view = torch.load(tmp_path / "file.pt", weights_only=False)
+    assert kind_of(guarded["x"]) is TensorRef
+    assert listed[0] is guarded["x"]
+    assert view["x"].tolist() == [1, 1, 1]
+
+
+def test_torch_load_asks_nothing_of_numbers(injected, tmp_path, monkeypatch):
+    """Three megabytes took three seconds."""
+    asked = []
+    of = Adoption._of
+    monkeypatch.setattr(
+        Adoption, "_of", lambda self, value: (asked.append(value), of(self, value))[1]
+    )
+    many = {
+        "bytes": bytearray(1000),
+        "array": array.array("i", range(1000)),
+        "list": [*range(1000)],
+    }
+    torch.save(many, tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt", weights_only=False) == many
+    assert len(asked) < 10
 
 
 def test_torch_load_of_a_tuple_at_two_places(injected, tmp_path):

@@ -328,6 +328,18 @@ def test_what_is_none_is_refused(manager, wrong):
         manager.middlewares.append(wrong)
 
 
+def test_one_of_whose_methods_one_is_none_is_refused(manager):
+    class Half:
+        before = None
+
+        def after(self, op, result):
+            return result
+
+    with pytest.raises(ConfigError, match="has before = None, which cannot be called"):
+        manager.middlewares.append(Half())
+    assert list(manager.middlewares) == []
+
+
 def test_methods_that_take_other_arguments_are_refused(manager):
     class Short(middlewares.Middleware):
         def before(self):

@@ -332,12 +332,14 @@ def test_exceptions_restore_everything(ample: Any) -> None:
     caches: list[Any] = [{}, {}]
     for _ in range(7):  # the next one is hardly larger than one that is known
         assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
-    before = dict(caches[1])
     fails[0] = True
     with pytest.raises(ValueError, match="inside"):
         ours(ample.adopt(x.clone()), caches[1])
-    assert caches[1]["n"] == before["n"]
-    assert caches[1]["x"] is before["x"]
+    with pytest.raises(ValueError, match="inside"):
+        plain(x, caches[0])
+    assert caches[1]["n"] == caches[0]["n"]  # what it has done before is done, as in plain torch
+    assert_equal(caches[0]["x"], caches[1]["x"])
+    assert isinstance(caches[1]["x"], TensorRef)
     assert all(isinstance(p, TensorRef) for p in ours.parameters())
     fails[0] = False
     assert_equal(plain(x, caches[0]), ours(ample.adopt(x.clone()), caches[1]))
@@ -873,3 +875,48 @@ def test_what_changes_in_a_region_is_seen(manager: Any, change: str) -> None:
     assert slots.hold()
     CHANGES[change](model)
     assert not (region.parts_are_as_before() and slots.hold())
+
+
+class Guarded(dict[str, Any]):
+    """As a `ModelOutput`: entries come by its constructor only."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("You cannot use update on a Guarded")
+
+    def clear(self) -> None:
+        raise TypeError("You cannot use clear on a Guarded")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("You cannot set an entry of a Guarded")
+
+
+class Refusing(Mlp):
+    """Leaves something in what it is given, and raises."""
+
+    refuses = False
+
+    def forward(self, given: Any, log: Any) -> Any:
+        y = super().forward(given["x"])
+        if self.refuses:
+            log.append(len(log))
+            log.append(given["x"][:1])
+            raise ValueError("the program's own")
+        return y
+
+
+def test_an_error_inside_comes_out_and_leaves_containers_as_the_program_has(ample: Any) -> None:
+    plain, ours = pair(ample, Refusing)
+    x = torch.rand(2, 16)
+    given, log = Guarded(x=ample.adopt(x.clone())), [ample.adopt(torch.rand(3))]
+    before = given["x"], log[0]
+    assert native_runs(lambda: [ours(given, log) for _ in range(3)]) == 2
+    ours.refuses = plain.refuses = True
+    with pytest.raises(ValueError, match="the program's own"):
+        ours(given, log)
+    assert [*given] == ["x"]
+    assert given["x"] is before[0]
+    assert log[0] is before[1]
+    assert log[1] == 1
+    assert isinstance(log[2], TensorRef)
+    assert_equal(x[:1], log[2])
+    ample.check()

@@ -277,6 +277,11 @@ def test_no_device_at_all_is_said_by_name(card: Any, none: Any) -> None:
     assert card.device == "sim:test"
 
 
+def test_a_budget_that_names_a_device_twice(closed: TensorsManager) -> None:
+    with pytest.raises(ConfigError, match="names one device twice: 'sim' and 'SIM'"):
+        closed.budget = {"sim": "1GiB", "SIM": "2GiB"}
+
+
 @pytest.mark.parametrize("twice", ["sim:1,sim:1", ["sim:1", "sim:2", "SIM:1"]])
 def test_a_device_that_is_named_twice(card: Any, twice: Any) -> None:
     with pytest.raises(ConfigError, match="sim:1 is named twice among the devices"):

@@ -278,3 +278,15 @@ def test_a_kernel_that_found_no_memory_is_tried_again_however_that_is_said(manag
     assert made.tolist() == list(range(1, 9))
     assert runs == [manager.residency.books.main] * 2
     assert manager.stats()["host_fallback_count"] == 0
+
+
+def test_an_accelerator_is_named_by_its_index(manager):
+    manager = on_several(1 << 20, 1 << 20)
+    first, second = manager.residency.books.accelerators
+    ref = manager.adopt(torch.ones(4))
+    for index, device in ((1, second), (0, first)):
+        ref.toCPU().toGPU(index)
+        assert ref._ttr_block.replicas[device].readable
+    for wrong in (2, -1, True):
+        with pytest.raises(ConfigError, match=f"{first.name}, {second.name}"):
+            ref.toGPU(wrong)

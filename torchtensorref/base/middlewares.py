@@ -168,6 +168,12 @@ def _check(middleware: object) -> None:
             f"{middleware!r} has no before(op) and no after(op, result) of its own, so it would do "
             "nothing." + "".join(f" It has {name!r}." for name in written)
         )
+    for name, method in zip(("before", "after"), methods, strict=True):
+        if not callable(method) and hasattr(middleware, name):
+            raise ConfigError(
+                f"{middleware!r} has {name} = {method!r}, which cannot be called. Leave it out, or "
+                "write a method."
+            )
     for method, arguments in zip(methods, (("op",), ("op", "result")), strict=True):
         if callable(method) and not takes(method, arguments):
             name = getattr(method, "__qualname__", repr(method))

@@ -225,7 +225,7 @@ def parse_faults(text: str) -> tuple[tuple[str, int], ...]:
                 known=FAULT_KINDS,
                 nearest=nearest(kind, FAULT_KINDS),
             )
-        if not number.isdecimal() or int(number) < 1:
+        if not number.isdecimal() or len(number) > 18 or int(number) < 1:
             raise ConfigError(
                 f"{part.strip()!r} in the fault plan {text!r} has no number from 1 upward. "
                 "Write it as 'copy:17,alloc:3'.",

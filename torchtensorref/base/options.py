@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,12 +303,26 @@ def _checked(changes: Mapping[str, object]) -> dict[str, object]:
                 f"{write} {option.variable} before the import.",
                 name=name,
             )
-        if value == option.default:
+        if value is option.default:
             checked[name] = option.default
         else:
-            text = str(int(value)) if isinstance(value, (bool, int)) else str(value)
-            checked[name] = option.parse(text, f"options({name}=...)")
+            checked[name] = option.parse(_text_of(option, value), f"options({name}=...)")
     return checked
+
+
+def _text_of(option: Option, value: Any) -> str:
+    """Write a value as the environment would hold it; ConfigError for one of another kind."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if path is None or isinstance(path, str):
+        return str(path)
+    if isinstance(option.default, int):
+        with suppress(TypeError):  # a whole number of whatever kind
+            return str(operator.index(value))
+    raise ConfigError(
+        f"options({option.name}={value!r}) is not understood: it takes {option.values}, as text or "
+        f"as a value, and not a {type(value).__name__}.",
+        name=option.name,
+    )
 
 
 @contextmanager
@@ -337,8 +352,8 @@ def options(**changes: object) -> Iterator[Settings]:
     """
     checked = _checked(changes)
     before = {name: getattr(settings, name) for name in checked}
-    _apply(checked)
     try:
+        _apply(checked)
         yield settings
     finally:
         _apply(before)

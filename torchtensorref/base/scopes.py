@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,32 +16,68 @@ class _End(property):
 
     def __call__(self, scope: _Scope[Any], *error: Any) -> None:
         """End it as `ExitStack` does, which takes this from the class."""
-        scope.lock.__exit__(*error)
+        scope.end(*error)
 
 
 class _Scope(ContextDecorator, Generic[T]):
+    """A scope; where it is entered again, in whatever thread, another one like it is begun."""
+
     def __init__(self, scopes: Scopes[T], value: T) -> None:
         self.value = value
         #: Taken while it is open.
         self.lock = threading.Lock()
         self.ident = threading.get_ident()
         self._scopes = scopes
+        #: There is one thing in it until somebody is to open this one itself, and who that is.
+        self._free = [True]
+        self._taken_by: int | None = None
+        #: Those that were begun because this one was open, or had been.
+        self._again: list[_Scope[T]] = []
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended, or not begun."""
         return not self.lock.locked()
 
-    def __enter__(self) -> None:
+    def _take(self) -> bool:
         try:
-            self.lock.acquire()
-            self._scopes.begin(self)
+            self._free.pop()
+        except IndexError:
+            return False
+        self._taken_by = threading.get_ident()
+        return True
+
+    def __enter__(self) -> None:
+        scope = self
+        if self._take() or self._taken_by == threading.get_ident():
+            self._taken_by = None
+        else:
+            scope = _Scope(self._scopes, self.value)
+            self._again.append(scope)
+        scope.ident = threading.get_ident()
+        try:
+            scope.lock.acquire()
+            self._scopes.begin(scope)
         except BaseException:
-            self.lock.acquire(blocking=False)
-            self.lock.release()
+            scope.lock.acquire(blocking=False)
+            scope.lock.release()
             raise
 
-    __exit__ = _End(attrgetter("lock.__exit__"))
+    def _exit(self) -> Any:
+        """Return what ends the scope that is about to be entered; `with` asks before it enters."""
+        return self.lock.__exit__ if self._take() else self.end
+
+    __exit__ = _End(_exit)
+
+    def end(self, *error: Any) -> None:
+        """End the innermost one of this thread; of another thread where it has none open."""
+        open_ones = [scope for scope in (self, *self._again) if not scope.is_over]
+        me = threading.get_ident()
+        mine = [scope for scope in open_ones if scope.ident == me]
+        for scope in (mine or open_ones)[-1:]:
+            scope.lock.__exit__(*error)
+        for scope in [one for one in self._again if one.ident == me and one.is_over]:
+            self._again.remove(scope)
 
     def _recreate_cm(self) -> _Scope[T]:
         return _Scope(self._scopes, self.value)

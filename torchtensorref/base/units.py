@@ -21,6 +21,9 @@ UNITS: dict[str, int] = {
 _NBYTES_BY_FOLD = {unit.casefold(): nbytes for unit, nbytes in UNITS.items()}
 _AMOUNT = re.compile(r"\s*(\d[\d_]*)(?:\.(\d+))?\s*([^\W\d_]*|%)\s*", re.ASCII)
 
+#: Python itself reads no number of more than a few thousand digits; a size has a few dozen.
+_MOST_DIGITS = 1000
+
 
 def _bad_size(text: object, why: str) -> ConfigError:
     return ConfigError(
@@ -87,6 +90,8 @@ def parse_nbytes(size: int | str) -> int:
         why = "it is negative" if is_negative else "it is not a number with a unit"
         raise _bad_size(size, why)
     whole, fraction, unit = match[1].replace("_", ""), match[2] or "", match[3]
+    if len(whole + fraction) > _MOST_DIGITS:
+        raise _bad_size(size, "it has too many digits")
     # Integers throughout: a float would lose bytes above 2**53.
     nbytes = int(whole + fraction) * _unit_nbytes(size, unit or "B")
     return int(nbytes // 10 ** len(fraction))
@@ -123,7 +128,7 @@ def parse_limit(size: float | str) -> int:
             raise _unlikely(size, "is no number of bytes")
         raise _bad_size(size, "it is no number of bytes")
     nbytes = parse_nbytes(size)
-    if isinstance(size, str) and size.strip()[-1:].isdigit():
+    if isinstance(size, str) and size.strip().rstrip("_")[-1:].isdigit():
         is_fraction = "." in size
         if is_fraction or 0 < nbytes < 1 << 20:
             said = "is no number of bytes" if is_fraction else f"is {nbytes} bytes"
@@ -132,9 +137,12 @@ def parse_limit(size: float | str) -> int:
 
 
 def _unlikely(size: str | float, why: str) -> ConfigError:
-    amount = float(size)
+    digits = str(size).strip()
+    if "__" in digits or "_." in digits or digits.endswith("_"):
+        digits = digits.replace("_", "")
+    amount = float(digits)
     unit = "GiB" if amount < 1024 else "MiB" if amount < 1 << 20 else "B"
-    meant = f"{str(size).strip()}{unit}" if unit != "B" else f"{amount:.0f}B"
+    meant = f"{digits}{unit}" if unit != "B" else f"{amount:.0f}B"
     share = f" or '{amount:.0%}'" if 0 < amount < 1 else ""
     in_bytes = "" if isinstance(size, float) or "." in size else f" For bytes, write '{size}B'."
     return ConfigError(
@@ -167,7 +175,7 @@ def parse_share(text: str) -> float:
     """
     match = _AMOUNT.fullmatch(text)
     if match is not None and match[3] == "%":
-        share = float(f"{match[1]}.{match[2] or 0}") / 100
+        share = float(f"{match[1].replace('_', '')}.{match[2] or 0}") / 100
         if 0 < share <= 1:
             return share
     raise ConfigError(

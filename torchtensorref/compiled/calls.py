@@ -26,9 +26,11 @@ from ..base.interrupts import lets_program_run
 from ..base.options import settings
 from ..interception.fallback import Generators
 from ..interception.guards import may_bypass
+from ..memory.adoption import stands_for
 from ..memory.budget import SHORTAGES
 from ..memory.manager import TensorsManager, tensorsManager
 from ..memory.ref import TensorRef
+from .beside import Beside, is_beside
 from .gradients import Bundle, CompiledEntry, are_ours
 from .layers import has_hooks, repeated_blocks
 from .learning import learn
@@ -47,6 +49,9 @@ from .region import (
 )
 from .slots import Slots, same_state, tensors_of
 from .tensor_tree import Exchange
+
+#: How long a call waits for that of another thread, in seconds; then it goes on beside it.
+PATIENCE_S = 0.02
 
 #: Gives the compiled form of a function, as the program has asked for.
 Compile = Callable[[Any], Any]
@@ -89,9 +94,17 @@ class CompiledCall:
         self._entry = entry
         self._region: Region | None = None
         self._whole: nn.Module | None = None
+        #: Held while one thread runs it natively or learns it, and the program's own code with it:
+        #: nobody waits for that for longer than `PATIENCE_S`.
+        self._alone = forking.RLock()
+        #: What that thread exchanges: of calls one within the other, the innermost last.
+        self._exchanges: list[Exchange] = []
+        #: Held for a moment, while it is decided which way a call goes.
         self._lock = forking.RLock()
         #: Threads that call it as it is now: its parameters must stay where they are.
         self._elsewhere_count = 0
+        #: Calls that came while another thread was alone in it.
+        self._beside_count = 0
         #: The layers that were compiled by themselves, each with its call.
         self._blocks: weakref.WeakKeyDictionary[nn.Module, CompiledCall] | None = None
 
@@ -102,14 +115,12 @@ class CompiledCall:
         """Call it, with TensorRefs or without."""
         if threading.get_ident() in self._manager.residency.holds.native_entries:
             return self._compiled(*args, **kwargs)  # everything is plain here
-        cells = Cells(args, kwargs, self._function)
-        exchange = Exchange()
-        inputs = exchange.find((args, kwargs, cells.contents))
-        with self._lock:  # while another thread runs it, its parameters are plain
-            modules = modules_of(self._function)
-            known = self._known(modules)
-            given = (*args, *kwargs.values())
-            way = self._way(modules, given, inputs, is_known=known is not None)
+        if is_beside():
+            return self._function(*args, **kwargs)
+        was_alone = self._alone._is_owned()
+        try:
+            with self._lock:
+                way, cells, exchange, inputs, modules, known = self._begin(args, kwargs)
             if way is None:
                 try:
                     region, whole = known or self._looked_at(modules)
@@ -117,12 +128,39 @@ class CompiledCall:
                 except BaseException:
                     self._manager.doubt()
                     raise
-            self._elsewhere_count += 1
+                finally:
+                    self._exchanges.pop()
+        finally:
+            if not was_alone and self._alone._is_owned():
+                self._alone.release()
         try:
             return way(*args, **kwargs)
         finally:
             with self._lock:
                 self._elsewhere_count -= 1
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """Say what to call on what it is given; None to run it natively, and with what (locked)."""
+        modules = modules_of(self._function)
+        known = None
+        cells, exchange, inputs = Cells(), Exchange(), []
+        if self._alone._is_owned() or self._alone.acquire(timeout=PATIENCE_S):
+            cells = Cells(args, kwargs, self._function)
+            inputs = exchange.find((args, kwargs, cells.contents))
+            known = self._known(modules)
+            given = (*args, *kwargs.values())
+            way = self._way(modules, given, inputs, is_known=known is not None)
+        else:
+            self._beside_count += 1
+            way = self._beside(self._exchanges)
+        if way is None:
+            self._exchanges.append(exchange)
+        else:
+            self._elsewhere_count += 1
+        return way, cells, exchange, inputs, modules, known
+
+    def _beside(self, exchanges: list[Exchange]) -> Any:
+        return partial(Beside(exchanges).run, self._function)
 
     def _way(
         self, modules: list[nn.Module], given: tuple[Any, ...], inputs: list[Any], *, is_known: bool
@@ -132,6 +170,8 @@ class CompiledCall:
             return self._function  # it is compiled for what its own modules hold, not for these
         if not is_known:
             owned = [tensor for module in modules for tensor in tensors_of(module)]
+            if any(stands_for(tensor) is not None for tensor in owned):
+                return self._beside([])  # what shares a module with it runs in another thread
             refs = [*inputs, *(tensor for tensor in owned if isinstance(tensor, TensorRef))]
             if not refs and not holds_refs(self._function):
                 return self._function if reaches_refs(self._function) else self._compiled
@@ -181,7 +221,7 @@ class CompiledCall:
         passing_nbytes = structure.passing_of(numbers)
         if passing_nbytes is None:
             self._bring(inputs)
-            call = self._function
+            call, beside_count = self._function, self._beside_count
             out = learn(
                 self._manager,
                 whole,
@@ -200,6 +240,8 @@ class CompiledCall:
                 structure.doubt = "it lets a function around it hold another tensor"
             if notes and structure.writes_inputs and any(ref.requires_grad for ref in inputs):
                 structure.doubt = "it writes what it is given, which has a gradient"
+            if structure.doubt and beside_count != self._beside_count:
+                region.structures.pop(key, None)  # who has held what may be the other thread
             return out
         entry = self._entry(
             self._manager,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -84,6 +85,10 @@ class Entry(Hold):
             device.charge_time(self.structure.compute_ns, self.structure.op_count)
             # Still held: what is wrapped now can make others go, not what it shares memory with.
             out = self._wrap(out, args, kwargs)
+        except BaseException:
+            with suppress(Exception):  # the program's own error is to arrive
+                self.exchange.wrap((args, kwargs), self.ref_for)  # what it has put there before
+            raise
         finally:
             self._gather_what_stays()
             self._note_writes()
@@ -139,6 +144,9 @@ class Entry(Hold):
             self._exchange_parameters()
             with disabled():
                 return self.call(*args, **kwargs), args, kwargs
+        except SHORTAGES:
+            self.exchange.restore(whole=True)  # it may be called once more
+            raise
         except BaseException:
             self.exchange.restore()
             raise

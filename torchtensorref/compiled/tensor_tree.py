@@ -5,8 +5,9 @@ from __future__ import annotations
 import builtins
 import enum
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ class Exchange:
     """Replaces tensors in place in what a call is given and gives back, and can undo it."""
 
     def __init__(self) -> None:
-        #: What containers held before, to be put back if the call fails.
-        self._before: list[tuple[Any, Any]] = []
+        #: Containers, what they held before, and what of it was exchanged: by the id of what was
+        #: put there, that and what was there before.
+        self._before: list[tuple[Any, list[tuple[Any, Any]], dict[int, tuple[Any, Any]]]] = []
         #: Plain tensors by identity, with the TensorRef each stands for; None: the program's own.
         self.known: dict[int, tuple[torch.Tensor, Any]] = {}
         #: TensorRefs by the identities of what hangs in their places, which the caller holds.
@@ -194,14 +196,17 @@ class Exchange:
             value, lambda tensor: others.get(id(tensor), tensor), set(), 0, before=None
         )
 
-    def restore(self) -> None:
-        """Put every container back as it was before `unwrap`."""
-        for container, before in reversed(self._before):
-            container.clear()
-            if isinstance(container, dict):
-                container.update(before)
-            else:
-                container.extend(before)
+    def restore(self, *, whole: bool = False) -> None:
+        """Put back what `unwrap` has exchanged in containers; what else was done to them stays.
+
+        With `whole` nothing of it does: the call is made once more.
+        """
+        for container, items, exchanged in reversed(self._before):
+            with suppress(Exception):  # of a key's: the program's own error is to arrive
+                if whole:
+                    put_all(container, items)
+                else:
+                    put_back(container, exchanged)
 
     def _walk(
         self, value: Any, swap: Callable[[Any], Any], seen: set[int], depth: int, before: Any
@@ -224,23 +229,53 @@ class Exchange:
             return value if all(named[key] is value[key] for key in named) else type(value)(named)
         seen.add(id(value))
         if kind is LIST:
-            self._walk_items(value, enumerate(tuple(value)), swap, seen, depth, before)
+            self._walk_items(
+                value, enumerate(_built_in(value).__iter__(value)), swap, seen, depth, before
+            )
         elif kind is DICT:
-            self._walk_items(value, tuple(value.items()), swap, seen, depth, before)
+            self._walk_items(value, _built_in(value).items(value), swap, seen, depth, before)
         own = getattr(value, "__dict__", None)
         if own is not None and own is not value:
-            self._walk_items(own, tuple(own.items()), swap, seen, depth, before)
+            self._walk_items(own, own.items(), swap, seen, depth, before)
         return value
 
     def _walk_items(
         self, container: Any, items: Any, swap: Any, seen: set[int], depth: int, before: Any
     ) -> None:
+        items = [*items]
+        exchanged: dict[int, tuple[Any, Any]] = {}
         if before is not None:
-            before.append((container, container.copy()))
+            before.append((container, items, exchanged))
         for key, part in items:
             kind = _kinds.get(type(part))
             if kind is CLOSED:
                 continue
             new = self._walk(part, swap, seen, depth + 1, before)
             if new is not part:
-                container[key] = new
+                exchanged[id(new)] = new, part
+                _built_in(container).__setitem__(container, key, new)
+
+
+def _built_in(container: Any) -> Any:
+    """Return the class of Python's whose methods change a container, and do nothing besides."""
+    return next(kind for kind in (OrderedDict, dict, list, deque) if isinstance(container, kind))
+
+
+def put_back(container: Any, exchanged: dict[int, tuple[Any, Any]]) -> None:
+    """Put what was there before in the place of what it was exchanged for, wherever that is now."""
+    kind = _built_in(container)
+    items = kind.items(container) if issubclass(kind, dict) else enumerate(container)
+    for key, now in [*items]:
+        if id(now) in exchanged:
+            kind.__setitem__(container, key, exchanged[id(now)][1])
+
+
+def put_all(container: Any, items: list[tuple[Any, Any]]) -> None:
+    """Have a container hold these, and nothing else."""
+    kind = _built_in(container)
+    kind.clear(container)
+    for key, value in items:
+        if issubclass(kind, dict):
+            kind.__setitem__(container, key, value)
+        else:
+            kind.append(container, value)

@@ -85,8 +85,16 @@ def spec_of(what: str | DeviceSpec, host: str | Path | HostCosts | None = None) 
     ConfigError
         There is none of that name; the nearest is named.
     """
+    if isinstance(what, SimDevice):
+        what = what.spec
     if not isinstance(what, DeviceSpec):
-        name = str(what)
+        if not isinstance(what, str) or not what.strip():
+            raise ConfigError(
+                f"{what!r} is no simulated device. Write a name such as 'rtx4060' or 'sim:h200', "
+                "or give a DeviceSpec.",
+                name=str(what),
+            )
+        name = what.strip()
         found = resolve(name if name.startswith("sim") else f"sim:{name}")
         assert isinstance(found, SimDevice)
         what = found.spec

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, MutableMapping, MutableSequence
+from contextlib import suppress
 from sys import _getframe
 from typing import Any
 
@@ -80,6 +82,8 @@ class Adoption:
     def _of(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._once(value, self._tensor)
+        if isinstance(value, _NUMBERS):
+            return value  # of each byte nothing is asked
         if isinstance(value, (dict, list, MutableMapping, MutableSequence)):
             return self._once(value, self._later)
         if isinstance(value, tuple):
@@ -128,9 +132,30 @@ class Adoption:
     def _fill(self, container: Any) -> None:
         items = container.items() if isinstance(container, MutableMapping) else enumerate(container)
         for key, before in list(items):
+            if type(before) in _LEAVES:
+                continue
             after = self._of(before)
             if after is not before:
-                container[key] = after
+                _put(container, key, after)
+
+
+#: Sequences that hold numbers only, and kinds of values that hold nothing.
+_NUMBERS = (bytearray, memoryview, array, range, str, bytes)
+_LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None)})
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Exchange an entry, past what a dictionary's or a list's class would refuse, or do besides.
+
+    A mapping of another kind that refuses keeps the plain tensor.
+    """
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list)
+    for kind in kinds:
+        if isinstance(container, kind):
+            kind.__setitem__(container, key, value)
+            return
+    with suppress(Exception):
+        container[key] = value
 
 
 #: What adopts what is being read from a file; None: nothing is.

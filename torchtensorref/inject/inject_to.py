@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
+from operator import index as operator_index
 from types import ModuleType
 from typing import SupportsIndex
 
@@ -93,6 +94,18 @@ def explicit_rule(name: str, rules: dict[str, bool]) -> bool | None:
     return None
 
 
+def check_not_ours(names: Iterable[str]) -> None:
+    """Refuse our own modules: what manages tensors cannot be managed itself."""
+    ours = __name__.partition(".")[0]
+    for name in names:
+        if name.partition(".")[0] == ours:
+            raise ConfigError(
+                f"{name!r} cannot be included: the runtime itself works on plain tensors. Write "
+                "the name of the package whose tensors are meant.",
+                name=name,
+            )
+
+
 def _named(prefixes: Iterable[str | ModuleType]) -> list[str]:
     """The names of packages or modules; ConfigError for a wrong one, before anything is changed."""
     given = list(prefixes)
@@ -128,7 +141,8 @@ class InjectTo:
     def insert(self, index: SupportsIndex, prefix: str | ModuleType) -> None:
         """Include a package or module at a place in the list; the order decides nothing."""
         (name,) = _named([prefix])
-        self._insert(index, name)
+        check_not_ours([name])
+        self._insert(operator_index(index), name)
 
     def _insert(self, index: SupportsIndex, name: str) -> None:
         if name in self._excluded:
@@ -145,18 +159,21 @@ class InjectTo:
             raise ConfigError(
                 f"extend takes a list of names; for {prefixes!r} alone use append.", name=prefixes
             )
-        for name in _named(prefixes):
+        names = _named(prefixes)
+        check_not_ours(names)
+        for name in names:
             self._insert(len(self._included), name)
 
     def exclude(self, *prefixes: str | ModuleType) -> None:
         """Leave packages or modules plain."""
         self._exclude(_named(prefixes))
 
-    def begin_with(self, included: Iterable[str], excluded: Iterable[str]) -> None:
+    def begin_with(self, included: Sequence[str], excluded: Iterable[str]) -> None:
         """Take names that were read before the program's own modules could be found.
 
         Whether there are such modules is asked later (`check_known`), where it can be known.
         """
+        check_not_ours(included)
         for name in included:
             self._insert(len(self._included), name)
         self._exclude(excluded)

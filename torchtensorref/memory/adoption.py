@@ -87,6 +87,12 @@ def ref_behind(tensor: torch.Tensor) -> Any:
     return known if isinstance(known, TensorRef) else None
 
 
+def stands_for(tensor: torch.Tensor) -> Any:
+    """Return the TensorRef whose place a plain tensor has, or had, in a compiled call."""
+    known = getattr(tensor, "_ttr_ref", None)
+    return known.ref_of(tensor) if type(known) is StoodFor else None
+
+
 class Adopted:
     """Makes the replicas of adopted blocks when somebody asks for them.
 

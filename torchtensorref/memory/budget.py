@@ -145,8 +145,16 @@ def read_budget(setting: BudgetSetting, in_use: Callable[[], Iterable[Device]]) 
             setting = budget_by_device(setting, ",".join(device.name for device in in_use()))
         return parse_budget(setting)
     if isinstance(setting, Mapping):
+        seen: dict[str, object] = {}
         for name in setting:
             kind_of(str(name), where=", which the budget names")
+            other = seen.setdefault(_canonical(name), name)
+            if other is not name:
+                raise ConfigError(
+                    f"The budget names one device twice: {other!r} and {name!r}. Name each device "
+                    "once.",
+                    name=str(name),
+                )
     for most in setting.values() if isinstance(setting, Mapping) else [setting]:
         if isinstance(most, str):
             amount(most)

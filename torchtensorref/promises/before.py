@@ -172,6 +172,8 @@ class Before:
         self._put_back_objects()
         for ref, number, block_of, twin, exposure, is_inference in self._moved.values():
             block = block_of()
+            if block is not None and ref._cdata == number and self._stands(ref, block, twin):
+                continue  # another thread may be using it
             if block is None:
                 block = twin._ttr_block
                 block.exposure = exposure
@@ -186,9 +188,15 @@ class Before:
             history.put_back()
         for tensor, version in reversed(self._versions):  # those of views are their base's
             with suppress(RuntimeError):  # it was another one's, and has none itself
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+                if tensor._version != version:
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for history in self._histories.values():  # now: a view of another version asks its base
             history.put_back_leaf()
+
+    def _stands(self, ref: Any, block: Block, twin: Any) -> bool:
+        """Whether a TensorRef stands for what it stood for, and that was not written."""
+        is_block = ref._ttr_block is block and self._is_as_before(block)
+        return is_block and _layout_of(ref) == _layout_of(twin)
 
     def _put_back_objects(self) -> None:
         """Let objects that were exchanged for one another be what they were (`swap_tensors`)."""
@@ -285,6 +293,11 @@ class _History:
             is_fit = gradient is None or gradient.size() == tensor.size()
             if is_fit and tensor.grad is not gradient:
                 tensor.grad = gradient
+
+
+def _layout_of(ref: Any) -> tuple[Any, ...]:
+    sizes = ref.size(), ref.stride(), ref.storage_offset()
+    return *sizes, ref.dtype, ref.device, ref.is_conj(), ref.is_neg()
 
 
 def _noted_on(tensor: Any) -> dict[str, Any]:

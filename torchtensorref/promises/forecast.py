@@ -355,7 +355,7 @@ def forecast(
     """
     if not callable(call):
         raise ConfigError(f"forecast() takes a module or a function to call, not {call!r}.")
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ConfigError(f"steps={steps!r}: a program is called once or more often.")
     spec = spec_of(device, host)
     check(budget, strategy)  # the program may take long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -187,9 +187,15 @@ def _refs_in(value: Any) -> Iterator[TensorRef]:
 def _held_by(call: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return what a call can reach: arguments, its own, and what it names."""
     held = [call, getattr(call, "__self__", None)]
-    if inspect.isfunction(call) or inspect.ismethod(call):
-        named = inspect.getclosurevars(call)
-        held += [*named.nonlocals.values(), *named.globals.values()]
+    function = call.__func__ if inspect.ismethod(call) else call
+    if inspect.isfunction(function):
+        for cell in function.__closure__ or ():
+            with suppress(
+                ValueError
+            ):  # not filled yet: a function that names itself, or a later one
+                held.append(cell.cell_contents)
+        names = function.__globals__
+        held += [names[name] for name in function.__code__.co_names if name in names]
     return tree_leaves((held, args, kwargs))
 
 

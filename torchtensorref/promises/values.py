@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,14 +39,15 @@ class Values:
     """
 
     def __init__(self, given: Mapping[str, Any] | str | int | None = None) -> None:
-        if not isinstance(given, (Mapping, str, int, type(None))):
+        if not isinstance(given, (Mapping, str, int, type(None))) or isinstance(given, bool):
             raise ConfigError(
                 f"values={given!r} answers nothing. Write {', '.join(map(repr, POLICIES))}, a "
                 "whole number (a seed), or a mapping by operator such as {'item': 3}."
             )
         self.by_name: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        _check_names(self.by_name)
         self.policy = given if isinstance(given, str) else None
-        seed = given if isinstance(given, int) and not isinstance(given, bool) else 0
+        seed = given if isinstance(given, int) else 0
         if isinstance(given, int):
             self.policy = "random"
         if self.policy is not None and self.policy not in POLICIES:
@@ -98,6 +99,32 @@ class Values:
                 )
                 fill(generator=self._generator)
         return plain
+
+
+def _check_names(names: Iterable[object]) -> None:
+    """Refuse what is no text, and what is hardly the name of an operator that there is.
+
+    A name like no other passes: its operator may be registered later.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"values has an answer for {name!r}, which is no text. Name the operators that "
+                "ask, as in {'item': 3}.",
+                name=str(name),
+            )
+    if all(hasattr(torch.ops.aten, str(name)) or name in SHORT_NAMES.values() for name in names):
+        return
+    known = {short_name(name) for name in torch._C._dispatch_get_all_op_names()}
+    for name in map(str, names):
+        close = nearest(name, known, likeness=0.75)
+        if name not in known and close is not None:
+            raise ConfigError(
+                f"values has an answer for {name!r}, and no operator is called so. Did you mean "
+                f"{close!r}?",
+                name=name,
+                nearest=close,
+            )
 
 
 def _random_bits(plain: torch.Tensor) -> Callable[..., Any]:

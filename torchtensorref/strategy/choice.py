@@ -81,9 +81,10 @@ def _class_named(name: str) -> Any:
     if key in BUILT_IN:
         module, attribute = BUILT_IN[key]
         return getattr(import_module(module), attribute)
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        if point.name == key:
-            return _loaded(point)
+    points = [*metadata.entry_points(group=ENTRY_POINTS)]
+    alike = [point for point in points if point.name.lower() == key]
+    for point in sorted(alike, key=lambda point: point.name != name.strip()):  # as written first
+        return _loaded(point)
     known = known_names()
     raise ConfigError(
         f"There is no strategy {name!r}. {did_you_mean(key, known)}",

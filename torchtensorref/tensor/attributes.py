@@ -161,6 +161,16 @@ class _Property:
                 value = tensorsManager.ownership.exposed_plain(value, self._name)
             self._theirs.__set__(tensor, value)
 
+    def __delete__(self, tensor: Any) -> None:
+        if self._theirs is not None:
+            self._theirs.__delete__(tensor)  # torch says whether it can be, and how it would
+        elif isinstance(tensor, TensorRef):
+            self._ours.__delete__(tensor)
+        elif self._name in tensor.__dict__:
+            del tensor.__dict__[self._name]
+        else:
+            raise no_such(self._name, tensor)
+
 
 def _is_compilers(frame: FrameType) -> bool:
     """Whether a frame is of torch's compiler, which asks for data to look at their class."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..devices.registry import REAL_KINDS
 
 #: What a program may name a device by.
@@ -47,8 +48,31 @@ def is_foreign(device: Any) -> bool:
 
 
 def names_any_accelerator(device: Any) -> bool:
-    """Whether a device is a foreign one that is no name of ours either: not "sim:1"."""
-    return is_foreign(device) and not str(device).startswith("sim")
+    """Whether a device is a foreign one that is no name of ours either: not "sim:1", nor 1."""
+    is_ours = isinstance(device, int) or str(device).startswith("sim")
+    return not is_ours and is_foreign(device)
+
+
+def name_of_index(index: int, names: list[str]) -> str:
+    """Return which of the accelerators in use has an index: in its name, or as its place.
+
+    Raises
+    ------
+    ConfigError
+        None has; those in use are named.
+    """
+    have_indices = any(name.rpartition(":")[2].isdecimal() for name in names)
+    by_index = {name.rpartition(":")[2]: name for name in reversed(names)}
+    if not have_indices:
+        by_index = {str(place): name for place, name in enumerate(names)}
+    if isinstance(index, bool) or str(index) not in by_index:
+        raise ConfigError(
+            f"No accelerator in use has the index {index!r}. Known: {', '.join(names)}. Name one "
+            "of these, or set tensorsManager.device to a list that has it.",
+            name=str(index),
+            known=tuple(names),
+        )
+    return by_index[str(index)]
 
 
 @functools.cache
@@ -60,7 +84,7 @@ def canonical(device: Any) -> str:
 
 def stand_in(device: Any) -> Any:
     """A device that torch can read, and that is foreign too: for "sim", which it cannot."""
-    if not isinstance(device, int) and names_any_accelerator(device):
+    if names_any_accelerator(device):
         return device
     index = str(device).rpartition(":")[2]
     return torch.device(_a_kind(), int(index) if index.isdecimal() else 0)

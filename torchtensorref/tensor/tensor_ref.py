@@ -17,7 +17,7 @@ from ..memory.plain_views import alias_of, replace_metadata
 from ..memory.ref import TensorRef
 from . import sparse as sparse
 from .attributes import attach_to_class, attach_to_tensors
-from .device_names import names_any_accelerator
+from .device_names import name_of_index, names_any_accelerator
 from .protocols import Protocols
 
 __tracebackhide__ = hides
@@ -103,9 +103,9 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
 
         Parameters
         ----------
-        device : str, torch.device or Device, optional
-            Which of several accelerators in use, by name; the first if not given, or if this torch
-            cannot name it ("cuda" on a build without).
+        device : str, int, torch.device or Device, optional
+            Which of several accelerators in use, by name or index; the first if not given, or if
+            this torch cannot name it ("cuda" on a build without).
 
         Raises
         ------
@@ -116,6 +116,9 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
         """
         if names_any_accelerator(device):
             device = None
+        elif isinstance(device, int):
+            in_use = tensorsManager.residency.books.accelerators
+            device = name_of_index(device, [one.name for one in in_use])
         tensorsManager.ownership.to_accelerator(self, device)
         return self
 
@@ -160,6 +163,10 @@ class Surface(Protocols, TensorRef):  # type: ignore[misc, metaclass]
         if not isinstance(ref, TensorRef):
             raise RuntimeError(_OTHER_KIND)
         replace_metadata(self, ref)
+
+    @data.deleter
+    def data(self) -> None:
+        raise RuntimeError("Deleting tensor data is not allowed. Delete tensor instead!")
 
 
 #: What torch says of data of another kind: on the meta device, sparse.

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 
 from torchTensorRef.base import options as config
@@ -144,6 +145,10 @@ def test_a_scope_sets_back_after_an_error():
         ({"inject_to": "a"}, r"Write injectTo.append"),
         ({"exclude": "a"}, r"Write injectTo.exclude"),
         ({"trace_file": "/"}, "is a folder"),
+        *[({"trace_file": bad}, "it takes path") for bad in ([], float("nan"), b"1", -1, True)],
+        ({"trace": numpy.array([1, 2])}, "it takes 0 to 3"),
+        ({"trace": 1.5}, "it takes 0 to 3"),
+        ({"compiled": True}, "it takes on, off, forced"),
         ({"trace_file": "/no/such/folder/x"}, "there is no folder '/no/such/folder'"),
     ],
 )
@@ -191,3 +196,19 @@ def test_a_wrong_variable_is_said_in_a_line_or_few(arguments, lines, status):
     assert done.returncode == status
     assert len(told) <= lines
     assert "TTR_CORE='pyton' is not understood: Did you mean 'python'?" in told[-1]
+
+
+def test_a_listener_that_raises_leaves_nothing_changed(monkeypatch):
+    def refuse(before):
+        raise ValueError("a listener's")
+
+    monkeypatch.setattr(config, "listeners", [refuse])
+    with pytest.raises(ValueError, match="a listener's"), options(sync=True):
+        pytest.fail("the scope was entered")
+    assert settings == Settings(core=settings.core)
+
+
+def test_whole_numbers_of_other_kinds_and_paths_are_taken(tmp_path):
+    with options(trace=numpy.int64(1), sync=True, trace_file=tmp_path / "trace.jsonl"):
+        assert (settings.trace, settings.sync) == (1, True)
+        assert settings.trace_file == str(tmp_path / "trace.jsonl")

@@ -76,3 +76,40 @@ def test_a_task_that_was_begun_inside_is_in_it_until_it_ends():
 
     asyncio.run(main())
     assert seen == [1, 0]
+
+
+def test_one_object_can_be_entered_again_inside_itself_and_in_several_threads():
+    scopes = Scopes("test", 0)
+    scope, wrong = scopes.entered(1), []
+
+    def use(count: int = 30) -> None:
+        for _ in range(count):
+            with scope:
+                with scope, ExitStack() as stack:
+                    stack.enter_context(scope)
+                    wrong.extend([scopes.get()] if scopes.get() != 1 else [])
+                wrong.extend([scopes.get()] if scopes.get() != 1 else [])
+            wrong.extend([scopes.get()] if scopes.get() != 0 else [])
+
+    threads = [threading.Thread(target=use, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    use()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    assert len(scopes._of_all) <= 3  # what is over is forgotten
+    assert scopes.everywhere() == []
+
+
+def test_one_that_is_entered_and_ended_by_hand_can_be_entered_again():
+    scopes = Scopes("test", 0)
+    scope: Any = scopes.entered(1)
+    for _ in range(3):
+        scope.__enter__()
+        scope.__enter__()
+        scope.__exit__(None, None, None)
+        assert scopes.get() == 1
+        scope.__exit__(None, None, None)
+        assert scopes.get() == 0

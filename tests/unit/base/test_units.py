@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchTensorRef.base.errors import ConfigError
-from torchTensorRef.base.units import UNITS, format_nbytes, format_ns, parse_nbytes, parse_share
+from torchTensorRef.base.units import (
+    UNITS,
+    format_nbytes,
+    format_ns,
+    parse_limit,
+    parse_nbytes,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +119,19 @@ def test_a_written_size_is_near_the_size(nbytes):
 )
 def test_durations_are_written(duration_ns, text):
     assert format_ns(duration_ns) == text
+
+
+@pytest.mark.parametrize("read", [parse_limit, parse_nbytes])
+def test_a_size_of_thousands_of_digits_is_refused(read):
+    with pytest.raises(ConfigError, match="too many digits"):
+        read("9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("5__0", "50GiB"), ("5_", "5GiB"), ("1__5.5", "15.5GiB")]
+)
+def test_underscores_are_left_out_of_what_is_meant(text, meant):
+    with pytest.raises(ConfigError) as raised:
+        parse_limit(text)
+    assert raised.value.nearest == meant
+    assert parse_share("5_%") == 0.05

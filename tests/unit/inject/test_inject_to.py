@@ -102,3 +102,18 @@ def test_the_environment_says_it_too():
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "['a', 'b.c'] ('a.d',)\n"
+
+
+def test_a_place_that_is_none_changes_nothing(inject_to):
+    inject_to.exclude("lib")
+    with pytest.raises(TypeError):
+        inject_to.insert("first", "lib")
+    assert (list(inject_to), inject_to.excluded) == ([], ("lib",))
+
+
+def test_we_ourselves_are_never_included(inject_to):
+    for name in ("torchTensorRef", "torchTensorRef.memory"):
+        for include in (inject_to.append, lambda name: inject_to.extend(["lib", name])):
+            with pytest.raises(ConfigError, match="itself"):
+                include(name)
+    assert list(inject_to) == []

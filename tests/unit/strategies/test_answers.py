@@ -311,3 +311,12 @@ def test_a_slip_in_the_one_that_is_needed_is_named_where_it_is_refused():
     kind = type("Own", (Strategy,), {"name": "own", "victim": lambda_victims})
     with pytest.raises(StrategyError, match="Was `victim` meant to be it"):
         make_strategy(kind)
+
+
+def test_one_that_is_offered_under_a_name_with_capitals_is_found(monkeypatch):
+    point = choice.metadata.EntryPoint(
+        "MyOwn", "torchTensorRef.strategies.lru:LeastRecentlyUsed", choice.ENTRY_POINTS
+    )
+    monkeypatch.setattr(choice.metadata, "entry_points", lambda group: [point])
+    for name in ("MyOwn", "myown", " MYOWN "):
+        assert type(choice.make_strategy(name)).__name__ == "LeastRecentlyUsed"
