@@ -17,6 +17,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import follow, for_writing, make_ref, view_with
 from ..memory.ref import TensorRef
 from ..memory.sparse import SparseRef, plain_sparse
+from ..operators.blocked.cut import is_dense, lies_as_fresh
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 from .device_labels import label_of
@@ -45,7 +46,7 @@ def keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
     ):
         return False
     keeps_order = memory_format in (None, torch.preserve_format)
-    if not keeps_order and not source.is_contiguous(memory_format=memory_format):
+    if not keeps_order and not lies_as_fresh(source, memory_format):
         return False
     block: Block = source._ttr_block
     return (
@@ -55,20 +56,8 @@ def keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
         and not source.is_neg()
         and block.nbytes >= SHARE_FROM_NBYTES
         and (block.exposure is None or not block.exposure.alive)
-        and _non_overlapping(source.size(), source.stride())
+        and is_dense(source)
     )
-
-
-def _non_overlapping(sizes: Any, strides: Any) -> bool:
-    """Whether the elements fill their range without gaps or repetition, in some order."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
