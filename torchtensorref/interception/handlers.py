@@ -50,13 +50,9 @@ def keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
         return False
     block: Block = source._ttr_block
     return (
-        source.storage_offset() == 0
-        and source.numel() * source.element_size() == block.nbytes
-        and not source.is_conj()
-        and not source.is_neg()
-        and block.nbytes >= SHARE_FROM_NBYTES
+        block.nbytes >= SHARE_FROM_NBYTES
         and (block.exposure is None or not block.exposure.alive)
-        and is_dense(source)
+        and _is_whole(source)
     )
 
 
@@ -118,9 +114,29 @@ def _false(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return False
 
 
-def _same(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Page-locking is the runtime's business: the tensor itself is as good."""
-    return args[0]
+def _pin(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Page-locking is the runtime's business, but what comes of it is a copy with the same strides.
+
+    Its bytes are shared until one of both is written, small ones too: batches are let go at once.
+    """
+    ref = args[0]
+    if not isinstance(ref, TensorRef):
+        return torch.ops.aten.clone.default(ref)
+    if _is_whole(ref):
+        return tensorsManager.ownership.copy_of(ref, None)
+    made = torch.ops.aten.new_empty_strided.default(ref, ref.size(), ref.stride())
+    return torch.ops.aten.copy_.default(made, ref)
+
+
+def _is_whole(ref: Any) -> bool:
+    """Whether a tensor is all of its block, each element once, as it is."""
+    return (
+        ref.storage_offset() == 0
+        and ref.numel() * ref.element_size() == ref._ttr_block.nbytes
+        and not ref.is_conj()
+        and not ref.is_neg()
+        and is_dense(ref)
+    )
 
 
 def _both_are_refs(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,7 +259,7 @@ HANDLERS: dict[Special, Handler] = {
     Special.RESIZE: _resize_at_home,
     Special.CHOOSE_ATTENTION: _choose_attention,
     Special.IS_PINNED: _false,
-    Special.PIN: _same,
+    Special.PIN: _pin,
     Special.CAN_REPLACE: _both_are_refs,
     Special.IS_SET_TO: _has_same_storage,
     Special.COMPARE_SIZES: _compare_sizes,

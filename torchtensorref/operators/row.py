@@ -37,7 +37,7 @@ class Special(enum.Enum):
     RESIZE = "done at home, since it changes the storage itself, then looked at anew"
     CHOOSE_ATTENTION = "looks at shapes and strides only: nothing has to be moved for it"
     IS_PINNED = "never, as far as the program can tell"
-    PIN = "the tensor itself is as good"
+    PIN = "a copy that nobody locks, whose bytes are shared until one of both is written"
     CAN_REPLACE = "one TensorRef can take the place of another: asked before each `.data = `"
     IS_SET_TO = "the same block, read with the same metadata"
     COMPARE_SIZES = "asked before forward gradients, also of promises: looks at sizes only"
