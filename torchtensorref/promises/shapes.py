@@ -63,6 +63,16 @@ def _kept(given: torch.Tensor, is_empty: bool, args: Sequence[Any]) -> torch.Ten
     return given.new_empty((0,) if is_empty else given.size(), dtype=(dtypes[1:] or dtypes)[0])
 
 
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, ...]:
+    """Make memory of its own: torch's shape function hands `x` back where it is not to train.
+
+    And it takes no answer for a no.
+    """
+    if not x.numel():
+        return x, torch.empty_like(x)
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
 def _in_format(
     tensor: torch.Tensor | None, chosen: torch.memory_format, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
@@ -224,6 +234,7 @@ def _with_numbers_at_home(args: Any) -> Any:
 _OURS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.multilabel_margin_loss_forward.default": _multilabel_loss,
+    "aten.native_dropout.default": _native_dropout,
     **{
         str(op): functools.partial(_index_put, op)
         for op in (
