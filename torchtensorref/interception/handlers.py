@@ -95,14 +95,18 @@ def _held_outside(ref: Any) -> torch.Tensor:
 
 
 def _choose_attention(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
+    """`_fused_sdp_choice` reads no byte, but looks at shapes, strides and who wants gradients."""
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, TensorRef):
             return value
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device="cpu"
+                value.size(),
+                value.stride(),
+                dtype=value.dtype,
+                device="cpu",
+                requires_grad=value.requires_grad,
             )
 
     named = {name: stand_in(arg) for name, arg in kwargs.items()}
