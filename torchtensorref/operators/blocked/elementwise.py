@@ -124,9 +124,8 @@ def has_even_bits(op: Any, arguments: dict[str, Any], sizes: Sequence[int]) -> b
     each step. It would not show by any: a product with a power of two is not rounded, and beside
     one that is tiny the sum is what it was.
     """
-    if op.overloadpacket.__name__ in ROUNDS_ONCE and not any(
-        isinstance(value, str) for value in arguments.values()  # modes of a division, by loops
-    ):
+    has_mode = any(isinstance(value, str) for value in arguments.values())  # a division by loops
+    if op.overloadpacket.__name__ in ROUNDS_ONCE and not has_mode:
         arguments = {name: _standing_for(value) for name, value in arguments.items()}
     is_float = any(
         isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
