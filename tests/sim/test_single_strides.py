@@ -16,8 +16,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
+from torchTensorRef import promising
 from torchTensorRef.interception.handlers import SHARE_FROM_NBYTES
+from torchTensorRef.tensor.tensor_ref import TensorRef
 
 from ..support.differential import differences
 from ..support.forced_blocks import forced_blocks
@@ -176,9 +179,24 @@ def in_blocks(step: Step, ref: Any) -> Any:
         return outcome(step, ref)
 
 
+def promised(step: Step, ref: Any) -> Any:
+    with promising():
+        made = outcome(step, ref)
+    for leaf in tree_leaves(made):
+        if isinstance(leaf, TensorRef):
+            leaf.fulfil()
+    return made
+
+
+#: A promise is written down, and taken over by a module, only with its values.
+NEED_VALUES = {"pickle", "file", "loaded"}
+#: What arithmetic on nothing promises has other strides (docs/known-issues.md).
+NOT_PROMISED = "nothing, permuted"
+
+
 @pytest.mark.parametrize(
     ("device", "run", "n"),
-    by_pairs(["simulated", "adapter"], [on_accelerator, in_blocks], [3, LARGE]),
+    by_pairs(["simulated", "adapter"], [on_accelerator, in_blocks, promised], [3, LARGE]),
 )
 def test_strides_are_those_of_plain_torch(manage, device, run, n):
     manager = manage(nbytes=ROOM_NBYTES)
@@ -190,6 +208,7 @@ def test_strides_are_those_of_plain_torch(manage, device, run, n):
         (name, what, x, step)
         for name, x in given.items()
         for what, step in steps_for(x, is_large=n == LARGE).items()
+        if run is not promised or not (what in NEED_VALUES or name == NOT_PROMISED)
     ]
     found = []
     for name, what, x, step in one_in(2, steps):
