@@ -127,6 +127,7 @@ COPIES_OF_PICTURES: dict[str, Step] = {
     "like one": lambda x: torch.zeros_like(x.to(memory_format=LAST)),
     "module, channels last": in_module(LAST),
     "gradient, channels last": gradient(lambda x: x.to(memory_format=LAST) * 2),
+    "batch norm": lambda x: functional.batch_norm(x, None, None, training=x.numel() > 1e4),
     "convolution": lambda x: functional.conv2d(
         x.clone(memory_format=LAST), torch.ones(2, x.size(1), 1, 1)
     ),
@@ -147,6 +148,7 @@ OPERATORS: dict[str, Step] = {
     "sums": lambda x: (x.sum(0), x.sum(-1, keepdim=True), x.cumsum(0), x.softmax(-1)),
     "parts": lambda x: (x[:1], x[..., :1], x.flip(0), x.chunk(2)),
     "rows": lambda x: x.index_select(0, x.new_zeros(1, dtype=torch.int64)),
+    "in another order": lambda x: (*x.sort(-1), x.tril()),
     "repeat": lambda x: (x.repeat(*[1] * x.dim()), functional.pad(x, (1, 1))),
     "out": lambda x: torch.add(x, x, out=x.new_empty(0)),
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),

@@ -113,7 +113,9 @@ def _batch_norm(op: Callable[..., Any], training: int | None, *args: Any) -> Any
     out, mean, deviation, *rest = op(*args)
     is_trained = training is None or args[training]
     kept = (_kept(one, not is_trained, args) for one in (mean, deviation))
-    return (_in_format_of(out, args[0]), *kept, *rest)
+    # What is in rows as well as with channels last it lays out in rows.
+    made = _in_rows(out) if args[0].is_contiguous() else _in_format_of(out, args[0])
+    return (made, *kept, *rest)
 
 
 def _convolution(*args: Any) -> torch.Tensor | None:
@@ -215,8 +217,12 @@ def _laid_as_first(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
     if not keeps or not (is_dense(x) or not x.numel()):
         return out if rule_of(op) is not elementwise else _elementwise(op, args, kwargs)
-    is_so = out.layout is not torch.strided or out.stride() == x.stride()
-    return out if is_so else out.new_empty_strided(x.size(), x.stride())
+
+    def laid(one: torch.Tensor) -> torch.Tensor:
+        is_so = one.layout is not torch.strided or one.stride() == x.stride()
+        return one if is_so else one.new_empty_strided(x.size(), x.stride())
+
+    return tree_map_only(torch.Tensor, laid, out)
 
 
 def _filled(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -266,6 +272,10 @@ _OURS: dict[str, Callable[..., Any]] = {
     "aten.multilabel_margin_loss_forward.default": _multilabel_loss,
     "aten.native_dropout.default": _native_dropout,
     **{
+        str(op): lambda *args, op=op: _in_rows(op(*args))
+        for op in (_aten.tril.default, _aten.triu.default)
+    },
+    **{
         str(op): functools.partial(_index_put, op)
         for op in (
             _aten.index_put.default,
@@ -278,6 +288,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 #: Copies, and operators whose results are laid out as copies of their first operand.
 _COPIES = """
     clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like flip
+    sort
 """
 for _packet in map(_aten.__getattr__, _COPIES.split()):
     for _op in (getattr(_packet, name) for name in _packet.overloads()):
