@@ -11,7 +11,7 @@ CORE ?=
 IN_PYTHON := tests/sim/test_core.py tests/sim/test_ready_path.py tests/sim/test_watched_path.py \
 	tests/sim/test_random_programs.py tests/sim/test_mixed_programs.py tests/sim/test_threads.py \
 	tests/sim/test_training.py \
-	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py \
+	tests/sim/test_native_calls.py tests/sim/test_injection.py tests/sim/test_random_eviction.py tests/sim/test_single_strides.py \
 	tests/conformance/test_operators.py tests/conformance/test_formulas.py
 # Who takes a sample of a sweep, itself or by fixtures of the folder.
 SWEEPS = $(shell grep -rl 'sweeps import' tests/sim tests/unit --include 'test_*.py') \

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchTensorRef import promising
 from torchTensorRef.base.errors import ConfigError, StrategyError
 from torchTensorRef.memory.budget import OutOfBudgetError
 from torchTensorRef.tensor.tensor_ref import TensorRef
@@ -160,6 +161,59 @@ def test_a_clone_costs_nothing_until_it_is_written(manager):
     twin.add_(1)
     assert same(ref, plain, manager)
     assert same(twin, plain + 1, manager)
+
+
+PINNED = {
+    "large": lambda: torch.rand(200, 200).t(),
+    "small": lambda: torch.rand(3),
+    "number": lambda: torch.rand(()),
+    "nothing": lambda: torch.rand(0, 2),
+    "part": lambda: torch.rand(4, 6)[1:, ::2],
+    "conjugate": lambda: torch.view_as_complex(torch.rand(3, 2)).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", PINNED)
+def test_what_is_pinned_is_a_copy_that_costs_nothing_until_it_is_written(manager, kind):
+    plain = PINNED[kind]()
+    ref = manager.adopt(copy.deepcopy(plain))
+    before = manager.stats()
+    pinned = ref.pin_memory()
+    assert pinned is not ref
+    assert kind in ("part", "conjugate") or manager.stats() == before
+    expected = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype).copy_(plain)
+    assert same(pinned, expected, manager)
+    ref.add_(1)
+    assert same(pinned, expected, manager)
+    pinned = ref.pin_memory()
+    pinned.zero_()
+    assert torch.equal(manager.release(ref).resolve_conj(), expected + 1)
+
+
+def test_a_backup_of_pinned_weights_does_not_change_with_them(manager):
+    layer = manager.adopt(torch.nn.Linear(200, 200))
+    backup = {name: x.detach().cpu().pin_memory() for name, x in layer.state_dict().items()}
+    expected = {name: manager.release(x).clone() for name, x in layer.state_dict().items()}
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.zero_()
+    assert all(torch.equal(manager.release(backup[name]), expected[name]) for name in expected)
+
+
+def test_a_gradient_comes_through_what_is_pinned(manager):
+    weight = torch.nn.Parameter(manager.adopt(torch.rand(3)))
+    pinned = weight.pin_memory()
+    assert not pinned.is_leaf
+    (pinned * 2).sum().backward()
+    assert torch.equal(manager.release(weight.grad), torch.full((3,), 2.0))
+
+
+def test_a_pinned_promise_is_a_copy(manager):
+    with promising():
+        x = manager.adopt(torch.ones(3)) + 1
+        pinned, part = x.pin_memory(), x[1:].pin_memory()
+        x.add_(1)
+    assert [t.fulfil().tolist() for t in (x, pinned, part)] == [[3, 3, 3], [2, 2, 2], [2, 2]]
 
 
 def test_the_original_of_a_clone_may_be_written_or_die(manager):

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import torchTensorRef
 from torchTensorRef import disabled, promising
 from torchTensorRef.inject import hooks
+from torchTensorRef.operators.plan import ReadyWay, plan_of
 from torchTensorRef.promises.draws import Draws
 from torchTensorRef.promises.recording import promise_like
 
@@ -96,6 +97,18 @@ def by_operators_that_are_given_a_generator(scope):
     return torch.rand(2, generator=mine), torch.rand(2), x, other, y, z
 
 
+def by_dropout_of_its_own(scope):
+    """Without an answer it trains; where it does not, what comes of it has memory of its own."""
+    results = []
+    with scope():
+        for train in (None, True, False):
+            x = torch.arange(8.0) + 1
+            kept, mask = torch.native_dropout(x, 0.5, train)
+            kept.add_(1)
+            results += [x, kept, mask, *torch.native_dropout(torch.ones(0, 2) + 1, 0.5, train)]
+    return *results, torch.rand(2)
+
+
 def where_nothing_is_ours(scope):
     with scope():
         promised = torch.randn(3)
@@ -112,6 +125,7 @@ PROGRAMS = (
     in_checkpoints,
     by_generators_of_their_own,
     by_operators_that_are_given_a_generator,
+    by_dropout_of_its_own,
     where_nothing_is_ours,
 )
 
@@ -242,3 +256,11 @@ def test_what_waited_and_a_forecast_has_drawn_is_drawn(is_alone):
     for one in ours[1:3]:
         one.fulfil()
     assert differences(plain, ours) == []
+
+
+@pytest.mark.parametrize("train", [None, True, False])
+def test_dropout_without_an_answer_draws_where_the_program_draws(train):
+    """On an accelerator that has numbers of its own: no path may take it for what draws none."""
+    plan = plan_of(torch.ops.aten.native_dropout.default)
+    assert plan.ready_way == ReadyWay.NONE
+    assert plan.draws_random((torch.ones(8), 0.5, train), {}) == (train is not False)

@@ -672,3 +672,21 @@ def test_an_output_that_cannot_grow_has_the_sizes_that_it_had(manage, strategy, 
         assert out.numel() >= 600
         assert set(out.flatten().tolist()) == {1}
     manager.check()
+
+
+def test_a_weight_that_is_a_number_is_refused_as_torch_does(manager):
+    """A rule asked for its rows, an IndexError, before torch could say what is wrong."""
+    weight = manager.adopt(torch.tensor(2.0))
+    for x in (torch.ones(2, 3), torch.ones(2, 2, 3).transpose(0, 1), torch.ones(3, 2).t()):
+        with pytest.raises(RuntimeError, match="need to be at least 1D"):
+            torch.nn.functional.linear(manager.adopt(x), weight)
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_the_choice_of_attention_sees_who_wants_gradients(manager, wants):
+    """What stood for the mask had none, and a fused kernel was chosen, which has no gradient."""
+    x, mask = torch.ones(1, 2, 4, 8), torch.ones(4, 4, requires_grad=wants)
+    expected = torch._fused_sdp_choice(x, x, x, mask)
+    ref = manager.adopt(x)
+    mine = manager.adopt(mask.detach()).requires_grad_(wants)
+    assert torch._fused_sdp_choice(ref, ref, ref, mine) == expected

@@ -17,6 +17,7 @@ from ..memory.manager import tensorsManager
 from ..memory.plain_views import follow, for_writing, make_ref, view_with
 from ..memory.ref import TensorRef
 from ..memory.sparse import SparseRef, plain_sparse
+from ..operators.blocked.cut import is_dense, lies_as_fresh
 from ..operators.plan import OpPlan
 from ..operators.row import Special
 from .device_labels import label_of
@@ -45,30 +46,14 @@ def keeps_everything(source: Any, kwargs: dict[str, Any]) -> bool:
     ):
         return False
     keeps_order = memory_format in (None, torch.preserve_format)
-    if not keeps_order and not source.is_contiguous(memory_format=memory_format):
+    if not keeps_order and not lies_as_fresh(source, memory_format):
         return False
     block: Block = source._ttr_block
     return (
-        source.storage_offset() == 0
-        and source.numel() * source.element_size() == block.nbytes
-        and not source.is_conj()
-        and not source.is_neg()
-        and block.nbytes >= SHARE_FROM_NBYTES
+        block.nbytes >= SHARE_FROM_NBYTES
         and (block.exposure is None or not block.exposure.alive)
-        and _non_overlapping(source.size(), source.stride())
+        and _is_whole(source)
     )
-
-
-def _non_overlapping(sizes: Any, strides: Any) -> bool:
-    """Whether the elements fill their range without gaps or repetition, in some order."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _resize_at_home(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,14 +95,18 @@ def _held_outside(ref: Any) -> torch.Tensor:
 
 
 def _choose_attention(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_fused_sdp_choice` looks at shapes and strides only: nothing has to be moved for it."""
+    """`_fused_sdp_choice` reads no byte, but looks at shapes, strides and who wants gradients."""
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, TensorRef):
             return value
         with torch._C.DisableTorchFunction():
             return torch._C._VariableFunctions.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device="cpu"
+                value.size(),
+                value.stride(),
+                dtype=value.dtype,
+                device="cpu",
+                requires_grad=value.requires_grad,
             )
 
     named = {name: stand_in(arg) for name, arg in kwargs.items()}
@@ -129,9 +118,29 @@ def _false(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return False
 
 
-def _same(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Page-locking is the runtime's business: the tensor itself is as good."""
-    return args[0]
+def _pin(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Page-locking is the runtime's business, but what comes of it is a copy with the same strides.
+
+    Its bytes are shared until one of both is written, small ones too: batches are let go at once.
+    """
+    ref = args[0]
+    if not isinstance(ref, TensorRef):
+        return torch.ops.aten.clone.default(ref)
+    if _is_whole(ref):
+        return tensorsManager.ownership.copy_of(ref, None)
+    made = torch.ops.aten.new_empty_strided.default(ref, ref.size(), ref.stride())
+    return torch.ops.aten.copy_.default(made, ref)
+
+
+def _is_whole(ref: Any) -> bool:
+    """Whether a tensor is all of its block, each element once, as it is."""
+    return (
+        ref.storage_offset() == 0
+        and ref.numel() * ref.element_size() == ref._ttr_block.nbytes
+        and not ref.is_conj()
+        and not ref.is_neg()
+        and is_dense(ref)
+    )
 
 
 def _both_are_refs(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,7 +263,7 @@ HANDLERS: dict[Special, Handler] = {
     Special.RESIZE: _resize_at_home,
     Special.CHOOSE_ATTENTION: _choose_attention,
     Special.IS_PINNED: _false,
-    Special.PIN: _same,
+    Special.PIN: _pin,
     Special.CAN_REPLACE: _both_are_refs,
     Special.IS_SET_TO: _has_same_storage,
     Special.COMPARE_SIZES: _compare_sizes,

@@ -19,6 +19,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> int | None:
     """A product over rows; rows that are not in a row are copied first."""
     # The plain tensor has the same sizes and strides, and tells them in less time.
     # A promise has none, and what stands for one while it is recorded is plain itself.
+    if not weight.dim():
+        return None  # torch refuses it
     plain: Any = getattr(x, "_ttr_plain", None)
     plain = x if plain is None else plain
     if plain.is_contiguous():

@@ -152,11 +152,10 @@ class OpPlan:
         )
 
     def draws_random(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this call draws random numbers."""
-        if not self.is_random:
-            return False
+        """Whether this call draws random numbers; with no answer (`train=None`) it does."""
         name = self.random_argument
-        return name is None or bool(self.argument(name, args, kwargs))
+        said = self.is_random if name is None else self.argument(name, args, kwargs)
+        return self.is_random and (said is None or bool(said))
 
     def of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Return the plan of a call: another one where it could write, and does not."""

@@ -35,9 +35,9 @@ class Special(enum.Enum):
 
     SHARE = "a copy that changes nothing shares the bytes until one of both is written"
     RESIZE = "done at home, since it changes the storage itself, then looked at anew"
-    CHOOSE_ATTENTION = "looks at shapes and strides only: nothing has to be moved for it"
+    CHOOSE_ATTENTION = "looks at what tensors are, at no byte: nothing has to be moved for it"
     IS_PINNED = "never, as far as the program can tell"
-    PIN = "the tensor itself is as good"
+    PIN = "a copy that nobody locks, whose bytes are shared until one of both is written"
     CAN_REPLACE = "one TensorRef can take the place of another: asked before each `.data = `"
     IS_SET_TO = "the same block, read with the same metadata"
     COMPARE_SIZES = "asked before forward gradients, also of promises: looks at sizes only"
@@ -68,7 +68,7 @@ class Row:
     random_only_with: str | None = None
     #: It writes every element of its first operand, and reads none of them.
     overwrites: bool = False
-    #: It makes what a wrapper of the ready path cannot carry.
+    #: It makes what a wrapper of the ready path cannot carry, or has to be looked at.
     is_never_ready: bool = False
 
     # -- where its work is --

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..base.activation import shaped_for
 from ..interception.layouts import strides_on_kernels
 from ..memory.manager import tensorsManager
+from ..operators.blocked.cut import is_dense
 from ..operators.blocked.elementwise import elementwise
 from ..operators.blocked.table import rule_of
 from ..operators.plan import OpPlan
@@ -63,6 +64,16 @@ def _kept(given: torch.Tensor, is_empty: bool, args: Sequence[Any]) -> torch.Ten
     return given.new_empty((0,) if is_empty else given.size(), dtype=(dtypes[1:] or dtypes)[0])
 
 
+def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, ...]:
+    """Make memory of its own: torch's shape function hands `x` back where it is not to train.
+
+    And it takes no answer for a no.
+    """
+    if not x.numel():
+        return x, torch.empty_like(x)
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
 def _in_format(
     tensor: torch.Tensor | None, chosen: torch.memory_format, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
@@ -102,7 +113,9 @@ def _batch_norm(op: Callable[..., Any], training: int | None, *args: Any) -> Any
     out, mean, deviation, *rest = op(*args)
     is_trained = training is None or args[training]
     kept = (_kept(one, not is_trained, args) for one in (mean, deviation))
-    return (_in_format_of(out, args[0]), *kept, *rest)
+    # What is in rows as well as with channels last it lays out in rows.
+    made = _in_rows(out) if args[0].is_contiguous() else _in_format_of(out, args[0])
+    return (made, *kept, *rest)
 
 
 def _convolution(*args: Any) -> torch.Tensor | None:
@@ -194,6 +207,35 @@ def _lstm_layer_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(_in_format(one, torch.contiguous_format, torch.float32) for one in gradients)
 
 
+def _laid_as_first(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keep the strides of what fills its memory, also of dimensions of one element.
+
+    Torch's shape functions make those anew.
+    """
+    x = args[0]
+    out = op(*args, **kwargs)
+    keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
+    if not keeps or not (is_dense(x) or not x.numel()):
+        return out if rule_of(op) is not elementwise else _elementwise(op, args, kwargs)
+
+    def laid(one: torch.Tensor) -> torch.Tensor:
+        is_so = one.layout is not torch.strided or one.stride() == x.stride()
+        return one if is_so else one.new_empty_strided(x.size(), x.stride())
+
+    return tree_map_only(torch.Tensor, laid, out)
+
+
+def _filled(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operator that fills `out`: what grows is laid out as by kernels."""
+    given = kwargs["out"]
+    before = given.new_empty_strided(given.size(), given.stride())
+    out = op(*args, **kwargs)
+    if given.size() != before.size():
+        strides = strides_on_kernels(op, args, {**kwargs, "out": before}, given)
+        given.as_strided_(given.size(), strides)
+    return out
+
+
 def _elementwise(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     out = op(*args, **kwargs)
     if isinstance(out, torch.Tensor) and not all(map(_is_plainly_laid_out, tree_leaves(args))):
@@ -201,6 +243,10 @@ def _elementwise(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> A
         if tuple(strides) != out.stride():
             return out.new_empty_strided(out.size(), strides)
     return out
+
+
+def _is_pointwise(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ())
 
 
 def _is_plainly_laid_out(value: Any) -> bool:
@@ -224,6 +270,11 @@ def _with_numbers_at_home(args: Any) -> Any:
 _OURS: dict[str, Callable[..., Any]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.multilabel_margin_loss_forward.default": _multilabel_loss,
+    "aten.native_dropout.default": _native_dropout,
+    **{
+        str(op): lambda *args, op=op: _in_rows(op(*args))
+        for op in (_aten.tril.default, _aten.triu.default)
+    },
     **{
         str(op): functools.partial(_index_put, op)
         for op in (
@@ -233,6 +284,16 @@ _OURS: dict[str, Callable[..., Any]] = {
         )
     },
 }
+
+#: Copies, and operators whose results are laid out as copies of their first operand.
+_COPIES = """
+    clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like flip
+    sort
+"""
+for _packet in map(_aten.__getattr__, _COPIES.split()):
+    for _op in (getattr(_packet, name) for name in _packet.overloads()):
+        if not _op._schema.is_mutable:
+            _OURS[str(_op)] = functools.partial(_laid_as_first, _op)
 
 #: The same where the host's kernels run.
 _HOSTS: dict[str, Callable[..., Any]] = {
@@ -290,6 +351,8 @@ def shapes_of(plan: OpPlan, args: Any, kwargs: dict[str, Any]) -> Any:
         args = _with_numbers_at_home(args)
     try:
         with shaped_for.entered(kind):
+            if shapes is None and isinstance(kwargs.get("out"), torch.Tensor) and _is_pointwise(op):
+                return _filled(op, args, kwargs)
             is_made = shapes is None and not (plan.writes or plan.is_random)
             if is_made and rule_of(op) is elementwise:
                 return _elementwise(op, args, kwargs)

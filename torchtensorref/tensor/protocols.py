@@ -193,8 +193,11 @@ class Protocols:
         return False
 
     def pin_memory(self: Any, device: Any = None) -> Any:
-        """Return the tensor itself: staging is the runtime's business."""
-        return self
+        """Return a copy, as torch does; its bytes are shared until one of the two is written.
+
+        To page-lock them is the runtime's business.
+        """
+        return torch.ops.aten._pin_memory.default(self)
 
     # -- others like it -------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ inline int64_t peak_of_linear(const at::Tensor& x, const at::Tensor& weight, boo
     while (i < sizes.size() && strides[i - 1] == strides[i] * sizes[i]) ++i;
     if (i >= sizes.size()) return 0;
   }
-  if (!x.dim() || (x.dim() > 2 && (x.requires_grad() || weight.requires_grad())) || !x.size(-1)) return kUnknown;
+  if (!x.dim() || !weight.dim() || (x.dim() > 2 && (x.requires_grad() || weight.requires_grad())) || !x.size(-1)) return kUnknown;
   return nbytes_of(x) + nbytes_of(x) / x.size(-1) * weight.size(0);
 }
 

@@ -212,10 +212,20 @@ def has_one_layout(tensor: torch.Tensor) -> bool:
         return True
     for dims, layout in _FORMATS:
         if dims in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
-            with torch._C.DisableTorchFunction():
-                fresh = torch._C._VariableFunctions.empty(
-                    tensor.size(), device="meta", memory_format=layout
-                )
-            return bool(fresh.stride() == tensor.stride())
+            return lies_as_fresh(tensor, layout)
     pairs = zip(tensor.stride(), tensor.size(), strict=True)
     return not is_dense(tensor) or _follow_one_another(pairs)  # else it was not made and permuted
+
+
+def lies_as_fresh(tensor: torch.Tensor, layout: torch.memory_format) -> bool:
+    """Whether a tensor has the strides of a new one, also in dimensions of one element.
+
+    A tensor with such a dimension can be contiguous in several formats at once.
+    """
+    if not tensor.is_contiguous(memory_format=layout):
+        return False
+    with torch._C.DisableTorchFunction():
+        fresh = torch._C._VariableFunctions.empty(
+            tensor.size(), device="meta", memory_format=layout
+        )
+    return bool(fresh.stride() == tensor.stride())

@@ -41,6 +41,9 @@ ROUNDS_ONCE = frozenset(_ARITHMETIC.split())
 #: Runs as long as this are cut no further for the sake of threads.
 MOST_STEP = 1 << 22
 
+#: So many answers are kept.
+MOST_KNOWN = 4096
+
 _even: dict[Any, bool] = {}
 
 
@@ -113,7 +116,17 @@ def has_even_bits(op: Any, arguments: dict[str, Any], sizes: Sequence[int]) -> b
     ----------
     sizes : sequence of int
         Of the result. What is expanded to them, kernels read by loops of their own.
+
+    Notes
+    -----
+    What a compiler has made of a loop holds for every number, but for those that kernels branch on,
+    so it is asked of one in the place of many (`_standing_for`): of Adam's, which is another in
+    each step. It would not show by any: a product with a power of two is not rounded, and beside
+    one that is tiny the sum is what it was.
     """
+    has_mode = any(isinstance(value, str) for value in arguments.values())  # a division by loops
+    if op.overloadpacket.__name__ in ROUNDS_ONCE and not has_mode:
+        arguments = {name: _standing_for(value) for name, value in arguments.items()}
     is_float = any(
         isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
         for value in arguments.values()
@@ -140,9 +153,28 @@ def has_even_bits(op: Any, arguments: dict[str, Any], sizes: Sequence[int]) -> b
         if sizes[dim] > 1
     )
     key = (op, kinds, loops)
-    if key not in _even:
-        _even[key] = all(_try(op, arguments, expanded) for expanded in loops)
-    return _even[key]
+    answer = _even.get(key)
+    if answer is None:
+        if len(_even) >= MOST_KNOWN:
+            _even.clear()
+        answer = _even[key] = all(_try(op, arguments, expanded) for expanded in loops)
+    return answer
+
+
+def _standing_for(value: Any) -> Any:
+    """Return what is tried in the place of a number: one that makes products inexact.
+
+    It is of the same type and sign, and on the same side of a half, where `lerp` has its branch.
+    Zeros and ones stand for themselves, and so does what a dtype may round to one of these, to a
+    half or to infinity.
+    """
+    if type(value) not in (int, float) or not 2.0**-126 < abs(value) < 2.0**127:
+        return value
+    if any(abs(abs(value) - at) <= 2.0**-8 for at in (0.5, 1.0)):
+        return value
+    if type(value) is int:
+        return 3 if value > 0 else -3
+    return math.copysign(0.3 if abs(value) < 0.5 else 0.7, value)
 
 
 def _is_expanded(tensor: torch.Tensor, dim: int) -> bool:
