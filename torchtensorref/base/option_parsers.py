@@ -110,6 +110,15 @@ def prefixes(text: str) -> tuple[str, ...]:
     return found
 
 
+def prefixes_of_others(text: str) -> tuple[str, ...]:
+    """Read names of modules that are none of ours: what manages tensors is not managed itself."""
+    found = prefixes(text)
+    for prefix in found:
+        if prefix.partition(".")[0] == __name__.partition(".")[0]:
+            raise BadValueError(f"{prefix!r} is the runtime itself; name the packages that use it")
+    return found
+
+
 def size_or_share(text: str) -> str:
     """Give `text` back if it is a size or a share."""
     parse = parse_share if text.strip().endswith("%") else parse_limit

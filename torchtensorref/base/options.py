@@ -172,7 +172,7 @@ class Settings:
     )
     inject_to: tuple[str, ...] = row(
         (),
-        texts.prefixes,
+        texts.prefixes_of_others,
         "`transformers,diffusers`",
         "packages whose names taken from torch are rebound, as `injectTo.append` does",
         "none",

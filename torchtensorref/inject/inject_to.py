@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from operator import index as operator_index
 from types import ModuleType
@@ -168,12 +168,11 @@ class InjectTo:
         """Leave packages or modules plain."""
         self._exclude(_named(prefixes))
 
-    def begin_with(self, included: Sequence[str], excluded: Iterable[str]) -> None:
+    def begin_with(self, included: Iterable[str], excluded: Iterable[str]) -> None:
         """Take names that were read before the program's own modules could be found.
 
         Whether there are such modules is asked later (`check_known`), where it can be known.
         """
-        check_not_ours(included)
         for name in included:
             self._insert(len(self._included), name)
         self._exclude(excluded)

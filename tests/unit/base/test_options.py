@@ -198,6 +198,12 @@ def test_a_wrong_variable_is_said_in_a_line_or_few(arguments, lines, status):
     assert "TTR_CORE='pyton' is not understood: Did you mean 'python'?" in told[-1]
 
 
+def test_we_ourselves_are_not_included_by_the_environment():
+    with pytest.raises(ConfigError, match=r"TTR_INJECT_TO.*the runtime itself"):
+        read({"TTR_INJECT_TO": "torchTensorRef.memory"})
+    assert read({"TTR_INJECT_TO": "torchTensorRef", "TTR_DISABLE": "1"}).disable
+
+
 def test_a_listener_that_raises_leaves_nothing_changed(monkeypatch):
     def refuse(before):
         raise ValueError("a listener's")
