@@ -290,7 +290,7 @@ _COPIES = """
     clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like flip
     sort
 """
-for _packet in map(_aten.__getattr__, _COPIES.split()):
+for _packet in (getattr(_aten, name) for name in _COPIES.split()):
     for _op in (getattr(_packet, name) for name in _packet.overloads()):
         if not _op._schema.is_mutable:
             _OURS[str(_op)] = functools.partial(_laid_as_first, _op)
