@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import warnings
+import weakref
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -608,6 +610,50 @@ def test_without_a_module_at_work_it_is_said_at_the_end(manager):
     ):
         x + 1
     assert {one.filename for one in (*caught, *in_a_scope)} == {__file__}
+
+
+class KeepsItsLocals(nn.Module):
+    def forward(self, x, scale=2.0):
+        kept = locals()
+        return x * kept["scale"] + kept["scale"], kept
+
+
+class ExecutesText(nn.Module):
+    def forward(self, x):
+        if sys.version_info >= (3, 13):
+            return 3
+        exec("made = 3")  # there until the function ends
+        x + 1
+        return locals()["made"]
+
+
+def test_what_looks_at_the_module_at_work_leaves_the_program_its_locals(manager, tmp_path):
+    """`locals()` was emptied: before Python 3.13 a frame has one dictionary for all who ask."""
+    x = manager.adopt(torch.ones(3))
+    pin = middlewares.Pin("nothing")
+    for scope in (manager.trace(str(tmp_path / "run.json")), manager.middlewares.scoped(pin)):
+        with warnings.catch_warnings(), ExitStack() as stack:
+            warnings.simplefilter("ignore")  # the pin matches nothing
+            stack.enter_context(scope)
+            y, kept = KeepsItsLocals()(x)
+            assert y.tolist() == [4, 4, 4]
+            assert kept["scale"] == 2.0
+            assert kept["x"] is x
+            assert ExecutesText()(x) == 3
+
+
+class LetsGo(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        gone = weakref.ref(y)
+        y = y * 2
+        del x
+        return y if gone() is None else None
+
+
+def test_what_looks_at_the_module_at_work_holds_nothing_of_it(manager, tmp_path):
+    with manager.trace(str(tmp_path / "run.json")):
+        assert LetsGo()(manager.adopt(torch.ones(3))) is not None
 
 
 # -- NanGuard -------------------------------------------------------------------------------------

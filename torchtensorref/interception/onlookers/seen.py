@@ -181,13 +181,22 @@ def _self_of(frame: FrameType) -> Any:
     """Return what a frame calls `self`, and leave nothing behind that holds its other locals.
 
     Before Python 3.13 a frame keeps the dictionary that it gives, and with it tensors that the
-    function has let go of meanwhile. A debugger may be about to write that dictionary back.
+    function has let go of meanwhile. It is the one that `locals()` gives, too: where the program
+    holds it, it stays whole, and what the program has put into it stays anyway. A debugger may be
+    about to write that dictionary back.
     """
     there = frame.f_locals
     found = there.get("self")
-    if sys.version_info < (3, 13) and sys.gettrace() is None:
-        there.clear()
+    if sys.version_info < (3, 13) and sys.gettrace() is None and sys.getrefcount(there) <= _ALONE:
+        # Whoever asks the frame again gets these anew.
+        code = frame.f_code
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            there.pop(name, None)
     return found
+
+
+#: References to the locals that nobody else has: the frame's, ours, and that of who counts.
+_ALONE = 3
 
 
 def module_here(blocks: Iterable[Any]) -> str:
