@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 from typing import Any
@@ -309,6 +310,21 @@ def test_asking_changes_nothing():
         assert torch.equal(value, before[name]), name
     assert all(p.grad is None for p in model.parameters())
     assert not x.proxyInfo.promised
+
+
+def test_a_forecast_that_is_let_go_of_leaves_nothing():
+    """All that its blocks would have left behind was kept, with its device and its ledger."""
+
+    def ask():
+        seen = torchTensorRef.forecast(nn.Linear(4, 4), torch.ones(1, 4), device=SPEC)
+        assert seen.steps
+
+    gc.collect()
+    before = sum(isinstance(one, SimDevice) for one in gc.get_objects())
+    for _ in range(3):
+        ask()
+    gc.collect()
+    assert sum(isinstance(one, SimDevice) for one in gc.get_objects()) <= before
 
 
 def test_a_model_without_bytes_of_any_size():
