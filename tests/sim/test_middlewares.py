@@ -687,6 +687,61 @@ def test_the_guard_lets_a_given_nan_pass(manager):
         torch.reciprocal(x[1:])
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(1.0)),
+        lambda x: x.index_fill_(0, torch.tensor([1]), 1.0),
+        lambda x: torch._foreach_add_([x], 1.0),
+        lambda x: torch._foreach_mul_([torch.ones(2), x], 2.0),
+    ],
+)
+def test_the_guard_lets_a_nan_pass_that_was_in_what_is_written(manager, write):
+    x = manager.adopt(torch.tensor([float("nan"), 0.0]))
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        write(x)
+        assert torch.isnan(x[0])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: torch.log(y, out=x),
+        lambda x, y: x.fill_(float("nan")),
+        lambda x, y: y.log_(),
+        lambda x, y: y.div_(y + 1),
+    ],
+)
+def test_the_guard_names_what_writes_a_nan(manager, write):
+    """Also over one that was there before."""
+    x = manager.adopt(torch.tensor([float("nan"), 0.0]))
+    y = manager.adopt(torch.tensor([-1.0, -1.0]))
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
+        pytest.raises(middlewares.NanError, match="has made [12] NaN"),
+    ):
+        write(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_guard_leaves_out_what_it_cannot_look_at(manager):
+    """Torch has no kernels there, and the guard raised what torch raises."""
+    x = manager.adopt(torch.ones(1, 2, 4, 4))
+    for infinite in (False, True):
+        with manager.middlewares.scoped(middlewares.NanGuard(infinite=infinite)):
+            assert x.to_mkldnn().layout == torch._mkldnn
+            assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).is_nested
+            if hasattr(torch, "float4_e2m1fn_x2"):
+                torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).clone()
+            x.to(torch.float8_e4m3fn)
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
+        pytest.raises(middlewares.NanError, match="has made 32 NaN"),
+    ):
+        (x * 1e30).to(torch.float8_e5m2)
+
+
 def test_the_guard_looks_at_nothing_that_is_made_up(manager):
     """Its own question was answered with made up values, and seen as an operator of the program."""
     model, x = linears(manager), manager.adopt(torch.ones(2, 64))

@@ -19,6 +19,16 @@ from ...memory.ref import TensorRef
 from ...operators.plan import OpPlan
 
 
+#: What they write is not read before, and no schema says so.
+_OVERWRITING = (
+    "aten.copy_",
+    "aten.fill_",
+    "aten.zero_",
+    "aten._foreach_copy_",
+    "aten._foreach_zero_",
+)
+
+
 class SeenOperand(NamedTuple):
     """A TensorRef among the arguments, described; describing moves nothing."""
 
@@ -92,6 +102,16 @@ class SeenOperator:
         written = {id(leaf) for leaf in self._written(*given)}
         leaves = tree_leaves(given)
         return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in written]
+
+    def rewritten(self) -> list[torch.Tensor]:
+        """Return the tensors that it writes and does not overwrite as a whole: in place, in part."""
+        plan = self._plan
+        if plan.overwrites or plan.name.startswith(_OVERWRITING):
+            return []
+        overwritten = {one.name for one in plan.op._schema.arguments if one.is_out}
+        names = [name for name in plan.write_names if name not in overwritten]
+        leaves = tree_leaves([plan.argument(name, self.args, self.kwargs) for name in names])
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
 
     def _written(self, args: Any, kwargs: Any) -> list[Any]:
         names = self._plan.write_names

@@ -147,8 +147,8 @@ class Plan:
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Multiply operands step by step; return what `einsum` does."""
         waiting = list(tensors)
-        for place, *views in self._odd:
-            waiting[place] = view(waiting[place], *views)
+        for place, spelt, kept, shape in self._odd:
+            waiting[place] = view(waiting[place], spelt, kept, shape)
         pointers: list[tuple[Job, Tensor]] = []
         for step, walk in self._steps:
             found, *where = apply(walk, [waiting[place] for place in step.places])
