@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import re
 from typing import Any
@@ -447,9 +448,13 @@ def test_kept_and_read_again(tmp_path):
     seen.save(tmp_path / "seen.json")
     again = torchTensorRef.Forecast.load(tmp_path / "seen.json", device=SPEC, budget=20_000)
     assert again.to_json() == seen.to_json()
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
-        torchTensorRef.Forecast.load(tmp_path / "wrong.json")
+    data = json.loads((tmp_path / "seen.json").read_text())
+    without = {key: value for key, value in data.items() if key != "steps"}
+    steps = [1, [1], [["all"]], [["all", "none"]], None]
+    for wrong in ({}, [], without, *({**data, "steps": one} for one in steps)):
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
+            torchTensorRef.Forecast.load(tmp_path / "wrong.json")
 
 
 def test_a_host_by_name_is_that_of_its_costs():
