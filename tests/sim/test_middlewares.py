@@ -719,7 +719,7 @@ def test_the_guard_names_what_writes_a_nan(manager, write):
     y = manager.adopt(torch.tensor([-1.0, -1.0]))
     with (
         manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
-        pytest.raises(middlewares.NanError, match="has made [12] NaN"),
+        pytest.raises(middlewares.NanError, match=r"has made [12] NaN"),
     ):
         write(x, y)
 

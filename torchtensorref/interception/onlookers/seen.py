@@ -18,7 +18,6 @@ from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
 from ...operators.plan import OpPlan
 
-
 #: What they write is not read before, and no schema says so.
 _OVERWRITING = (
     "aten.copy_",
@@ -104,7 +103,7 @@ class SeenOperator:
         return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in written]
 
     def rewritten(self) -> list[torch.Tensor]:
-        """Return the tensors that it writes and does not overwrite as a whole: in place, in part."""
+        """Return the tensors that it writes in place or in part, not those that it overwrites."""
         plan = self._plan
         if plan.overwrites or plan.name.startswith(_OVERWRITING):
             return []
