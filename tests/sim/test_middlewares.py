@@ -654,6 +654,11 @@ class LetsGo(nn.Module):
 def test_what_looks_at_the_module_at_work_holds_nothing_of_it(manager, tmp_path):
     with manager.trace(str(tmp_path / "run.json")):
         assert LetsGo()(manager.adopt(torch.ones(3))) is not None
+        y, kept = KeepsItsLocals()(manager.adopt(torch.ones(3)))
+        gone = weakref.ref(kept.pop("x"))
+        kept["x"], kept["self"] = gone(), None
+        del y, kept
+        assert gone() is None  # as what held itself would not be
 
 
 # -- NanGuard -------------------------------------------------------------------------------------

@@ -206,11 +206,13 @@ def _self_of(frame: FrameType) -> Any:
     """
     there = frame.f_locals
     found = there.get("self")
-    if sys.version_info < (3, 13) and sys.gettrace() is None and sys.getrefcount(there) <= _ALONE:
-        # Whoever asks the frame again gets these anew.
+    if sys.version_info < (3, 13) and sys.gettrace() is None:
+        is_alone = sys.getrefcount(there) <= _ALONE
         code = frame.f_code
         for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-            there.pop(name, None)
+            # Whoever asks the frame again gets them anew; and one that held itself would live on.
+            if is_alone or there.get(name) is there:
+                there.pop(name, None)
     return found
 
 
