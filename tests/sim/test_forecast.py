@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import json
 import os
 import re
 from typing import Any
@@ -311,6 +313,21 @@ def test_asking_changes_nothing():
     assert not x.proxyInfo.promised
 
 
+def test_a_forecast_that_is_let_go_of_leaves_nothing():
+    """All that its blocks would have left behind was kept, with its device and its ledger."""
+
+    def ask():
+        seen = torchTensorRef.forecast(nn.Linear(4, 4), torch.ones(1, 4), device=SPEC)
+        assert seen.steps
+
+    gc.collect()
+    before = sum(isinstance(one, SimDevice) for one in gc.get_objects())
+    for _ in range(3):
+        ask()
+    gc.collect()
+    assert sum(isinstance(one, SimDevice) for one in gc.get_objects()) <= before
+
+
 def test_a_model_without_bytes_of_any_size():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000, bias=False) for _ in range(10)))
@@ -431,9 +448,13 @@ def test_kept_and_read_again(tmp_path):
     seen.save(tmp_path / "seen.json")
     again = torchTensorRef.Forecast.load(tmp_path / "seen.json", device=SPEC, budget=20_000)
     assert again.to_json() == seen.to_json()
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
-        torchTensorRef.Forecast.load(tmp_path / "wrong.json")
+    data = json.loads((tmp_path / "seen.json").read_text())
+    without = {key: value for key, value in data.items() if key != "steps"}
+    steps = [1, [1], [["all"]], [["all", "none"]], None]
+    for wrong in ({}, [], without, *({**data, "steps": one} for one in steps)):
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        with pytest.raises(torchTensorRef.ConfigError, match=r"wrong\.json' is no forecast"):
+            torchTensorRef.Forecast.load(tmp_path / "wrong.json")
 
 
 def test_a_host_by_name_is_that_of_its_costs():

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import warnings
+import weakref
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -610,6 +612,55 @@ def test_without_a_module_at_work_it_is_said_at_the_end(manager):
     assert {one.filename for one in (*caught, *in_a_scope)} == {__file__}
 
 
+class KeepsItsLocals(nn.Module):
+    def forward(self, x, scale=2.0):
+        kept = locals()
+        return x * kept["scale"] + kept["scale"], kept
+
+
+class ExecutesText(nn.Module):
+    def forward(self, x):
+        if sys.version_info >= (3, 13):
+            return 3
+        exec("made = 3")  # there until the function ends
+        x + 1
+        return locals()["made"]
+
+
+def test_what_looks_at_the_module_at_work_leaves_the_program_its_locals(manager, tmp_path):
+    """`locals()` was emptied: before Python 3.13 a frame has one dictionary for all who ask."""
+    x = manager.adopt(torch.ones(3))
+    pin = middlewares.Pin("nothing")
+    for scope in (manager.trace(str(tmp_path / "run.json")), manager.middlewares.scoped(pin)):
+        with warnings.catch_warnings(), ExitStack() as stack:
+            warnings.simplefilter("ignore")  # the pin matches nothing
+            stack.enter_context(scope)
+            y, kept = KeepsItsLocals()(x)
+            assert y.tolist() == [4, 4, 4]
+            assert kept["scale"] == 2.0
+            assert kept["x"] is x
+            assert ExecutesText()(x) == 3
+
+
+class LetsGo(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        gone = weakref.ref(y)
+        y = y * 2
+        del x
+        return y if gone() is None else None
+
+
+def test_what_looks_at_the_module_at_work_holds_nothing_of_it(manager, tmp_path):
+    with manager.trace(str(tmp_path / "run.json")):
+        assert LetsGo()(manager.adopt(torch.ones(3))) is not None
+        y, kept = KeepsItsLocals()(manager.adopt(torch.ones(3)))
+        gone = weakref.ref(kept.pop("x"))
+        kept["x"], kept["self"] = gone(), None
+        del y, kept
+        assert gone() is None  # as what held itself would not be
+
+
 # -- NanGuard -------------------------------------------------------------------------------------
 
 
@@ -639,6 +690,61 @@ def test_the_guard_lets_a_given_nan_pass(manager):
         pytest.raises(middlewares.NanError, match=r"aten.reciprocal"),
     ):
         torch.reciprocal(x[1:])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(1.0)),
+        lambda x: x.index_fill_(0, torch.tensor([1]), 1.0),
+        lambda x: torch._foreach_add_([x], 1.0),
+        lambda x: torch._foreach_mul_([torch.ones(2), x], 2.0),
+    ],
+)
+def test_the_guard_lets_a_nan_pass_that_was_in_what_is_written(manager, write):
+    x = manager.adopt(torch.tensor([float("nan"), 0.0]))
+    with manager.middlewares.scoped(middlewares.NanGuard()):
+        write(x)
+        assert torch.isnan(x[0])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: torch.log(y, out=x),
+        lambda x, y: x.fill_(float("nan")),
+        lambda x, y: y.log_(),
+        lambda x, y: y.div_(y + 1),
+    ],
+)
+def test_the_guard_names_what_writes_a_nan(manager, write):
+    """Also over one that was there before."""
+    x = manager.adopt(torch.tensor([float("nan"), 0.0]))
+    y = manager.adopt(torch.tensor([-1.0, -1.0]))
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
+        pytest.raises(middlewares.NanError, match=r"has made [12] NaN"),
+    ):
+        write(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_guard_leaves_out_what_it_cannot_look_at(manager):
+    """Torch has no kernels there, and the guard raised what torch raises."""
+    x = manager.adopt(torch.ones(1, 2, 4, 4))
+    for infinite in (False, True):
+        with manager.middlewares.scoped(middlewares.NanGuard(infinite=infinite)):
+            assert x.to_mkldnn().layout == torch._mkldnn
+            assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).is_nested
+            if hasattr(torch, "float4_e2m1fn_x2"):
+                torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).clone()
+            x.to(torch.float8_e4m3fn)
+    with (
+        manager.middlewares.scoped(middlewares.NanGuard(infinite=True)),
+        pytest.raises(middlewares.NanError, match="has made 32 NaN"),
+    ):
+        (x * 1e30).to(torch.float8_e5m2)
 
 
 def test_the_guard_looks_at_nothing_that_is_made_up(manager):

@@ -877,3 +877,29 @@ def test_a_promise_is_set_to_a_storage():
     assert torch.equal(x.fulfil()[1:3], y.fulfil())
     with torchTensorRef.promising(), pytest.raises(PromisedError, match="set_"):
         torch.empty(0).set_(x.untyped_storage(), 1, (2,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, dtype=torch.complex64),
+        lambda: torch.zeros(3, dtype=torch.complex32),
+        lambda: torch.zeros(3).to(torch.float8_e4m3fn),
+        lambda: torch.zeros(3).to(torch.float8_e5m2),
+        lambda: torch.zeros(3, dtype=torch.uint16),
+        lambda: torch.zeros(3, dtype=torch.bool),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_random_values_are_made_up_of_all_dtypes(manager, make):
+    with torchTensorRef.promising(values="random"):
+        first = make()[0].item()
+    with torchTensorRef.promising(values=0):
+        assert make()[0].item() == first
+
+
+def test_random_values_are_made_up_of_elements_that_share_memory(manager):
+    with torchTensorRef.promising(values="random"):
+        assert torch.zeros(1).expand(3).nonzero().tolist() == [[0], [1], [2]]
+        assert torch.zeros(()).expand(2, 2).nonzero().shape == (4, 2)
+        assert torch.zeros(3, 0).t().nonzero().shape == (0, 2)

@@ -1,6 +1,7 @@
 """The timeline: a valid Chrome trace whose bytes are those of the counts, a table, a picture."""
 
 import json
+from collections import deque
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torchTensorRef.__main__ import main
 from torchTensorRef.base.activation import watch
 from torchTensorRef.base.errors import ConfigError
-from torchTensorRef.base.listeners import listeners
+from torchTensorRef.base.listeners import Happening, listeners
 from torchTensorRef.base.timeline_tracks import COMPUTE, D2H, H2D, HOST, STALLS, TRACKS
 from torchTensorRef.base.units import format_nbytes, format_ns
 from torchTensorRef.diagnostics.traces.picture import draw, used_blocks
@@ -287,3 +288,46 @@ def test_where_the_host_is_all_there_is(manager, tmp_path):
         assert len(read(path).slices[COMPUTE]) == 1
     finally:
         manager.device = before
+
+
+class Emptied(deque):
+    """A deque from which another thread takes all that is left after its first one is taken."""
+
+    def popleft(self):
+        found = super().popleft()
+        self.clear()
+        return found
+
+
+def test_threads_take_what_has_died_from_each_other(manager, tmp_path):
+    """An IndexError in an operator of the program."""
+    x = manager.adopt(torch.ones(4))
+    with manager.trace(str(tmp_path / "run.json")) as timeline:
+        timeline._dead = Emptied([1, 2, 3])
+        assert (x + 1).tolist() == [2, 2, 2, 2]
+
+
+class Copied:
+    """A copy that ends when it is looked at; another thread notes the next one meanwhile."""
+
+    def __init__(self, timeline=None):
+        self.timeline = timeline
+
+    def is_done(self):
+        if self.timeline is not None:
+            self.timeline.note(happening("second"), Copied())
+        return True
+
+
+def happening(name):
+    return Happening("fetch", name, 8, "sim:test", "", 1, 0)
+
+
+def test_a_copy_that_is_noted_while_others_are_looked_at_ends_too(manager, tmp_path):
+    with manager.trace(str(tmp_path / "run.json")) as timeline:
+        manager.adopt(torch.ones(4)) + 1  # and the clock has begun
+        timeline.note(happening("first"), Copied(timeline))
+        timeline._see_ends()
+    fetches = {one.name: one for one, _ in timeline.events if one.name in ("first", "second")}
+    assert set(fetches) == {"first", "second"}
+    assert all(one.end_ns for one in fetches.values())

@@ -33,6 +33,9 @@ class Graveyard(deque[Any]):
         super().__init__()
         #: `append`, the same object for all replicas: each keeps it.
         self.note = self.append
+        #: What the living ones will leave, by their numbers: it is gone with all of the devices,
+        #: also where nobody takes the last deaths off the books.
+        self.mortals: dict[int, Any] = {}
 
 
 class Device(PeerLinks, ABC):

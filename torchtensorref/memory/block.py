@@ -44,10 +44,6 @@ class Death(weakref.ref["Replica"]):
     counted_nbytes: int
 
 
-#: What the living ones will leave, by their numbers: ledgers keep that of a replica, and no more.
-mortals: dict[int, Death] = {}
-
-
 def next_death(device: Device) -> Death:
     """Take the death that is told of next; there must be one.
 
@@ -57,7 +53,7 @@ def next_death(device: Device) -> Death:
     death: Death = device.graveyard.popleft()
     if not hasattr(death, "block_id"):  # an interrupt came before all was known of it
         death.device, death.number, death.block_id = None, 0, 0
-    mortals.pop(death.number, None)
+    device.graveyard.mortals.pop(death.number, None)
     return death
 
 
@@ -111,7 +107,14 @@ class Replica:
         self.arrival: Event | None = None
         death = Death(self, device.graveyard.note)
         death.device, death.number, death.block_id = device, self.number, block.block_id
-        mortals[self.number] = death
+        # Ledgers keep that of a replica, and no more.
+        device.graveyard.mortals[self.number] = death
+
+    @property
+    def death(self) -> Death:
+        """What it will leave behind."""
+        death: Death = self.device.graveyard.mortals[self.number]
+        return death
 
     @property
     def block(self) -> Block | None:
@@ -281,7 +284,7 @@ class Block(core.BlockBase):  # type: ignore[misc]
         self.sharers = None
         for replica in self.replicas.values():
             replica.holders = (weakref.ref(self),)
-            replica.block_id = mortals[replica.number].block_id = self.block_id
+            replica.block_id = replica.death.block_id = self.block_id
         return False
 
     @property

@@ -14,7 +14,7 @@ from ..base.units import format_nbytes
 from ..devices.base import Device
 from ..strategy import TINY_SHARE
 from . import core
-from .block import Block, Death, Replica, mortals
+from .block import Block, Death, Replica
 from .budget import Budget
 from .recency import Recency
 from .states import DIRTY
@@ -179,7 +179,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
             self._put_in_order(replica)
 
     def _count(self, replica: Replica) -> None:
-        death = mortals.get(replica.number)
+        death = replica.device.graveyard.mortals.get(replica.number)
         if death is None:
             raise given_up(replica)
         death.counted_nbytes = nbytes = replica.nbytes

@@ -19,8 +19,8 @@ from .op_times_file import OpTimesFile, file_for
 #: Weight of the newest measurement, and by what factor it may differ from what is known so far.
 NEWEST_WEIGHT = 0.2
 MOST_FACTOR = 4.0
-#: One operator of a kind in so many is measured at the least.
-RAREST = 64
+#: One operator of a kind in two to the power of this is measured at the least.
+RAREST_BITS = 6
 #: So many kinds are known; beyond it all is learned anew.
 MOST_KINDS = 4096
 #: Measurements that have not been looked at.
@@ -132,7 +132,7 @@ class OpTimes:
         if cost is not None:
             learned = self._of(OpKey.of(kind, cost, device))
             learned.seen_count += 1
-            if learned.seen_count % min(1 << learned.count, RAREST):
+            if learned.seen_count % (1 << min(learned.count, RAREST_BITS)):
                 return None
         return Timing(self, device, main, device.stopwatch())
 

@@ -44,6 +44,7 @@ def read(path: str | Path) -> Record:
             raise ValueError(f"it has format {data['format']}, and {FORMAT} is what is read here")
         ops = [OpRecord(kind=kind_named(op["name"]), **op) for op in data["ops"]]
         blocks = {b["number"]: BlockRecord(**b) for b in data["blocks"]}
+        steps = [(str(name), int(index)) for name, index in data["steps"]]
     except OSError as error:
         raise ConfigError(
             f"{str(path)!r} cannot be read: {error.strerror}.", name=str(path)
@@ -52,7 +53,6 @@ def read(path: str | Path) -> Record:
         raise ConfigError(
             f"{str(path)!r} is no forecast that Forecast.save has written: {error}", name=str(path)
         ) from error
-    steps = [(name, index) for name, index in data["steps"]]
     return Record(blocks, ops, steps, is_from_file=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -89,16 +89,11 @@ class Values:
             return None
         self.made_up_at = where_asked()
         with torch._C.DisableTorchFunction():
-            plain: torch.Tensor = torch._C._VariableFunctions.empty_strided(
-                size, stride, dtype=dtype
-            )
-            plain.zero_()
+            # Elements may share memory, which no kernel fills: it is filled as a row.
+            plain = _empty(extent, dtype).zero_()
             if self._generator is not None:
-                fill: Callable[..., Any] = (
-                    plain.normal_ if dtype.is_floating_point else _random_bits(plain)
-                )
-                fill(generator=self._generator)
-        return plain
+                _fill(plain, self._generator)
+            return plain.as_strided_(size, stride)
 
 
 def _check_names(names: Iterable[object]) -> None:
@@ -127,8 +122,22 @@ def _check_names(names: Iterable[object]) -> None:
             )
 
 
-def _random_bits(plain: torch.Tensor) -> Callable[..., Any]:
-    return lambda generator: plain.random_(0, 2, generator=generator)
+def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make a plain row, with no function that we have a hand in."""
+    made: torch.Tensor = torch._C._VariableFunctions.empty_strided((count,), (1,), dtype=dtype)
+    return made
+
+
+def _fill(row: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a row with random numbers: normal ones, or 0 and 1 where it has no others."""
+    if row.is_complex():
+        row = torch._C._VariableFunctions.view_as_real(row)
+    if not row.is_floating_point():  # nor are all of these drawn by torch
+        row.copy_(_empty(len(row), torch.uint8).random_(0, 2, generator=generator))
+    elif row.element_size() == 1:
+        row.copy_(_empty(len(row), torch.float32).normal_(generator=generator))
+    else:
+        row.normal_(generator=generator)
 
 
 #: What `values` may say for all questions.

@@ -62,6 +62,17 @@ def test_what_is_known_is_measured_ever_more_rarely():
     assert 2000 // 64 <= len(device.watches) < 60
 
 
+def test_what_was_measured_for_long_is_asked_for_its_turn_as_fast():
+    """A number of as many bits as there were measurements was made: here an OverflowError."""
+    times, device = OpTimes(), Accelerator()
+    key = OpKey.of(7, COST, device)
+    times.note(key, 1000, 100)
+    times._learned[key].count = 1 << 62
+    for _ in range(64):
+        times.begin(7, COST, device, device)
+    assert len(device.watches) == 1
+
+
 def test_one_measurement_moves_little():
     times, device = OpTimes(), Accelerator()
     key = OpKey.of(7, COST, device)

@@ -158,6 +158,27 @@ def test_of_equals_the_first_is_taken(block_size):
     assert where.tolist() == [[3, 2], [1, 4], [1, 4]]
 
 
+@pytest.mark.parametrize("block_size", [None, 1, {"j": 3}])
+@pytest.mark.parametrize("text", ["ijk,jk->i", "jjki,kj->", "ijk,kj,j->ik"])
+def test_where_the_best_is_does_not_depend_on_who_broadcasts(text, block_size):
+    torch.manual_seed(6)
+    sizes = {"i": 2, "j": 4, "k": 3}
+    names = text.partition("->")[0].split(",")
+    whole = [[sizes[label] for label in name] for name in names]
+    for one in "jk":
+        shapes = [list(shape) for shape in whole]
+        shapes[0] = [1 if name == one else n for name, n in zip(names[0], whole[0], strict=True)]
+        parts = [torch.randint(5, shape).float().requires_grad_() for shape in shapes]
+        full = [x.expand(shape).clone() for x, shape in zip(parts, whole, strict=True)]
+        how = {"semiring": "max-plus", "argmax": True, "block_size": block_size}
+        best, where = einsum(text, *parts, **how)
+        expected, expected_where = einsum(text, *full, **how)
+        assert best.tolist() == expected.tolist()
+        assert where.tolist() == expected_where.tolist()
+        ours, theirs = (torch.autograd.grad(y.sum(), parts) for y in (best, expected))
+        assert [g.tolist() for g in ours] == [g.tolist() for g in theirs]
+
+
 def test_integers_have_a_best():
     a = torch.tensor([[3, 9], [4, 1]])
     assert einsum("ij->i", a, semiring="max-plus").tolist() == [9, 4]

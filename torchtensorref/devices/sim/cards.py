@@ -146,9 +146,20 @@ def read_specs(path: str | Path) -> dict[str, DeviceSpec]:
         tables = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}", name=str(path)) from error
-    found = {name: _card(path, name, table).spec(name) for name, table in tables.items()}
+    found = {name: _spec(path, name, table) for name, table in tables.items()}
     SPECS.update(found)
     return found
+
+
+def _spec(path: Any, name: str, table: Any) -> DeviceSpec:
+    card = _card(path, name, table)
+    try:
+        return card.spec(name)
+    except OverflowError as error:
+        raise ConfigError(
+            f"{path}: [{name}]: a size or speed is more than any device can have: {error}.",
+            name=name,
+        ) from error
 
 
 def _card(path: Any, name: str, table: Any) -> Card:
@@ -164,7 +175,7 @@ def _card(path: Any, name: str, table: Any) -> Card:
     missing = [field for field in Card._fields[:-1] if field not in fields]
     if missing:
         raise ConfigError(f"{path}: [{name}] lacks {', '.join(missing)}.", name=name)
-    if fields["host"] not in HOSTS:
+    if not isinstance(fields["host"], str) or fields["host"] not in HOSTS:
         raise ConfigError(
             f"{path}: [{name}] names a host {fields['host']!r}. "
             f"{did_you_mean(str(fields['host']), HOSTS)}",

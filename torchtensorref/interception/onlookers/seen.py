@@ -18,6 +18,15 @@ from ...memory.manager import tensorsManager
 from ...memory.ref import TensorRef
 from ...operators.plan import OpPlan
 
+#: What they write is not read before, and no schema says so.
+_OVERWRITING = (
+    "aten.copy_",
+    "aten.fill_",
+    "aten.zero_",
+    "aten._foreach_copy_",
+    "aten._foreach_zero_",
+)
+
 
 class SeenOperand(NamedTuple):
     """A TensorRef among the arguments, described; describing moves nothing."""
@@ -92,6 +101,16 @@ class SeenOperator:
         written = {id(leaf) for leaf in self._written(*given)}
         leaves = tree_leaves(given)
         return [x for x in leaves if isinstance(x, torch.Tensor) and id(x) not in written]
+
+    def rewritten(self) -> list[torch.Tensor]:
+        """Return the tensors that it writes in place or in part, not those that it overwrites."""
+        plan = self._plan
+        if plan.overwrites or plan.name.startswith(_OVERWRITING):
+            return []
+        overwritten = {one.name for one in plan.op._schema.arguments if one.is_out}
+        names = [name for name in plan.write_names if name not in overwritten]
+        leaves = tree_leaves([plan.argument(name, self.args, self.kwargs) for name in names])
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
 
     def _written(self, args: Any, kwargs: Any) -> list[Any]:
         names = self._plan.write_names
@@ -181,13 +200,24 @@ def _self_of(frame: FrameType) -> Any:
     """Return what a frame calls `self`, and leave nothing behind that holds its other locals.
 
     Before Python 3.13 a frame keeps the dictionary that it gives, and with it tensors that the
-    function has let go of meanwhile. A debugger may be about to write that dictionary back.
+    function has let go of meanwhile. It is the one that `locals()` gives, too: where the program
+    holds it, it stays whole, and what the program has put into it stays anyway. A debugger may be
+    about to write that dictionary back.
     """
     there = frame.f_locals
     found = there.get("self")
     if sys.version_info < (3, 13) and sys.gettrace() is None:
-        there.clear()
+        is_alone = sys.getrefcount(there) <= _ALONE
+        code = frame.f_code
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            # Whoever asks the frame again gets them anew; and one that held itself would live on.
+            if is_alone or there.get(name) is there:
+                there.pop(name, None)
     return found
+
+
+#: References to the locals that nobody else has: the frame's, ours, and that of who counts.
+_ALONE = 3
 
 
 def module_here(blocks: Iterable[Any]) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +30,8 @@ from ..operands import flattened, overwritten_of, sizes_of_call
 from ..read_alone import parts_of
 from .chrome import chrome_trace, write_json
 from .passing import recorders
+
+_T = TypeVar("_T")
 
 #: So many events are kept unless more are asked for: about a gigabyte.
 EVENTS_AT_MOST = 1_000_000
@@ -83,8 +86,9 @@ class Timeline(AbstractContextManager["Timeline"]):
         self._dead: deque[int] = deque()
         self._forms: dict[Any, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        #: Copies of a real device that were not seen to end: their places among the events.
-        self._open_copies: list[tuple[int, Event]] = []
+        #: Copies of a real device that were not seen to end, and the first places among the events
+        #: where they may be: threads note at once.
+        self._open_copies: deque[tuple[int, Happening, Event]] = deque()
         self.is_cut = False
 
     # -- begin and end --------------------------------------------------------------------------
@@ -134,9 +138,10 @@ class Timeline(AbstractContextManager["Timeline"]):
         """Keep what has happened to a block; possibly under a lock."""
         if happening.kind == "op" or not self._has_room():
             return
-        if copy is not None and not happening.end_ns:
-            self._open_copies.append((len(self.events), copy))
+        place = len(self.events)
         self.events.append((happening, None))
+        if copy is not None and not happening.end_ns:
+            self._open_copies.append((place, happening, copy))
         if happening.kind in ("fetch", "evict"):
             self._count(happening.device, happening.start_ns)
 
@@ -148,7 +153,7 @@ class Timeline(AbstractContextManager["Timeline"]):
             self._see_ends()
         if not self._has_room():
             return
-        dead = tuple(self._dead.popleft() for _ in range(len(self._dead)))
+        dead = tuple(_taken(self._dead, len(self._dead)))
         reads = [
             leaf._ttr_block for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TensorRef)
         ]
@@ -202,15 +207,21 @@ class Timeline(AbstractContextManager["Timeline"]):
 
     def _see_ends(self) -> None:
         """Note when copies of a real device have ended, as far as that is to be seen."""
-        left = []
         now_ns = self._manager.residency.books.main.now_ns()
-        for place, copy in self._open_copies:
+        for place, happening, copy in _taken(self._open_copies, len(self._open_copies)):
             if not copy.is_done():
-                left.append((place, copy))
+                self._open_copies.append((place, happening, copy))
                 continue
-            happening, _ = self.events[place]
+            while self.events[place][0] is not happening:
+                place += 1
             self.events[place] = (happening._replace(end_ns=now_ns), None)
-        self._open_copies = left
+
+
+def _taken(waiting: deque[_T], most: int) -> Iterator[_T]:
+    """Take the first so many; other threads may take some of them first."""
+    with suppress(IndexError):
+        for _ in range(most):
+            yield waiting.popleft()
 
 
 def _peak_nbytes(plan: OpPlan, args: Any, kwargs: Any) -> int:

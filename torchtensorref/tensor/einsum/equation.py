@@ -27,6 +27,18 @@ class Bound(NamedTuple):
     output: Labels
     sizes: dict[Label, int]
 
+    def with_summed(self, spelt: Sequence[Labels]) -> Bound:
+        """Keep summed dimensions that broadcast, too, of operands with these labels.
+
+        Where the best terms are is told in the order in which operands first have a dimension, and
+        that is not to depend on who broadcasts.
+        """
+        inputs = tuple(
+            tuple(x for x in dict.fromkeys(labels) if x in kept or x not in self.output)
+            for labels, kept in zip(spelt, self.inputs, strict=True)
+        )
+        return self._replace(inputs=inputs)
+
 
 class Equation:
     """Which dimensions of operands are the same, and which of them the result has.
@@ -147,8 +159,11 @@ class Equation:
         return f"{','.join(joined[:-1])}->{joined[-1]}"
 
 
-def view(operand: torch.Tensor, spelt: Labels, kept: Labels) -> torch.Tensor:
-    """Take diagonals of an operand, and drop dimensions that broadcast; no bytes are copied."""
+def view(operand: torch.Tensor, spelt: Labels, kept: Labels, sizes: Sequence[int]) -> torch.Tensor:
+    """Take diagonals of an operand, and drop dimensions that broadcast; no bytes are copied.
+
+    What broadcasts and is kept gets the size that it has in others.
+    """
     labels = list(spelt)
     for label in dict.fromkeys(labels):
         while labels.count(label) > 1:
@@ -161,7 +176,8 @@ def view(operand: torch.Tensor, spelt: Labels, kept: Labels) -> torch.Tensor:
         operand = operand.select(labels.index(label), 0)
         labels.remove(label)
     order = [labels.index(label) for label in kept]
-    return operand if order == sorted(order) else operand.permute(order)
+    operand = operand if order == sorted(order) else operand.permute(order)
+    return operand if list(operand.shape) == sizes else operand.expand(sizes)
 
 
 @functools.lru_cache(maxsize=1024)

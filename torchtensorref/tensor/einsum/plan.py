@@ -124,11 +124,15 @@ class Plan:
         bound = equation.bind([tensor.shape for tensor in tensors])
         self._ring, self._with_argmax = ring, argmax
         spelt = [equation.spelt_out(place, x.dim()) for place, x in enumerate(tensors)]
-        #: Operands of which a diagonal is taken, or dimensions that broadcast are left out.
+        if argmax:
+            bound = bound.with_summed(spelt)
+        shapes = [[bound.sizes[label] for label in kept] for kept in bound.inputs]
+        #: Operands of which a diagonal is taken, or dimensions that broadcast are left out or given
+        #: the size that they have in others.
         self._odd = [
-            (place, *both)
-            for place, both in enumerate(zip(spelt, bound.inputs, strict=True))
-            if both[0] != both[1]
+            (place, *views)
+            for place, views in enumerate(zip(spelt, bound.inputs, shapes, strict=True))
+            if views[0] != views[1] or list(tensors[place].shape) != views[2]
         ]
         has_own_dtype = isinstance(ring, Named) and ring.dtype is not None
         self._dtype = None if has_own_dtype else tensors[0].dtype
@@ -143,8 +147,8 @@ class Plan:
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Multiply operands step by step; return what `einsum` does."""
         waiting = list(tensors)
-        for place, spelt, kept in self._odd:
-            waiting[place] = view(waiting[place], spelt, kept)
+        for place, spelt, kept, shape in self._odd:
+            waiting[place] = view(waiting[place], spelt, kept, shape)
         pointers: list[tuple[Job, Tensor]] = []
         for step, walk in self._steps:
             found, *where = apply(walk, [waiting[place] for place in step.places])

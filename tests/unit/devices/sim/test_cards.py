@@ -31,6 +31,9 @@ def test_a_users_own(tmp_path):
         registry.reset()
 
 
+WHOLE = "[mine]\ntflops_float32 = 1.0\ntflops_half = 2.0\nmemory_gb_per_s = 100\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -38,6 +41,9 @@ def test_a_users_own(tmp_path):
         ("[mine]\ngib = 2", "lacks tflops_float32"),
         ("[mine]\ngibs = 2", "Did you mean 'gib'"),
         ("[mine]\nhost = 'ddr6'", "lacks gib"),
+        (f"{WHOLE}link_gb_per_s = 8.0\ngib = inf", "more than any device"),
+        (f"{WHOLE}gib = 2\nlink_gb_per_s = 1{'0' * 400}", "more than any device"),
+        (f"{WHOLE}gib = 2\nlink_gb_per_s = 8.0\nhost = ['a']", "names a host"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(tmp_path, text, said):
