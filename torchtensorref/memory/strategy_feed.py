@@ -124,10 +124,9 @@ class StrategyFeed:
         """Remember a fresh result that is not tiny, to be told of if it lives."""
         if self.wants_every_use:
             lease = self.lease
-            if lease is not None:  # if it turns out to stay, its uses are told as those of others
-                lease.log_result(block)
-                if lease.is_full:
-                    self._readiness.close_watched(lease.blocks(), lease.device)
+            # If it turns out to stay, its uses are told as those of others.
+            if lease is not None and lease.log_result(block):
+                self._readiness.close_watched(lease.blocks(), lease.device)
             self._unheard.append((block.born, weakref.ref(block)))
 
     def catch_up(self) -> None:
