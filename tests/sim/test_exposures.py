@@ -355,6 +355,9 @@ class Turns:
     def __exit__(self, *error: Any) -> Any:
         return self._lock.__exit__(*error)
 
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()
+
 
 @pytest.mark.parametrize("first", ["numpy", "clone"])
 @pytest.mark.parametrize("is_away", [False, True])

@@ -15,6 +15,7 @@ from torch import nn
 from torchTensorRef.interception.ready_path import SLOW
 from torchTensorRef.interception.slow_path import SlowPath
 from torchTensorRef.interception.watched_path import run_watched
+from torchTensorRef.memory import leases
 from torchTensorRef.memory.strategy_feed import StrategyFeed
 from torchTensorRef.operators.plan import plan_of
 
@@ -215,6 +216,22 @@ def test_results_that_are_gone_again_do_not_end_it(world):
     for _ in range(20):
         assert (world.x.expand(200) + 1).numel() == 200
     assert world.weights[2]._ttr_block.ready is not None
+
+
+def test_many_results_that_are_gone_again_end_it(world, monkeypatch):
+    """Each leaves a dead reference: a loop over what is leased would gather them for ever."""
+    monkeypatch.setattr(leases, "MOST_USES", 10)
+    world.expect(1, 2)
+    world.use(0)
+    lease = world.manager.residency.feed.lease
+    assert lease is not None
+    world.expect()
+    for _ in range(30):
+        assert (world.x.expand(200) + 1).numel() == 200
+    assert len(lease._results) == 10
+    assert world.weights[2]._ttr_block.ready is None
+    world.use(2)
+    assert world.manager.residency.feed.lease is None
 
 
 def test_a_write_of_what_is_at_home_too_does_not_end_it(world, monkeypatch):

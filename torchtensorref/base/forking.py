@@ -46,6 +46,18 @@ def RLock() -> Any:
     return made
 
 
+#: The lock of the books, which ledgers and simulated machines have, too. The collector may run a
+#: finalizer under any of these, and an operator of that takes the others: with locks of their own
+#: two threads would wait for each other.
+shared = RLock()
+
+
+def is_mine(lock: Any) -> bool:
+    """Whether this thread holds an `RLock`: a finalizer may be asking that it runs within us."""
+    mine: bool = lock._is_owned()
+    return mine
+
+
 def _begin_anew() -> None:
     was_held = False
     for lock in list(_locks):

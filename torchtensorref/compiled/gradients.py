@@ -192,7 +192,7 @@ class Bundle(CompiledEntry):
         residency = self.residency
         if self.notes or self.has_gradients:
             return True
-        if residency.books.is_pressed and residency.feed.looks_ahead:
+        if residency.books.is_pressed and residency.books.looks_ahead:
             residency.prefetcher.issue_wishes(self.device)
         return True
 

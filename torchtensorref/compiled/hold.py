@@ -129,7 +129,7 @@ class Hold:
         tick = books.tick
         for block in self.blocks:
             books.note_use(block, tick + 1)
-        if feed.wants_every_use:
+        if feed.wants_every_use and not feed.is_within:
             with feed.lock:
                 # In the order in which operators tell of theirs.
                 for use in sorted(

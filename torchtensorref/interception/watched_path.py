@@ -46,7 +46,7 @@ def may_be_watched(residency: Residency) -> bool:
     Where operators run is asked only of those that lack an operand.
     """
     feed = residency.feed
-    return feed.watches_accesses and not feed.gives_back
+    return residency.books.watches_accesses and not feed.gives_back
 
 
 def run_watched(plan: OpPlan, args: tuple[Any, ...], kwargs: Any) -> Any:

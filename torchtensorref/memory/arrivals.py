@@ -73,6 +73,8 @@ class Arrivals:
             return
         if replica.device is self._books.host:
             arrival.synchronize()
+            if replica.arrival is not arrival:
+                return  # garbage was collected, whose finalizer has come here
             replica.become(CLEAN, "written back")
             replica.arrival = None
             block = replica.block
@@ -86,6 +88,8 @@ class Arrivals:
             telling.failed(self._books, replica, error)
             self._filling.close(replica)
             raise
+        if replica.arrival is not arrival:
+            return
         self._books.ledgers[replica.device].has_arrived(replica)
         replica.become(CLEAN, "arrived")
         replica.arrival = None

@@ -126,7 +126,7 @@ class Books:
         #: call says of a device differs from where its operands are.
         self.labels_differ = labels_differ_on(accelerators)
         self.log = log
-        self.lock = forking.RLock()
+        self.lock = forking.shared
         self._released = threading.Condition(self.lock)
         self._waiting_count = 0
         self.ledgers = Ledgers(self.lock)

@@ -135,7 +135,8 @@ class Copier:
                 except TransferError as error:
                     note_failure(self._books, home, arrival)
                     self.note_failure(home, error)
-            going.popleft()
+            if going and going[0] is home:  # else a finalizer has come here in between
+                going.popleft()
 
     # -- on the way home ------------------------------------------------------------------------
 

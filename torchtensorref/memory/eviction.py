@@ -141,7 +141,7 @@ class Evictor:
         """From now on the strategy wants to see each use of what stays (lock held)."""
         self._books.is_pressed = True
         self._books.short_at = self._books.tick
-        if self._feed.watches_accesses:
+        if self._books.watches_accesses:
             for device in self._books.ledgers:
                 for block in self._books.blocks_on(device):
                     if block.is_persistent:

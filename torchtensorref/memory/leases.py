@@ -51,19 +51,19 @@ class Lease:
         for block in blocks:
             block.logged_as = block.block_id
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it has to end, since what is made meanwhile fills the device.
+    def log_result(self, block: Block) -> bool:
+        """Have the uses of a result noted that is made meanwhile; whether the lease has to end.
 
-        The strategy reckons with the room that short-lived results take, and hears only of those
-        that are there when it is told.
+        It has to where what is made fills the device, or the list. The strategy reckons with the
+        room that short-lived results take, and hears only of those that are there when it is told.
+        Each of them stays in the list: once it has been full, it says no more.
         """
-        return self._ledger.resident_nbytes > self._most_nbytes
-
-    def log_result(self, block: Block) -> None:
-        """Have the uses of a result noted that is made meanwhile."""
+        if len(self._results) >= MOST_USES:
+            return False
         block.logged_as = block.block_id
         self._results.append(weakref.ref(block))
+        is_full = len(self._results) == MOST_USES
+        return is_full or self._ledger.resident_nbytes > self._most_nbytes
 
     def blocks(self) -> list[Block]:
         """Return the blocks that are alive."""

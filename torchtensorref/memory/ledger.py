@@ -59,9 +59,8 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
 
     Notes
     -----
-    It has a lock of its own, under which nobody waits and only the device's own count is called:
-    the ready path counts results under it. Whoever needs the lock of the books, too, takes that
-    one first.
+    Nobody waits under its lock, and only the device's own count is called: the ready path counts
+    results under it. It is that of the books (`forking.shared`).
     """
 
     def __init__(self, device: Device, budget: Budget) -> None:
@@ -71,7 +70,7 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
         #: The bytes that are counted here; C++ reads them.
         self.counted_nbytes = 0
         self.budget = budget
-        self._lock = forking.RLock()  # again: making objects can collect garbage that comes here
+        self._lock = forking.shared  # again: making objects can collect garbage that comes here
         self._replicas: dict[int, Death] = {}
         self._recency = Recency(self._last_use_of)
         #: Fresh results and their bytes, by the weak references that tell their deaths.
@@ -247,7 +246,9 @@ class Ledger(core.LedgerBase):  # type: ignore[misc]
     def _oldest_settled(self, count: int) -> list[Replica]:
         found: list[Replica] = []
         for number in self._recency.oldest():
-            replica = self._replicas[number]()
+            # Not there: garbage was collected in between, and its finalizer has had this evicted.
+            death = self._replicas.get(number)
+            replica = death() if death is not None else None
             if replica is not None:
                 found.append(replica)
                 if len(found) == count:

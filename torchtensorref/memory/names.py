@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ..base import forking
 from ..base.at_once import items_at_once
 from .ref import TensorRef
 
@@ -33,7 +32,6 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._lock = forking.Lock()
         #: Modules that have met, by their ids.
         self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._is_stale = False
@@ -47,6 +45,8 @@ class Names:
         self._of_states: dict[int, str] = {}
         #: When one may look for a name that was not there: looking takes its time.
         self._again_s = 0.0
+        #: When the look began that has found what is here.
+        self._began_s = 0.0
 
     def note_module(self, module: nn.Module) -> None:
         """Note a module: it has been given a tensor, or another module."""
@@ -109,27 +109,33 @@ class Names:
         return self._paths.get(id(module), "")
 
     def look(self) -> None:
-        """Look the names up again, in all models that are there."""
+        """Look the names up again, in all models that are there.
+
+        No lock is held, since a finalizer that the collector runs in here may come here again. What
+        is found is exchanged at the end; of several looks the one counts that began last.
+        """
         began_s = time.monotonic()
-        with self._lock:
-            self._is_stale = False
-            roots = self._roots()
-            found: dict[str, list[tuple[str, int]]] = {}
-            paths: dict[int, str] = {}
-            for model, root in roots:
-                for path, module in _modules_in(root):
-                    self._of_modules[id(module)] = module
-                    paths.setdefault(id(module), path)
-                    for name, block_id in _blocks_of(module):
-                        full = f"{path}.{name}" if path else name
-                        found.setdefault(full, []).append((model, block_id))
-            self._paths = paths
-            self._of_blocks = _unique(found)
-            self._of_states = {
-                block_id: f"{self._of_blocks.get(of, f'b{of}')}: {name}"
-                for optimizer in _alive(self._optimizers)
-                for of, name, block_id in _states_of(optimizer)
-            }
+        self._is_stale = False
+        found: dict[str, list[tuple[str, int]]] = {}
+        paths: dict[int, str] = {}
+        modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        for model, root in self._roots():
+            for path, module in _modules_in(root):
+                modules[id(module)] = module
+                paths.setdefault(id(module), path)
+                for name, block_id in _blocks_of(module):
+                    full = f"{path}.{name}" if path else name
+                    found.setdefault(full, []).append((model, block_id))
+        of_blocks = _unique(found)
+        of_states = {
+            block_id: f"{of_blocks.get(of, f'b{of}')}: {name}"
+            for optimizer in _alive(self._optimizers)
+            for of, name, block_id in _states_of(optimizer)
+        }
+        if began_s >= self._began_s:
+            self._began_s = began_s
+            self._paths, self._of_modules = paths, modules
+            self._of_blocks, self._of_states = of_blocks, of_states
         now_s = time.monotonic()
         self._again_s = now_s + LOOKING_SHARE * (now_s - began_s)
 

@@ -343,7 +343,7 @@ class Residency:
                     self.evictor.try_evict(replica, f"{self.feed.strategy.name}: {GIVEN_BACK}")
         books = self.books
         if books.is_pressed:
-            if self.feed.looks_ahead:
+            if books.looks_ahead:
                 for each in books.accelerators if self.feed.spreads else (device,):
                     self.prefetcher.issue_wishes(each)
             self.feed.begin_lease(device)

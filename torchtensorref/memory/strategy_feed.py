@@ -14,7 +14,7 @@ from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
-from ..base import forking
+from ..base.forking import RLock, is_mine
 from ..base.options import settings
 from ..devices.base import Device
 from ..strategy import (
@@ -58,7 +58,7 @@ class StrategyFeed:
         self._checked = CheckedStrategy(strategy)
         self._follow(self._checked)
         self._at_first = mind_of(strategy)
-        self.lock = forking.RLock()
+        self.lock = RLock()
         #: (operator, result) of which the strategy has not been told, oldest first; and (operator,
         #: block) from which on those that it was told of count as persistent.
         self._unheard: deque[tuple[int, weakref.ref[Block]]] = deque(maxlen=UNHEARD_COUNT)
@@ -70,6 +70,14 @@ class StrategyFeed:
         #: Uses that it expects, and is told of together.
         self.lease: Lease | None = None
         self.uses = UseLog()
+
+    @property
+    def is_within(self) -> bool:
+        """Whether an operator of a finalizer asks, which the collector runs under one of our locks.
+
+        It is told and asked nothing. What has happened is told later, its own uses never.
+        """
+        return is_mine(self.lock) or is_mine(self._books.lock)
 
     @property
     def strategy(self) -> Strategy:
@@ -113,26 +121,20 @@ class StrategyFeed:
         """Whether each use of a persistent block has to be told: it takes the slow path then."""
         return self._books.wants_every_use
 
-    @property
-    def watches_accesses(self) -> bool:
-        """Whether the strategy wants to be told each use of what stays, once memory is short."""
-        return self._checked.watches_accesses
-
     # -- told -----------------------------------------------------------------------------------
 
     def note_birth(self, block: Block) -> None:
         """Remember a fresh result that is not tiny, to be told of if it lives."""
         if self.wants_every_use:
             lease = self.lease
-            if lease is not None:  # if it turns out to stay, its uses are told as those of others
-                lease.log_result(block)
-                if lease.is_full:
-                    self._readiness.close_watched(lease.blocks(), lease.device)
+            # If it turns out to stay, its uses are told as those of others.
+            if lease is not None and lease.log_result(block):
+                self._readiness.close_watched(lease.blocks(), lease.device)
             self._unheard.append((block.born, weakref.ref(block)))
 
     def catch_up(self) -> None:
         """Tell of what was used unheard since it was expected (no lock held)."""
-        if self.lease is None:
+        if self.lease is None or self.is_within:
             return
         books = self._books
         with self.lock:
@@ -144,10 +146,10 @@ class StrategyFeed:
             if lease.device not in books.accelerators:
                 return
             books.counts.slow_hit_count += len(uses)
-            self.tell_births(before=uses[0][0] if uses else 0)
+            self._tell_births(before=uses[0][0] if uses else 0)
             for tick, block_id, kind, is_written in uses:
                 if self._unheard and self._unheard[0][0] < tick:
-                    self.tell_births(before=tick)
+                    self._tell_births(before=tick)
                 block, nbytes = books.known.get(block_id), lease.nbytes.get(block_id)
                 if block is not None and block.is_persistent:
                     books.note_use(block, tick)
@@ -168,42 +170,33 @@ class StrategyFeed:
             lease.end()
         return self.uses.take()
 
-    def tell_births(self, before: int | None = None) -> None:
-        """Tell of fresh results that are still there (no lock held).
+    def tell_births(self) -> None:
+        """Tell of fresh results that are still there (no lock held)."""
+        if (self._unheard or self._young) and not self.is_within:
+            with self.lock:
+                self._tell_births()
 
-        What the strategy expects to stay, and what has stayed for long, counts as persistent from
-        then on.
-
-        Parameters
-        ----------
-        before : int, optional
-            Of operators before this one only.
-        """
-        if not (self._unheard or self._young):
-            return
-        with self.lock:
-            checked, unheard, young = self._checked, self._unheard, self._young
-            while unheard and (before is None or unheard[0][0] < before):
-                block = unheard.popleft()[1]()
-                if block is None:
-                    continue
-                _ = block.replicas  # its death has to be told too
-                self._books.known[block.block_id] = block
-                place = max(0, block.born - self._told_tick)
-                where = (checked.hears_where and block.accelerator()) or self._books.main
-                age = checked.on_birth(block.block_id, block.nbytes, place, where.name)
-                if age < PERSISTENT_AFTER:
-                    heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
-            while young and young[0][0] <= self._books.tick:
-                block = heappop(young)[2]()
-                if block is not None:
-                    self._count_as_persistent(block)
-
-    def _count_as_persistent(self, block: Block) -> None:
-        with self._books.lock:
-            block.is_persistent = True
-            if self.wants_every_use:
-                block.ready = None
+    def _tell_births(self, before: int | None = None) -> None:
+        """Tell of those of operators before one: what stays is persistent (lock held)."""
+        checked, unheard, young = self._checked, self._unheard, self._young
+        while unheard and (before is None or unheard[0][0] < before):
+            block = unheard.popleft()[1]()
+            if block is None:
+                continue
+            _ = block.replicas  # its death has to be told too
+            self._books.known[block.block_id] = block
+            place = max(0, block.born - self._told_tick)
+            where = (checked.hears_where and block.accelerator()) or self._books.main
+            age = checked.on_birth(block.block_id, block.nbytes, place, where.name)
+            if age < PERSISTENT_AFTER:
+                heappush(young, (block.born + age, block.block_id, weakref.ref(block)))
+        while young and young[0][0] <= self._books.tick:
+            block = heappop(young)[2]()
+            if block is not None:
+                with self._books.lock:
+                    block.is_persistent = True
+                    if self.wants_every_use:
+                        block.ready = None
 
     def _tell_departures(self) -> None:
         """Tell what has left the main accelerator (the feed's lock held)."""
@@ -213,7 +206,7 @@ class StrategyFeed:
 
     def tell_deaths(self) -> None:
         """Tell which blocks are gone (no lock held)."""
-        deaths = self._books.take_deaths()
+        deaths = () if self.is_within else self._books.take_deaths()
         if deaths and self._checked.hears_deaths:
             with self.lock:
                 for block_id in deaths:
@@ -243,6 +236,10 @@ class StrategyFeed:
             Numbers of the blocks of which only parts would move, were they away.
         """
         books, tick, written = self._books, self._books.tick + ahead, set(written)
+        if self.is_within:
+            for block in blocks:
+                books.note_use(block, tick)
+            return
         is_at_home = instead_of is not None
         by = instead_of or (device if books.is_spread else None)
         told, this = self._told, (get_ident(), kind, tick)
@@ -326,6 +323,8 @@ class StrategyFeed:
     def place(self, snapshot: OpSnapshot, default: Device) -> Device:
         """Ask where an operator runs, unless on the default device (no lock held)."""
         books = self._books
+        if self.is_within:
+            return default
         by_name = {d.name: d for d in (books.host, *books.accelerators, default)}
         with self.lock:
             return by_name[self._checked.place(snapshot, by_name)]
@@ -342,7 +341,7 @@ class StrategyFeed:
         """
         if may_fail:
             self.catch_up()
-        if not self._checked.names_victims:
+        if not self._checked.names_victims or self.is_within:
             return []
         seen = self.device_snapshot(device)
         with self.lock:
@@ -360,18 +359,17 @@ class StrategyFeed:
 
     def given_back(self, device: Device, used: Sequence[Replica]) -> set[int]:
         """Ask which of the blocks that an operator has used go at once (no lock held)."""
+        if self.is_within:
+            return set()
         with self._books.lock:
             snapshots = snapshots_of(self._books, used)
         with self.lock:
             return set(self._checked.after_operator(self.device_snapshot(device), snapshots))
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the strategy asks for copies before they are needed."""
-        return self._checked.looks_ahead
-
     def wishes(self, device: Device) -> tuple[list[int], list[Prefetch]]:
         """Ask what to write back and what to fetch ahead of need (no lock held)."""
+        if self.is_within:
+            return [], []
         resident = Resident(self._books, device)
         with self._books.lock:
             self._books.bury()
@@ -387,7 +385,7 @@ class StrategyFeed:
         """Open what the strategy expects to be used next, and need not hear of (no lock held)."""
         checked = self._checked
         is_wanted = checked.expects_uses and device.decision_nbytes and self.wants_every_use
-        if self.lease is not None or not is_wanted:
+        if self.lease is not None or not is_wanted or self.is_within:
             return
         with self.lock:
             if self.lease is None:  # else another thread has begun one

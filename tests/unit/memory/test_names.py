@@ -1,11 +1,13 @@
 """Names are looked up while other threads name something."""
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
+from torchTensorRef.memory import names as names_file
 from torchTensorRef.memory.names import Names
 
 from ...support.turns import taking_turns_every
@@ -44,3 +46,26 @@ def test_other_threads_may_make_modules_and_optimizers_meanwhile():
         is_over.set()
         thread.join()
     assert names.of_module(model[3]) == "3"
+
+
+def test_a_finalizer_inside_a_look_may_look_too(monkeypatch):
+    """The collector may run a `__del__` with an operator in it while models are walked."""
+    names, walk, children = Names(), names_file._modules_in, [nn.Identity()]
+    model = nn.Sequential(nn.Identity())
+    names.note_module(model)
+
+    def walk_and_be_finalized(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield from list(walk(root))
+        if children:
+            child = children.pop()
+            model.append(child)
+            names.note_modules(model, "1", child)
+            inner = threading.Thread(target=names.look, daemon=True)
+            inner.start()
+            inner.join(20)
+            assert not inner.is_alive(), "a look waits for another"
+
+    monkeypatch.setattr(names_file, "_modules_in", walk_and_be_finalized)
+    names.look()
+    assert [path for path, _ in walk(model)] == ["", "0", "1"]
+    assert names._paths[id(model[1])] == "1", "what began before does not count after it"

@@ -119,7 +119,7 @@ class Machine:
         flops_per_s: float,
         kernel_bytes_per_s: float | None = None,
     ) -> None:
-        self.lock = forking.RLock()
+        self.lock = forking.shared
         self.now_ns = self.waited_ns = 0
         self.memory = SharedMemory()
         self.memory_bytes_per_ns = memory_bytes_per_s / 1e9
