@@ -274,6 +274,26 @@ def test_torch_load_of_containers_that_refuse_entries(injected, tmp_path):
     assert view["x"].tolist() == [1, 1, 1]
 
 
+class Mirrored(dict):
+    """Has its entries as attributes, too, as `ModelOutput` has."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+    def __reduce_ex__(self, protocol):
+        return Mirrored, (), vars(self), None, iter(self.items())
+
+
+def test_torch_load_of_a_dictionary_that_has_entries_twice(injected, tmp_path):
+    mirrored = Mirrored()
+    mirrored["x"] = torch.ones(3)
+    torch.save(mirrored, tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", weights_only=False)
+    assert kind_of(loaded["x"]) is TensorRef
+    assert loaded.x is loaded["x"]
+
+
 def test_torch_load_asks_nothing_of_numbers(injected, tmp_path, monkeypatch):
     """Three megabytes took three seconds."""
     asked = []

@@ -54,8 +54,12 @@ def ask_aside(question: Callable[[], T]) -> T:
             answer.set_exception(error)
 
     def begin_and_ask() -> None:
-        begin_thread()
-        ask()
+        try:
+            begin_thread()
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            ask()
 
     thread = threading.Thread(target=begin_and_ask, name="torchTensorRef-ask")
     try:

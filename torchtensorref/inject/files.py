@@ -145,17 +145,16 @@ _LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None)})
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
-    """Exchange an entry, past what a dictionary's or a list's class would refuse, or do besides.
+    """Exchange an entry as its class does, which may keep it twice; past it where it refuses.
 
-    A mapping of another kind that refuses keeps the plain tensor.
+    A mapping that is no dictionary, and refuses, keeps the plain tensor.
     """
-    kinds: tuple[Any, ...] = (OrderedDict, dict, list)
-    for kind in kinds:
-        if isinstance(container, kind):
-            kind.__setitem__(container, key, value)
-            return
     with suppress(Exception):
         container[key] = value
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list)
+    kind = next((kind for kind in kinds if isinstance(container, kind)), None)
+    if kind is not None and kind.__getitem__(container, key) is not value:
+        kind.__setitem__(container, key, value)
 
 
 #: What adopts what is being read from a file; None: nothing is.

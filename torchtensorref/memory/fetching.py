@@ -63,11 +63,11 @@ class Fetcher:
     def _let_arrive(self, device: Device, blocks: Sequence[Block], why: str) -> None:
         """Let compute wait for what comes; what has failed on its way is fetched once more."""
         with self._books.lock:
-            replicas = [(block, block.replicas[device]) for block in blocks]
             failed = [
                 block
-                for block, replica in replicas
-                if replica.state not in READABLE and not self._copier.arrivals.settle(replica)
+                for block in blocks
+                if (replica := block.replicas[device]).state not in READABLE
+                and not self._copier.arrivals.settle(replica)
             ]
         for block in failed:
             self._copier.transfer.counts.retry_count += 1

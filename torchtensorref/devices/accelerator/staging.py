@@ -173,8 +173,8 @@ class StagingRing:
         try:
             self._carry(copy)
         finally:  # else whoever waits for it would wait for ever
+            copy.landed.set()  # first: who hears of an error when it is issued gives its room back
             copy.issued.set()
-            copy.landed.set()
 
     def _carry(self, copy: StagedCopy) -> None:
         for attempt in range(ATTEMPTS):

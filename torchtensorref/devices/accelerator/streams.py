@@ -41,6 +41,7 @@ class _Place:
     """The stream that a thread is on, as far as is known; it goes with the thread."""
 
     stream: Any = None
+    number: Any = None
 
 
 class ComputeStreams:
@@ -101,11 +102,15 @@ class ComputeStreams:
 
     def follow(self) -> None:
         """See the current stream of this thread, and that it has left the one before."""
-        if not self._vendor.is_on_side_stream:
-            self._note(self._vendor.current_stream_number())
+        if self._vendor.is_on_side_stream:
+            return
+        number = self._vendor.current_stream_number()
+        place = getattr(self._here, "place", None)
+        if place is None or (number, number) != (self._last, place.number):
+            self._note(number)
 
     def _note(self, number: Any) -> None:
-        if self._vendor.is_capturing():
+        if captures_under_way and self._vendor.is_capturing():
             return
         stream = self._vendor.current_stream()
         with self._lock:
@@ -116,7 +121,7 @@ class ComputeStreams:
                 self._each(lambda other: stream.wait_event(self._vendor.record(other)))
                 self._add(stream)
             self._last = number
-            self._move_to(stream)
+            self._move_to(stream, number)
 
     def _add(self, stream: Any) -> None:
         self._seen.append(stream)
@@ -133,13 +138,13 @@ class ComputeStreams:
             if stream != here and not is_of_others(stream):
                 self._vendor.record_use(base, stream)
 
-    def _move_to(self, stream: Any) -> None:
+    def _move_to(self, stream: Any, number: Any) -> None:
         """Note where this thread is (lock held)."""
         place = getattr(self._here, "place", None)
         if place is None:
             place = self._here.place = _Place()
             self._places.add(place)
-        before, place.stream = place.stream, stream
+        before, place.stream, place.number = place.stream, stream, number
         if before not in self._seen or not is_of_others(before):
             return
         if all(other.stream != before for other in self._places):
@@ -182,11 +187,12 @@ class ComputeStreams:
 
         One of others may have been destroyed while a thread was on it.
         """
-        if captures_under_way:
-            self._forget([stream for stream in self._seen if self._vendor.is_capturing(stream)])
         for stream in list(self._seen):
             try:
-                act(stream)
+                if captures_under_way and self._vendor.is_capturing(stream):
+                    self._forget([stream])
+                else:
+                    act(stream)
             except RuntimeError as error:
                 if not is_of_others(stream) or len(self._seen) == 1:
                     raise
