@@ -7,6 +7,7 @@
 
 #include "python_types.h"
 
+#include <ATen/Context.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
