@@ -492,3 +492,14 @@ def test_kernels_that_come_after_the_first_call(manager):
     ours = program_of_late_kernels(manager.adopt, "ours")
     for one, other in zip(program_of_late_kernels(lambda x: x, "plain"), ours, strict=True):
         assert not differences(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
+def test_an_operator_that_is_given_a_kernel_is_the_one_that_it_was(manager):
+    """Files of learned times, and operators that look like it, know it by its kind."""
+    mm, linear = torch.ops.aten.mm.default, torch.ops.aten.linear.default
+    kinds = [plan_of(op).kind for op in (mm, linear)]
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm", lambda a, b: a @ b, "AutogradCPU")
+        assert [plan_of(op).kind for op in (mm, linear)] == kinds
+    assert [plan_of(op).kind for op in (mm, linear)] == kinds

@@ -232,6 +232,7 @@ def name_of_kind(kind: int) -> str:
 
 _numbers = itertools.count(1)
 _names: dict[int, str] = {}
+_kinds: dict[Row, int] = {}  # an operator with another kernel is what it was
 
 
 def compiled(row: Row) -> OpPlan:
@@ -252,12 +253,12 @@ def compiled(row: Row) -> OpPlan:
     elif python_kernels.has_kernel_in_python(op):
         run = python_kernels.OverTwins(op)
     number = next(_numbers)
-    if row.seen_as is None:
-        _names[number] = str(op)
+    kind = plan_of(row.seen_as).kind if row.seen_as is not None else _kinds.setdefault(row, number)
+    _names.setdefault(kind, str(op))
     plan = OpPlan(
         op=run,
         number=number,
-        kind=number if row.seen_as is None else plan_of(row.seen_as).kind,
+        kind=kind,
         name=str(op),
         argument_names=names,
         defaults=tuple(argument.default_value for argument in schema.arguments),
