@@ -70,9 +70,8 @@ class Venice(Strategy):
         self._made_anew: dict[int, int] = {}
         self._last = ""  # where the last operator ran
         self._limits: dict[str, int] = {}  # the budgets for which blocks were dealt out
-        self._links: dict[str, float] = {}  # bytes per second, of the same accelerators
         self._filled: set[str] = set()  # accelerators that take no more
-        self._ordered: list[DeviceSnapshot] = []  # those of them, as they were then
+        self._ordered: list[DeviceSnapshot] = []  # those that have them, as they were then
         self._is_in_rounds = False  # each has stretches of the program, by turns
         self._is_over = False  # more lives on the last accelerator than its share
         self._is_known = False  # ... and the program begins anew: all of it is known
@@ -126,7 +125,6 @@ class Venice(Strategy):
         are_others = self._limits.keys() != {device.name for device in accelerators}
         if are_others or self._is_known or any(map(self._has_changed, accelerators)):
             self._limits = {device.name: device.limit_nbytes for device in accelerators}
-            self._links = {device.name: device.h2d_bytes_per_s for device in accelerators}
             self._deal_again(accelerators)
 
     def _has_changed(self, device: DeviceSnapshot) -> bool:
@@ -190,7 +188,7 @@ class Venice(Strategy):
                 taken[self._used_on[block_id]] += nbytes
         shares = self.shares(self._ordered, sum(taken.values()))
         excess = {name: taken[name] - share for name, share in zip(taken, shares, strict=True)}
-        least_nbytes = least_share * min(self._limits.values())
+        least_nbytes = least_share * min(device.limit_nbytes for device in self._ordered)
         moves = moves_to_even_out(excess, self._home, self._nbytes, least_nbytes)
         for block_id, home in moves:
             self._dealt[self._home[block_id]] -= self._nbytes[block_id]
@@ -237,6 +235,7 @@ class Venice(Strategy):
             if isinstance(event, Access) and event.is_persistent:
                 self._nbytes.setdefault(event.block_id, event.nbytes)
         self._limits = {}  # all of it is dealt out when the first operator comes
+        self._is_in_rounds = False  # so nothing is evened out before
         self._filled.clear()
 
     def on_birth(self, block_id: int, nbytes: int, place: int, device: str = "") -> int:
@@ -299,7 +298,10 @@ class Venice(Strategy):
         """Let the host compute where that has paid, or the links could not do without."""
         flows = [flow for flow in self._flows.values() if isinstance(flow, Flow)]
         is_used = any(flow.let_home_compute(self._trial.is_allowed) for flow in flows)
-        least_s = [(self._dealt[d] - most) / self._links[d] for d, most in self._limits.items()]
+        least_s = [
+            (self._dealt[device.name] - device.limit_nbytes) / device.h2d_bytes_per_s
+            for device in self._ordered
+        ]
         is_allowed = self._trial.period(now_ns, max(least_s, default=0.0) * 1e9, is_used=is_used)
         for flow in flows:
             flow.let_home_compute(is_allowed)

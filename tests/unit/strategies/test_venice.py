@@ -336,3 +336,18 @@ def test_what_is_asked_for_twice_is_ahead_once():
     strategy._home[1] = "b"  # it has been dealt out anew meanwhile
     strategy.on_prefetch(1, 100_000)
     assert strategy._ahead_nbytes == {"a": 0, "b": 100_000}
+
+
+def test_what_is_foretold_between_two_periods_is_dealt_out_by_the_next_operator():
+    """Until then nothing is evened out: some of it has no home."""
+    two = [device("a", 1_000_000), device("b", 1_000_000)]
+    strategy = Venice()
+    for _ in range(3):
+        for number in range(40):
+            use(strategy, number, strategy.place(op(two, weight(number, 100_000))), 100_000)
+    strategy.on_foretold([Access(50, 100_000, 0, True, False, True)])
+    before = strategy.dealt_nbytes
+    list(strategy.prefetch(two[0], []))  # the period that has begun raised KeyError
+    assert strategy.dealt_nbytes == before
+    strategy.place(op(two, weight(0, 100_000)))
+    assert sum(strategy.dealt_nbytes.values()) == 4_100_000

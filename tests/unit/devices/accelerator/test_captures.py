@@ -15,19 +15,12 @@ from torchTensorRef.devices.accelerator.streams import note_streams
 from torchTensorRef.devices.background import Background, ask_aside
 
 from ....support.ordered_double import OrderedDevice, OrderedStream, comes_before
+from ....support.threads import in_thread
 
 
 @pytest.fixture
 def device():
     return OrderedDevice()
-
-
-def in_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join(20)
-    return found[0]
 
 
 def go_to(device, stream):

@@ -20,19 +20,12 @@ from ....support.ordered_double import (
     OthersStream,
     comes_before,
 )
+from ....support.threads import in_thread
 
 
 @pytest.fixture
 def device():
     return OrderedDevice()
-
-
-def in_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join(20)
-    return found[0]
 
 
 def evict_and_fetch_there(device, base, monkeypatch):
